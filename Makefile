@@ -1,0 +1,39 @@
+# Everything runs in .venv, which any of these commands makes first.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+PHOTOS := demo/photographs
+
+.PHONY: demo test test-long fuzz lint clean
+
+demo: $(READY)  ## train on real photographs, and preview two recipes: all into demo/
+	$(BIN)/python bench/photographs.py $(PHOTOS)
+	$(BIN)/gpuaug train source.root=$(PHOTOS)/train val.source.root=$(PHOTOS)/val augment=standard \
+		epochs=10 batch_size=32 memory_format=channels_last out=demo/train json=demo/train.json
+	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=standard out=demo/standard.png
+	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=simclr out=demo/simclr.png
+
+test: lint  ## minutes
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long"
+
+test-long: lint  ## everything
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+fuzz: $(READY)  ## ten minutes of damaged files; MINUTES=60 for more
+	$(BIN)/python tests/fuzz.py --minutes $(or $(MINUTES),10)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## what demo and installation made
+	rm -rf .venv demo
+
+# Once, and again when the dependencies change.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "gpuaug needs Python 3.11 or newer; found: $$($(PYTHON) --version 2>&1). Set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --progress-bar on --editable '.[demo,dev]'
+	touch $@
