@@ -1,0 +1,1 @@
+"""Augmentation: recipes, draws to parameters, two backends, and what mixes samples."""

@@ -1,0 +1,858 @@
+// One pass over a batch of images on the CPU: every image runs its own short program while it stays in cache.
+//
+// Formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), in the order of its additions and
+// with its fused multiply-adds, so that most pixels have Kornia's bits and what jumps later (equalize, posterize) jumps
+// at the same pixels: to be compiled with -ffp-contract=off. The codes and their arguments are listed in lower.py.
+// An image is three float planes; consecutive pointwise operations run on blocks that fit the first level of cache, and
+// only statistics, neighbourhoods and changes of position send the image through a buffer.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+enum Code : int32_t {
+    NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
+    GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP,
+};
+
+constexpr int ARGS = 12;     // floats per operation
+constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the first level of cache
+constexpr int LANES = 16;
+
+struct Job {
+    const void* src;         // uint8 [B, H, W, 3] or float [B, 3, H, W]
+    void* dst;               // [B, 3, H, W], or [B, H, W, 3] where channels_last
+    const int32_t* code;     // [B, S]
+    const float* args;       // [B, S, ARGS]
+    const float* const* tables;  // [B, S]: float [3, H, W] for NOISE, [taps in x + taps in y] for BLUR, else null
+    const float* ramps;          // WARP: output positions per kind (affine, projective), align_corners (0, 1): x [W], y [H]
+    int64_t batch, height, width, steps;
+    int32_t src_float;       // 0: uint8 NHWC, 1: float NCHW
+    int32_t dst_type;        // 0: float32, 1: bfloat16, 2: float16
+    int32_t channels_last;
+    int32_t threads;
+    float scale[3], shift[3];  // out = x * scale + shift
+};
+
+inline float low(float a, float b) { return a < b ? a : b; }
+inline float high(float a, float b) { return a > b ? a : b; }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float luma(float r, float g, float b, float wr, float wg, float wb) { return fma(b, wb, fma(g, wg, r * wr)); }
+inline float unit(float x) { return low(high(x, 0.0f), 1.0f); }
+
+// k / 255 correctly rounded without a division: one Newton step on k * (1 / 255).
+inline float byte_value(int k) {
+    const float x = static_cast<float>(k), q = x * (1.0f / 255.0f);
+    return fma(fma(-q, 255.0f, x), 1.0f / 255.0f, q);
+}
+
+// 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]; vectorises, unlike powf.
+inline float power(float x, float gamma) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const int32_t exponent = (bits - 0x3f3504f3) >> 23;  // mantissa in [sqrt(1/2), sqrt(2))
+    const int32_t scaled = bits - exponent * (1 << 23);
+    float m;
+    std::memcpy(&m, &scaled, 4);
+    const float t = (m - 1.0f) / (m + 1.0f), t2 = t * t;  // log(m) = 2 atanh(t)
+    const float series = t * t2 * (0.66666667f + t2 * (0.4f + t2 * (0.28571429f + t2 * 0.22222222f)));
+    const float lead = 2.0f * t;
+    const float log2_fraction = 1.44269504f * lead + 1.44269504f * series;
+    // The exponent is kept apart, so that the product with gamma loses no bits of the fraction.
+    const float whole = gamma * static_cast<float>(exponent);
+    const float rounded = __builtin_floorf(whole + gamma * log2_fraction + 0.5f);
+    const float f = (whole - rounded) + gamma * log2_fraction;
+    const float e = 1.0f + f * (0.69314718f + f * (0.24022651f + f * (0.05550411f + f * (0.00961813f + f * (0.00133336f + f * 0.00015403f)))));
+    const int32_t power_of_two = (static_cast<int32_t>(high(low(rounded, 127.0f), -126.0f)) + 127) << 23;
+    float two;
+    std::memcpy(&two, &power_of_two, 4);
+    const float y = rounded < -126.0f ? 0.0f : e * two;
+    return x <= 0.0f ? (gamma == 0.0f ? 1.0f : 0.0f) : y;
+}
+
+struct Statistic {  // of one image, at one point of its program
+    double gray = 0.0;
+    float minimum[3], maximum[3];
+    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 256);
+    std::vector<float> table = std::vector<float>(3 * 256);
+    bool flat[3] = {false, false, false};  // equalize leaves such a channel alone
+
+    void reset() {
+        gray = 0.0;
+        std::fill(minimum, minimum + 3, INFINITY);
+        std::fill(maximum, maximum + 3, -INFINITY);
+        std::fill(histogram.begin(), histogram.end(), 0u);
+    }
+};
+
+struct Op {
+    int32_t code;
+    const float* a;
+    const float* table;
+};
+
+bool is_pointwise(int32_t code) { return code < SHARPNESS; }
+bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
+bool ignores_position(int32_t code) {  // a flip may be moved before it; blur and sharpness are symmetric
+    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR);
+}
+bool keeps_outside(int32_t code) {  // operations of Kornia that do not clamp their input to [0, 1]
+    switch (code) {
+        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case SHUFFLE: case WARP: case HFLIP: case VFLIP: return true;
+        default: return false;
+    }
+}
+bool may_leave_unit(const Op& op, bool outside) {
+    switch (op.code) {
+        case NOISE: return true;
+        case INVERT: return outside || op.a[0] != 1.0f;
+        case ERASE: return outside || op.a[4] < 0.0f || op.a[4] > 1.0f;
+        case GRAY: return outside || op.a[3] != 0.0f;
+        case AUTOCONTRAST: return false;
+        default: return outside && keeps_outside(op.code);
+    }
+}
+
+struct Block {  // where a block lies in its image: `rows` whole rows, or a piece of one
+    int64_t y, x, rows, width;
+};
+
+void clamp_block(float* __restrict p, int n) {
+    for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
+}
+
+// In sixths of a turn; v - delta * clamp(min(k, 4 - k), 0, 1) is Kornia's table of sextants in closed form. One division
+// instead of five, equal within 1e-6.
+void hue(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
+    const float turn = turns * 6.0f;
+    for (int i = 0; i < n; ++i) {
+        const float x = r[i], y = g[i], z = b[i];
+        const float top = high(high(x, y), z), bottom = low(low(x, y), z), delta = top - bottom;
+        const bool red = (x >= y) & (x >= z), green = y >= z;
+        const float difference = red ? y - z : (green ? z - x : x - y), base = red ? 0.0f : (green ? 2.0f : 4.0f);
+        float h = difference / (delta == 0.0f ? 1.0f : delta) + base + turn;
+        h = fma(-6.0f, __builtin_floorf(h * (1.0f / 6.0f)), h);
+        float k = h + 5.0f;
+        k = k >= 6.0f ? k - 6.0f : k;
+        r[i] = unit(fma(-delta, unit(low(k, 4.0f - k)), top));
+        k = h + 3.0f;
+        k = k >= 6.0f ? k - 6.0f : k;
+        g[i] = unit(fma(-delta, unit(low(k, 4.0f - k)), top));
+        k = h + 1.0f;
+        k = k >= 6.0f ? k - 6.0f : k;
+        b[i] = unit(fma(-delta, unit(low(k, 4.0f - k)), top));
+    }
+}
+
+// By bits: nested conditional expressions become jumps before the vectoriser sees them.
+inline float pick(bool condition, float a, float b) {
+    int32_t x, y;
+    std::memcpy(&x, &a, 4);
+    std::memcpy(&y, &b, 4);
+    const int32_t mask = -static_cast<int32_t>(condition), z = (x & mask) | (y & ~mask);
+    float out;
+    std::memcpy(&out, &z, 4);
+    return out;
+}
+
+// Kornia's arithmetic step by step, where a later operation jumps: a channel that stays on the grid of k / 255 must stay
+// there exactly.
+void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
+    const float circle = 6.283185307179586f, turn = turns * 2.0f * 3.141592653589793f;
+    for (int i = 0; i < n; ++i) {
+        const float x = r[i], y = g[i], z = b[i];
+        const float v = high(high(x, y), z), bottom = low(low(x, y), z), delta = v - bottom;
+        const float s = delta / (v == 0.0f ? 1.0f : v + 1e-8f), divisor = delta == 0.0f ? 1.0f : delta;
+        const float rc = v - x, gc = v - y, bc = v - z;
+        const bool red = (x >= y) & (x >= z), green = y >= z;
+        float h = pick(red, bc - gc, pick(green, (rc - bc) + 2.0f * divisor, (gc - rc) + 4.0f * divisor));
+        h = h / divisor / 6.0f;
+        h = h - __builtin_truncf(h);
+        h = h < 0.0f ? h + 1.0f : h;
+        h = circle * h;
+        h = h >= circle ? 0.0f : h;
+        h += turn;
+        h = h >= circle ? h - circle : (h <= -circle ? h + circle : h);
+        h = h < 0.0f ? h + circle : h;
+        h = h >= circle ? 0.0f : h;
+        h = h / circle * 6.0f;
+        const float sextant = __builtin_floorf(h), hi = sextant >= 6.0f ? sextant - 6.0f : sextant;
+        const float f = (h >= 6.0f ? h - 6.0f : h) - hi;
+        const float p = v * (1.0f - s), q = v * (1.0f - f * s), t = v * (1.0f - (1.0f - f) * s);
+        const bool m0 = hi == 0.0f, m1 = hi == 1.0f, m2 = hi == 2.0f, m3 = hi == 3.0f, m4 = hi == 4.0f;
+        r[i] = unit(pick(m1, q, pick(m2 | m3, p, pick(m4, t, v))));
+        g[i] = unit(pick(m0, t, pick(m1 | m2, v, pick(m3, q, p))));
+        b[i] = unit(pick(m0 | m1, p, pick(m2, t, pick(m3 | m4, v, q))));
+    }
+}
+
+void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* __restrict g, float* __restrict b, int n,
+               const Block& at, int64_t pixels, int64_t image_width, bool exact) {
+    const float* a = op.a;
+    float* planes[3] = {r, g, b};
+    switch (op.code) {
+        case MULTIPLY:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float f = a[c];
+                for (int i = 0; i < n; ++i) p[i] = unit(p[i] * f);
+            }
+            break;
+        case ADD:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float f = a[c];
+                for (int i = 0; i < n; ++i) p[i] = unit(p[i] + f);
+            }
+            break;
+        case CONTRAST: {
+            const float f = a[0], add = static_cast<float>(stat.gray / static_cast<double>(pixels)) * (1.0f - f);
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                for (int i = 0; i < n; ++i) p[i] = unit(p[i] * f + add);
+            }
+            break;
+        }
+        case SATURATION: {
+            const float s = a[0], t = 1.0f - s;
+            for (int i = 0; i < n; ++i) {
+                const float gray = t * luma(r[i], g[i], b[i], 0.299f, 0.587f, 0.114f);
+                r[i] = unit(gray + s * r[i]);
+                g[i] = unit(gray + s * g[i]);
+                b[i] = unit(gray + s * b[i]);
+            }
+            break;
+        }
+        case SATURATION_HSV: {
+            const float s = a[0];
+            for (int i = 0; i < n; ++i) {
+                const float top = high(high(r[i], g[i]), b[i]), bottom = low(low(r[i], g[i]), b[i]), delta = top - bottom;
+                const float adjusted = top * unit(delta / (top == 0.0f ? 1.0f : top + 1e-8f) * s);
+                const float ratio = adjusted / (delta == 0.0f ? 1.0f : delta), base = top - adjusted;
+                r[i] = unit((r[i] - bottom) * ratio + base);
+                g[i] = unit((g[i] - bottom) * ratio + base);
+                b[i] = unit((b[i] - bottom) * ratio + base);
+            }
+            break;
+        }
+        case HUE:
+            if (exact) hue_exact(a[0], r, g, b, n);
+            else hue(a[0], r, g, b, n);
+            break;
+        case GRAY: {
+            const float wr = a[0], wg = a[1], wb = a[2];
+            for (int i = 0; i < n; ++i) {
+                const float v = luma(r[i], g[i], b[i], wr, wg, wb);
+                r[i] = v;
+                g[i] = v;
+                b[i] = v;
+            }
+            break;
+        }
+        case SOLARIZE: {
+            const float threshold = a[0], add = a[1];
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                for (int i = 0; i < n; ++i) {
+                    const float z = unit(p[i] + add);
+                    p[i] = z < threshold ? z : 1.0f - z;
+                }
+            }
+            break;
+        }
+        case POSTERIZE: {
+            const int bits = static_cast<int>(a[0]);
+            if (bits >= 8) break;
+            const int mask = bits <= 0 ? 0 : (0xff << (8 - bits)) & 0xff;
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                for (int i = 0; i < n; ++i) p[i] = byte_value(static_cast<int>(p[i] * 255.0f) & mask);
+            }
+            break;
+        }
+        case INVERT:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float top = a[0];
+                for (int i = 0; i < n; ++i) p[i] = top - p[i];
+            }
+            break;
+        case GAMMA: {
+            const float gamma = a[0], gain = a[1];
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                for (int i = 0; i < n; ++i) p[i] = unit(gain * power(p[i], gamma));
+            }
+            break;
+        }
+        case SHUFFLE: {
+            float copy[3][BLOCK];
+            for (int c = 0; c < 3; ++c) std::memcpy(copy[c], planes[c], n * sizeof(float));
+            for (int c = 0; c < 3; ++c) std::memcpy(planes[c], copy[static_cast<int>(a[c])], n * sizeof(float));
+            break;
+        }
+        case ERASE: {
+            const int64_t x0 = static_cast<int64_t>(a[0]), y0 = static_cast<int64_t>(a[1]);
+            const int64_t x1 = x0 + static_cast<int64_t>(a[2]), y1 = y0 + static_cast<int64_t>(a[3]);
+            for (int64_t row = 0; row < at.rows; ++row) {
+                if (at.y + row < y0 || at.y + row >= y1) continue;
+                const int64_t from = std::max<int64_t>(x0 - at.x, 0), to = std::min<int64_t>(x1 - at.x, at.width);
+                for (int c = 0; c < 3; ++c)
+                    for (int64_t i = from; i < to; ++i) planes[c][row * at.width + i] = a[4];
+            }
+            break;
+        }
+        case NOISE:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float* __restrict f = op.table + c * pixels + at.y * image_width + at.x;
+                for (int i = 0; i < n; ++i) p[i] += f[i];
+            }
+            break;
+        case AUTOCONTRAST:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float bottom = stat.minimum[c], range = stat.maximum[c] - stat.minimum[c] + 1e-6f, clip = a[0];
+                if (clip != 0.0f)
+                    for (int i = 0; i < n; ++i) p[i] = unit((p[i] - bottom) / range);
+                else
+                    for (int i = 0; i < n; ++i) p[i] = (p[i] - bottom) / range;
+            }
+            break;
+        case EQUALIZE:
+            for (int c = 0; c < 3; ++c) {
+                if (stat.flat[c]) continue;
+                float* __restrict p = planes[c];
+                const float* __restrict table = stat.table.data() + c * 256;
+                for (int i = 0; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f)];
+            }
+            break;
+        default: break;
+    }
+}
+
+void collect(int32_t code, Statistic& stat, const float* __restrict r, const float* __restrict g, const float* __restrict b, int n) {
+    const float* planes[3] = {r, g, b};
+    if (code == CONTRAST) {
+        float sum[LANES] = {};
+        int i = 0;
+        for (; i + LANES <= n; i += LANES)
+            for (int l = 0; l < LANES; ++l) sum[l] += luma(r[i + l], g[i + l], b[i + l], 0.299f, 0.587f, 0.114f);
+        for (; i < n; ++i) sum[0] += luma(r[i], g[i], b[i], 0.299f, 0.587f, 0.114f);
+        double total = 0.0;
+        for (float s : sum) total += s;
+        stat.gray += total;
+    } else if (code == AUTOCONTRAST) {
+        for (int c = 0; c < 3; ++c) {
+            const float* __restrict p = planes[c];
+            float smallest[LANES], largest[LANES];
+            for (int l = 0; l < LANES; ++l) smallest[l] = stat.minimum[c], largest[l] = stat.maximum[c];
+            int i = 0;
+            for (; i + LANES <= n; i += LANES)
+                for (int l = 0; l < LANES; ++l) smallest[l] = low(smallest[l], p[i + l]), largest[l] = high(largest[l], p[i + l]);
+            for (; i < n; ++i) smallest[0] = low(smallest[0], p[i]), largest[0] = high(largest[0], p[i]);
+            for (int l = 0; l < LANES; ++l) stat.minimum[c] = low(stat.minimum[c], smallest[l]), stat.maximum[c] = high(stat.maximum[c], largest[l]);
+        }
+    } else if (code == EQUALIZE) {
+        int32_t index[BLOCK];
+        for (int c = 0; c < 3; ++c) {
+            const float* __restrict p = planes[c];
+            uint32_t* count = stat.histogram.data() + c * 256;
+            for (int i = 0; i < n; ++i) index[i] = static_cast<int32_t>(p[i] * 255.0f);
+            for (int i = 0; i < n; ++i) ++count[index[i] & 255];
+        }
+    }
+}
+
+void finish(int32_t code, Statistic& stat, int64_t pixels) {
+    if (code != EQUALIZE) return;
+    for (int c = 0; c < 3; ++c) {
+        const uint32_t* count = stat.histogram.data() + c * 256;
+        int last = 255;
+        while (last > 0 && count[last] == 0) --last;
+        const int64_t step = (pixels - count[last]) / 255;
+        stat.flat[c] = step == 0;
+        if (step == 0) continue;
+        int64_t sum = step / 2;
+        for (int k = 0; k < 256; ++k) {  // shifted by one, as Pillow's table
+            stat.table[c * 256 + k] = k == 0 ? 0.0f : static_cast<float>(std::min<int64_t>(sum / step, 255)) / 255.0f;
+            sum += count[k];
+        }
+    }
+}
+
+void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
+    for (int i = 0; i < n; ++i) {
+        r[i] = byte_value(s[3 * i]);
+        g[i] = byte_value(s[3 * i + 1]);
+        b[i] = byte_value(s[3 * i + 2]);
+    }
+}
+
+void load_bytes_mirrored(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
+    float straight[3][BLOCK];  // strided loads that run backwards do not vectorise: four times slower than this
+    load_bytes(s, straight[0], straight[1], straight[2], n);
+    for (int i = 0; i < n; ++i) r[i] = straight[0][n - 1 - i];
+    for (int i = 0; i < n; ++i) g[i] = straight[1][n - 1 - i];
+    for (int i = 0; i < n; ++i) b[i] = straight[2][n - 1 - i];
+}
+
+inline uint16_t to_bfloat(float x) {  // round to nearest even; images hold no NaN
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+void to_half(const float* __restrict s, uint16_t* __restrict d, int n) {
+    int i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8) _mm_storeu_si128(reinterpret_cast<__m128i*>(d + i), _mm256_cvtps_ph(_mm256_loadu_ps(s + i), 0));
+#endif
+    for (; i < n; ++i) {
+        const _Float16 h = static_cast<_Float16>(s[i]);
+        std::memcpy(d + i, &h, 2);
+    }
+}
+
+// Index of a padded position, -1 for a zero. Borders: 0 constant, 1 reflect, 2 replicate, 3 circular.
+int64_t border_index(int64_t i, int64_t size, int border) {
+    if (i >= 0 && i < size) return i;
+    switch (border) {
+        case 0: return -1;
+        case 1: return i < 0 ? -i : 2 * size - 2 - i;
+        case 2: return i < 0 ? 0 : size - 1;
+        default: return (i % size + size) % size;
+    }
+}
+
+// Weighted sums of `taps` rows. Accumulators stay in registers over all taps, which compilers do not see by themselves.
+template <typename Row>
+void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) {
+    int64_t x = 0;
+#if defined(__AVX512F__)
+    for (; x + 64 <= n; x += 64) {
+        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+        for (int t = 0; t < taps; ++t) {
+            const float* s = row(t) + x;
+            const __m512 w = _mm512_set1_ps(k[t]);
+            s0 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s), s0);
+            s1 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s + 16), s1);
+            s2 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s + 32), s2);
+            s3 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s + 48), s3);
+        }
+        _mm512_storeu_ps(out + x, s0);
+        _mm512_storeu_ps(out + x + 16, s1);
+        _mm512_storeu_ps(out + x + 32, s2);
+        _mm512_storeu_ps(out + x + 48, s3);
+    }
+#elif defined(__AVX2__) && defined(__FMA__)
+    for (; x + 32 <= n; x += 32) {
+        __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+        for (int t = 0; t < taps; ++t) {
+            const float* s = row(t) + x;
+            const __m256 w = _mm256_set1_ps(k[t]);
+            s0 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s), s0);
+            s1 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s + 8), s1);
+            s2 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s + 16), s2);
+            s3 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s + 24), s3);
+        }
+        _mm256_storeu_ps(out + x, s0);
+        _mm256_storeu_ps(out + x + 8, s1);
+        _mm256_storeu_ps(out + x + 16, s2);
+        _mm256_storeu_ps(out + x + 24, s3);
+    }
+#endif
+    for (; x + LANES <= n; x += LANES) {
+        float sum[LANES] = {};
+        for (int t = 0; t < taps; ++t) {
+            const float* __restrict s = row(t) + x;
+            const float w = k[t];
+            for (int l = 0; l < LANES; ++l) sum[l] = fma(w, s[l], sum[l]);
+        }
+        for (int l = 0; l < LANES; ++l) out[x + l] = sum[l];
+    }
+    for (; x < n; ++x) {
+        float sum = 0.0f;
+        for (int t = 0; t < taps; ++t) sum = fma(k[t], row(t)[x], sum);
+        out[x] = sum;
+    }
+}
+
+struct Worker {
+    const Job& job;
+    const int64_t H, W, pixels;
+    std::vector<float> first, second, extra, row;
+    std::vector<int64_t> index;
+    std::vector<const float*> lines;
+    Statistic stat;
+    std::vector<Op> program;
+    const Op* jump = nullptr;  // the last operation that jumps; those before it must have Kornia's bits
+
+    explicit Worker(const Job& j) : job(j), H(j.height), W(j.width), pixels(j.height * j.width) {}
+
+    static float* plane(std::vector<float>& v, int c, int64_t pixels) { return v.data() + c * pixels; }
+
+    void blur(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const int kx = static_cast<int>(op.a[0]), ky = static_cast<int>(op.a[1]), border = static_cast<int>(op.a[3]);
+        extra.resize(pixels + W);
+        row.resize(W + kx);
+        lines.resize(ky);
+        float* zero = extra.data() + pixels;  // the row outside a constant border
+        std::fill(zero, zero + W, 0.0f);
+        for (int c = 0; c < 3; ++c) {
+            for (int64_t y = 0; y < H; ++y) {
+                const float* s = in.data() + c * pixels + y * W;
+                std::memcpy(row.data() + kx / 2, s, W * sizeof(float));
+                for (int i = 0; i < kx / 2; ++i) {
+                    const int64_t left = border_index(i - kx / 2, W, border), right = border_index(W + i, W, border);
+                    row[i] = left < 0 ? 0.0f : s[left];
+                    row[kx / 2 + W + i] = right < 0 ? 0.0f : s[right];
+                }
+                const float* base = row.data();
+                weigh(op.table, kx, [base](int t) { return base + t; }, extra.data() + y * W, W);
+            }
+            for (int64_t y = 0; y < H; ++y) {
+                for (int t = 0; t < ky; ++t) {
+                    const int64_t from = border_index(y + t - ky / 2, H, border);
+                    lines[t] = from < 0 ? zero : extra.data() + from * W;
+                }
+                const float* const* all = lines.data();
+                weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * pixels + y * W, W);
+            }
+        }
+    }
+
+    void sharpness(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const float f = op.a[0], side = 1.0f / 13.0f, middle = 5.0f / 13.0f;
+        for (int c = 0; c < 3; ++c) {
+            const float* s = in.data() + c * pixels;
+            float* d = out.data() + c * pixels;
+            std::memcpy(d, s, W * sizeof(float));
+            std::memcpy(d + (H - 1) * W, s + (H - 1) * W, W * sizeof(float));
+            for (int64_t y = 1; y < H - 1; ++y) {
+                const float* __restrict up = s + (y - 1) * W;
+                const float* __restrict at = s + y * W;
+                const float* __restrict down = s + (y + 1) * W;
+                float* __restrict o = d + y * W;
+                o[0] = at[0];
+                o[W - 1] = at[W - 1];
+                for (int64_t x = 1; x < W - 1; ++x) {
+                    float sum = fma(up[x + 1], side, fma(up[x], side, up[x - 1] * side));
+                    sum = fma(at[x + 1], side, fma(at[x], middle, fma(at[x - 1], side, sum)));
+                    const float smooth = unit(fma(down[x + 1], side, fma(down[x], side, fma(down[x - 1], side, sum))));
+                    o[x] = unit(smooth + (at[x] - smooth) * f);
+                }
+            }
+        }
+    }
+
+    typedef float Pixel __attribute__((vector_size(16)));
+    static Pixel fma4(Pixel a, float w, Pixel c) {
+        Pixel out;
+        for (int i = 0; i < 4; ++i) out[i] = fma(a[i], w, c[i]);
+        return out;
+    }
+
+    // src = a dst in coordinates of -1..1, bilinear. Padding: 0 zeros, 1 border, 2 reflection.
+    void warp(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const int64_t stride = W + 3;  // one zero before and two behind: a tap outside needs no test
+        extra.resize(((H + 3) * stride + 1) * 4 + 4);
+        Pixel* image = reinterpret_cast<Pixel*>((reinterpret_cast<uintptr_t>(extra.data()) + 15) & ~static_cast<uintptr_t>(15));
+        const Pixel zero = {0.0f, 0.0f, 0.0f, 0.0f};
+        const float *r = in.data(), *g = r + pixels, *b = g + pixels;
+        std::fill(image, image + stride, zero);
+        for (int64_t y = 0; y < H; ++y) {
+            Pixel* line = image + (y + 1) * stride;
+            line[0] = line[W + 1] = line[W + 2] = zero;
+            float* __restrict flat = reinterpret_cast<float*>(line + 1);
+            for (int64_t x = 0; x < W; ++x) {
+                flat[4 * x] = r[y * W + x];
+                flat[4 * x + 1] = g[y * W + x];
+                flat[4 * x + 2] = b[y * W + x];
+                flat[4 * x + 3] = 0.0f;
+            }
+        }
+        std::fill(image + (H + 1) * stride, image + (H + 3) * stride, zero);
+        const float* a = op.a;
+        const int padding = static_cast<int>(a[9]);
+        const bool corners = a[10] != 0.0f, projective = a[11] != 0.0f;
+        row.resize(4 * W);
+        index.resize(W);
+        float *px = row.data(), *py = px + W, *fx = py + W, *fy = fx + W;
+        int64_t* __restrict offset = index.data();
+        auto reflect = [corners](float v, float size) {
+            if (corners && size == 1.0f) return 0.0f;
+            const float lowest = corners ? 0.0f : -0.5f, span = corners ? size - 1.0f : size;
+            v = std::fabs(v - lowest);
+            const float flips = std::floor(v / span), rest = v - flips * span;
+            return std::fmod(flips, 2.0f) == 0.0f ? rest + lowest : span - rest + lowest;
+        };
+        const float* ramp = job.ramps + ((projective ? 2 : 0) + (corners ? 1 : 0)) * (W + H);
+        // Back from -1..1 as torch's grid_sample does it.
+        const float half_x = 0.5f * static_cast<float>(corners ? W - 1 : W), half_y = 0.5f * static_cast<float>(corners ? H - 1 : H);
+        const float less = corners ? 0.0f : 0.5f;
+        for (int64_t y = 0; y < H; ++y) {
+            const float vy = ramp[W + y];
+            for (int64_t x = 0; x < W; ++x) {
+                float gx = a[0] * ramp[x] + a[1] * vy + a[2], gy = a[3] * ramp[x] + a[4] * vy + a[5];
+                if (projective) {
+                    const float w = a[6] * ramp[x] + a[7] * vy + a[8];
+                    gx /= w;
+                    gy /= w;
+                }
+                px[x] = fma(gx + 1.0f, half_x, -less);
+                py[x] = fma(gy + 1.0f, half_y, -less);
+            }
+            if (padding == 2)
+                for (int64_t x = 0; x < W; ++x) px[x] = reflect(px[x], static_cast<float>(W)), py[x] = reflect(py[x], static_cast<float>(H));
+            const float least = padding == 0 ? -1.0f : 0.0f, beyond = padding == 0 ? 0.0f : 1.0f;
+            const float most_x = static_cast<float>(W) - beyond, most_y = static_cast<float>(H) - beyond;
+            for (int64_t x = 0; x < W; ++x) {
+                const float sx = low(high(px[x], least), most_x), sy = low(high(py[x], least), most_y);
+                const float ix = __builtin_floorf(sx), iy = __builtin_floorf(sy);
+                fx[x] = sx - ix;
+                fy[x] = sy - iy;
+                offset[x] = (static_cast<int32_t>(iy) + 1) * stride + static_cast<int32_t>(ix) + 1;
+            }
+            float *dr = out.data() + y * W, *dg = dr + pixels, *db = dg + pixels;
+            for (int64_t x = 0; x < W; ++x) {
+                const Pixel* s = image + offset[x];
+                const float u = fx[x], v = fy[x];
+                const float e = 1.0f - u, n = 1.0f - v;
+                const float weights[4] = {e * n, u * n, e * v, u * v};
+                Pixel value = s[0] * weights[0];
+                value = fma4(s[1], weights[1], value);
+                value = fma4(s[stride], weights[2], value);
+                value = fma4(s[stride + 1], weights[3], value);
+                dr[x] = value[0];
+                dg[x] = value[1];
+                db[x] = value[2];
+            }
+        }
+    }
+
+    // Turns a buffered image, for a flip that cannot be moved to the load.
+    void turn(int32_t code, std::vector<float>& v) {
+        for (int c = 0; c < 3; ++c) {
+            float* p = plane(v, c, pixels);
+            if (code == HFLIP)
+                for (int64_t y = 0; y < H; ++y) std::reverse(p + y * W, p + (y + 1) * W);
+            else
+                for (int64_t y = 0; y < H / 2; ++y) std::swap_ranges(p + y * W, p + (y + 1) * W, p + (H - 1 - y) * W);
+        }
+    }
+
+    void store(int64_t sample, const Block& at, float* const* planes, int n) {
+        const int64_t start = at.y * W + at.x;
+        float line[3][BLOCK];
+        for (int c = 0; c < 3; ++c) {
+            const float scale = job.scale[c], shift = job.shift[c];
+            const float* __restrict p = planes[c];
+            float* __restrict o = line[c];
+            if (!job.channels_last && job.dst_type == 0) o = static_cast<float*>(job.dst) + (sample * 3 + c) * pixels + start;
+            for (int i = 0; i < n; ++i) o[i] = p[i] * scale + shift;
+        }
+        if (!job.channels_last) {
+            if (job.dst_type == 0) return;
+            for (int c = 0; c < 3; ++c) {
+                uint16_t* __restrict o = static_cast<uint16_t*>(job.dst) + (sample * 3 + c) * pixels + start;
+                if (job.dst_type == 1)
+                    for (int i = 0; i < n; ++i) o[i] = to_bfloat(line[c][i]);
+                else
+                    to_half(line[c], o, n);
+            }
+            return;
+        }
+        const int64_t first_value = (sample * pixels + start) * 3;
+        if (job.dst_type == 0) {
+            float* __restrict o = static_cast<float*>(job.dst) + first_value;
+            for (int i = 0; i < n; ++i) o[3 * i] = line[0][i], o[3 * i + 1] = line[1][i], o[3 * i + 2] = line[2][i];
+            return;
+        }
+        uint16_t narrow[3][BLOCK];
+        for (int c = 0; c < 3; ++c) {
+            if (job.dst_type == 1)
+                for (int i = 0; i < n; ++i) narrow[c][i] = to_bfloat(line[c][i]);
+            else
+                to_half(line[c], narrow[c], n);
+        }
+        uint16_t* __restrict o = static_cast<uint16_t*>(job.dst) + first_value;
+        for (int i = 0; i < n; ++i) o[3 * i] = narrow[0][i], o[3 * i + 1] = narrow[1][i], o[3 * i + 2] = narrow[2][i];
+    }
+
+    // One sweep over the image: load, the operations [from, to), the statistic that the next one needs, store.
+    void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, int32_t wanted, bool& outside, bool keep, bool last) {
+        const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
+        alignas(64) float scratch[3][BLOCK];
+        if (wanted) stat_next.reset();
+        bool end_outside = outside;
+        for (int64_t y = 0; y < H; y += rows)
+            for (int64_t x = 0; x < W; x += wide) {
+                const Block at{y, x, std::min(rows, H - y), std::min(wide, W - x)};
+                const int n = static_cast<int>(at.rows * at.width);
+                float* planes[3] = {scratch[0], scratch[1], scratch[2]};
+                if (buffered) {
+                    for (int c = 0; c < 3; ++c) {
+                        float* p = plane(first, c, pixels) + y * W + x;
+                        if (keep) planes[c] = p;  // in place
+                        else std::memcpy(scratch[c], p, n * sizeof(float));
+                    }
+                } else {
+                    load(sample, at, mirror, upside, planes);
+                }
+                end_outside = outside;
+                for (const Op* op = from; op != to; ++op) {
+                    if (end_outside && !keeps_outside(op->code)) {
+                        for (float* p : planes) clamp_block(p, n);
+                        end_outside = false;
+                    }
+                    pointwise(*op, stat, planes[0], planes[1], planes[2], n, at, pixels, W, op < jump);
+                    end_outside = may_leave_unit(*op, end_outside);
+                }
+                if (wanted) {
+                    if (end_outside && !keeps_outside(wanted)) {
+                        for (float* p : planes) clamp_block(p, n);
+                    }
+                    collect(wanted, stat_next, planes[0], planes[1], planes[2], n);
+                }
+                if (last) store(sample, at, planes, n);
+                else if (keep && !buffered)
+                    for (int c = 0; c < 3; ++c) std::memcpy(plane(first, c, pixels) + y * W + x, planes[c], n * sizeof(float));
+            }
+        outside = end_outside;
+        if (wanted) {
+            finish(wanted, stat_next, pixels);
+            std::swap(stat, stat_next);
+        }
+    }
+    Statistic stat_next;
+
+    void load(int64_t sample, const Block& at, bool mirror, bool upside, float* const* planes) {
+        for (int64_t row_in = 0; row_in < at.rows; ++row_in) {
+            const int64_t y = upside ? H - 1 - (at.y + row_in) : at.y + row_in;
+            const int64_t o = row_in * at.width;
+            const int n = static_cast<int>(at.width);
+            if (job.src_float) {
+                for (int c = 0; c < 3; ++c) {
+                    const float* __restrict s = static_cast<const float*>(job.src) + (sample * 3 + c) * pixels + y * W;
+                    if (mirror)
+                        for (int i = 0; i < n; ++i) planes[c][o + i] = s[W - 1 - at.x - i];
+                    else
+                        std::memcpy(planes[c] + o, s + at.x, n * sizeof(float));
+                }
+            } else {
+                const uint8_t* s = static_cast<const uint8_t*>(job.src) + (sample * pixels + y * W) * 3;
+                if (mirror) load_bytes_mirrored(s + (W - at.x - n) * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
+                else load_bytes(s + at.x * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
+            }
+        }
+    }
+
+    void run(int64_t sample) {
+        program.clear();
+        bool mirror = false, upside = false, commutes = true;
+        for (int64_t i = 0; i < job.steps; ++i) {
+            const int64_t k = sample * job.steps + i;
+            const Op op{job.code[k], job.args + k * ARGS, job.tables ? job.tables[k] : nullptr};
+            if (op.code == NONE) continue;
+            if (op.code == HFLIP && commutes) mirror = !mirror;
+            else if (op.code == VFLIP && commutes) upside = !upside;
+            else {
+                // Colour does not care where a pixel is, so that a flip behind it costs nothing at the load.
+                commutes = commutes && ignores_position(op.code);
+                program.push_back(op);
+            }
+        }
+        jump = program.data();
+        for (const Op& op : program)
+            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE) jump = &op;
+        bool buffered = false, outside = job.src_float != 0, ready = false;
+        size_t pos = 0;
+        while (true) {
+            size_t end = pos;
+            while (end < program.size() && is_pointwise(program[end].code) && program[end].code > VFLIP && (!needs_statistic(program[end].code) || (ready && end == pos))) ++end;
+            const Op* ops = program.data();
+            if (end == program.size()) {
+                sweep(sample, buffered, mirror, upside, ops + pos, ops + end, 0, outside, false, true);
+                return;
+            }
+            const Op& next = program[end];
+            const bool statistic = needs_statistic(next.code);
+            // Without work before it, a statistic reads the source again instead of filling the buffer.
+            const bool keep = !(statistic && end == pos && !buffered);
+            if (keep) first.resize(3 * pixels);
+            if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? next.code : 0, outside, keep, false);
+            if (keep) buffered = true;
+            if (buffered) mirror = upside = false;
+            if (statistic) {
+                ready = true;
+                pos = end;
+                continue;
+            }
+            ready = false;
+            if (next.code == HFLIP || next.code == VFLIP) {
+                turn(next.code, first);
+            } else {
+                if (outside && !keeps_outside(next.code)) {
+                    clamp_block(first.data(), static_cast<int>(3 * pixels));
+                    outside = false;
+                }
+                second.resize(3 * pixels);
+                if (next.code == BLUR) blur(next, first, second);
+                else if (next.code == SHARPNESS) sharpness(next, first, second);
+                else warp(next, first, second);
+                std::swap(first, second);
+            }
+            pos = end + 1;
+        }
+    }
+};
+
+// A batch of output is fresh memory: in pages of 4 KB the kernel takes longer to map it than the work takes.
+void use_huge_pages(const Job& job) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(job.dst) + page - 1) & ~(page - 1);
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(job.dst) + job.batch * 3 * job.height * job.width * (job.dst_type == 0 ? 4 : 2)) & ~(page - 1);
+    if (end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#else
+    (void)job;
+#endif
+}
+
+}  // namespace
+
+extern "C" int gpuaug_augment(const Job* job) {
+    std::atomic<int64_t> next{0};
+    std::atomic<int> failed{0};
+    auto work = [&] {
+        try {
+            Worker worker(*job);
+            for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
+        } catch (...) {  // only std::bad_alloc can come here
+            failed = 1;
+        }
+    };
+    use_huge_pages(*job);
+    const int64_t helpers = std::min<int64_t>(job->threads, job->batch) - 1;
+    std::vector<std::thread> threads;
+    try {
+        for (int64_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+    } catch (...) {  // no more threads to be had: the ones there do the work
+    }
+    work();
+    for (auto& t : threads) t.join();
+    return failed;
+}

@@ -1,0 +1,218 @@
+"""Choices between operations, per sample: OneOf, and the policies of ``kornia.augmentation.auto``.
+
+Kornia's RandAugment, TrivialAugment and AutoAugment choose one path for a batch; here each sample has its own, from its
+own uniforms. What is chosen from, the magnitudes, their mapping and their random sign are Kornia's: a sample replayed
+alone through Kornia's policy with the same path and parameters has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, prepare_all, private, rule_of
+from gpuaug.draw import Float, Int
+from gpuaug.errors import ConfigError
+
+
+class OneOf:
+    """One of several operations for each sample, with equal chances; an entry of a recipe's ``ops``.
+
+    Args:
+        ops: names to operations; their own ``p`` applies once they are chosen. None is switched off.
+        p: chance that a sample goes through any of them.
+    """
+
+    def __init__(self, *, ops: Mapping[str, Any], p: float = 1.0) -> None:
+        self.ops, self.p = ops, p
+
+    def __repr__(self) -> str:
+        return f"OneOf(ops={self.ops!r}, p={self.p})"
+
+
+def prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
+    """A :class:`OneOf`, ready to be drawn: its slots offer the alternatives of all its operations."""
+    members = prepare_all(op.ops, path=f"{key}.ops")
+    if not members:
+        raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Remove `{key}` instead.")
+    if isinstance(op.p, bool) or not isinstance(op.p, int | float) or not 0 <= op.p <= 1:
+        raise ConfigError(f"`{key}.p` must satisfy 0 <= p <= 1. Found: {op.p!r}.")
+    for member in members:
+        if member.seeded is not None:
+            raise ConfigError(
+                f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
+                f"{type(member.op).__name__}. Use it as an operation of its own."
+            )
+    slots = tuple(
+        tuple(module for m in members if slot < len(m.slots) for module in m.slots[slot])
+        for slot in range(max(len(m.slots) for m in members))
+    )
+    rule = partial(_one_of, p=float(op.p), members=members)
+    keyed = any(m.keyed for m in members)
+    return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=keyed)
+
+
+def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
+    which = (u[:, 1] * np.float32(len(members))).astype(np.int64)
+    which[u[:, 0] >= np.float32(p)] = -1
+    choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)
+    params: list[Alternatives] = [()] * choice.shape[1]
+    for number, member in enumerate(members):
+        chosen, values = member.rule(u[:, 2 : 2 + member.count], size)
+        rows = which == number
+        for slot in range(len(member.slots)):
+            column = chosen[:, slot]
+            choice[:, slot] = np.where(rows & (column >= 0), column + len(params[slot]), choice[:, slot])
+            params[slot] += values[slot]
+    return choice, tuple(params)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """One operation of a policy: the rule of the Kornia operation inside, and what the policy does to one parameter.
+
+    Attributes:
+        count: uniforms it takes: the sign, then the rule's own.
+        factor: the parameter that has a magnitude, None where there is none.
+        magnitude: a given value of it; None: as drawn.
+        along: 0 or 1 where a given magnitude is a fraction of the height or width.
+        mapping: Kornia's function from magnitude to parameter.
+        symmetric: a random sign.
+    """
+
+    count: int
+    p: float
+    rule: Rule
+    factor: str | None = None
+    magnitude: Any = None
+    along: int | None = None
+    mapping: Callable[[Tensor], Tensor] | None = None
+    symmetric: bool = False
+
+    def params(self, u: Float, size: Size) -> Params:
+        params = self.rule(u[:, 1:], size)
+        if self.factor is None:
+            return params
+        value = params[self.factor]
+        if self.magnitude is not None:
+            pixels = np.float32(1 if self.along is None else size[self.along])
+            value = np.full(len(u), self.magnitude * pixels, dtype=np.float32)
+        if self.mapping is not None:
+            value = self.mapping(torch.from_numpy(value)).numpy()
+        if self.symmetric:
+            value = value * np.where(u[:, 0] > 0.5, np.float32(1), np.float32(-1)).astype(value.dtype)
+        return {**params, self.factor: value}
+
+
+def prepare(name: str, op: Any, *, key: str) -> Prepared:
+    """A policy, ready to be drawn: RandAugment has `n` slots, TrivialAugment one, AutoAugment those of a sub-policy."""
+    import kornia.augmentation as K
+
+    policies = [list(child.children()) for child in op.children()]  # OperationBase, in Kornia's order
+    if type(op) is K.auto.AutoAugment:
+        return _prepare_auto(name, op, policies, key)
+    given = [_magnitude(op, operations[0]) if type(op) is K.auto.RandAugment else None for operations in policies]
+    entries = tuple(_entry(operations[0], key, m) for operations, m in zip(policies, given, strict=True))
+    slots = op.n if type(op) is K.auto.RandAugment else 1
+    width = max(e.count for e in entries)
+    first = len(entries) if slots > 1 else 1
+    rule = partial(_distinct, entries=entries, slots=slots, first=first, width=width)
+    modules = tuple(private(operations[0].op) for operations in policies)
+    return Prepared(name, op, (modules,) * slots, first + slots * width, rule)
+
+
+def _distinct(
+    u: Float, size: Size, *, entries: Sequence[_Entry], slots: int, first: int, width: int
+) -> tuple[Int, tuple[Alternatives, ...]]:
+    """``slots`` distinct entries per sample, in random order."""
+    if slots > 1:
+        choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
+    else:
+        choice = (u[:, :1] * np.float32(len(entries))).astype(np.int64)
+    blocks = (u[:, first + slot * width : first + (slot + 1) * width] for slot in range(slots))
+    return choice, tuple(tuple(entry.params(block, size) for entry in entries) for block in blocks)
+
+
+def _prepare_auto(name: str, op: Any, policies: list[list[Any]], key: str) -> Prepared:
+    entries = tuple(tuple(_entry(operation, key, None) for operation in operations) for operations in policies)
+    width = 1 + max(e.count for path in entries for e in path)  # the gate, then the entry's own
+    slots, members = [], []
+    for slot in range(max(len(path) for path in entries)):
+        kinds: dict[
+            type[nn.Module], int
+        ] = {}  # one module per class: what differs between entries is in the parameters
+        modules: list[nn.Module] = []
+        member = np.full(len(policies), -1, dtype=np.int64)
+        for number, operations in enumerate(policies):
+            if slot < len(operations):
+                kind = type(operations[slot].op)
+                if kind not in kinds:
+                    kinds[kind] = len(modules)
+                    modules.append(private(operations[slot].op))
+                member[number] = kinds[kind]
+        slots.append(tuple(modules))
+        members.append(member)
+    rule = partial(_paths, entries=entries, members=tuple(members), width=width)
+    return Prepared(name, op, tuple(slots), 1 + len(slots) * width, rule)
+
+
+def _paths(
+    u: Float, size: Size, *, entries: Sequence[Sequence[_Entry]], members: Sequence[Int], width: int
+) -> tuple[Int, tuple[Alternatives, ...]]:
+    """One path of ``entries`` per sample; every operation of a path has a gate of its own."""
+    path = (u[:, 0] * np.float32(len(entries))).astype(np.int64)
+    rows = [np.flatnonzero(path == number) for number in range(len(entries))]
+    choice, params = [], []
+    for slot, member in enumerate(members):
+        block = u[:, 1 + slot * width : 1 + (slot + 1) * width]
+        p = np.array([e[slot].p if slot < len(e) else 0 for e in entries], dtype=np.float32)
+        choice.append(np.where(block[:, 0] < p[path], member[path], -1))
+        alternatives: dict[int, Params] = {}
+        for number, alternative in enumerate(member):
+            if alternative < 0:
+                continue
+            entry = entries[number][slot]
+            if alternative not in alternatives:  # values that are valid in every row
+                whole = entry.params(block[:, 1:], size)
+                alternatives[alternative] = {k: np.array(v) for k, v in whole.items()}
+            elif len(rows[number]):
+                for k, v in entry.params(block[rows[number], 1:], size).items():
+                    alternatives[alternative][k][rows[number]] = v
+        params.append(tuple(alternatives[a] for a in range(len(alternatives))))
+    return np.stack(choice, axis=1), tuple(params)
+
+
+def _entry(operation: Any, key: str, magnitude: Any) -> _Entry:
+    """What an ``OperationBase`` does, read once."""
+    known = rule_of(operation.op)
+    if known is None:
+        raise ConfigError(
+            f"`{key}` can choose only between operations whose parameters gpuaug draws. Found: "
+            f"{type(operation.op).__name__} in its policy. Use it as an operation of its own."
+        )
+    count, rule = known
+    factor, p = operation._factor_name, float(operation.op.p)
+    if factor is None:
+        return _Entry(1 + count, p, rule)
+    if magnitude is None and operation.magnitude is not None:
+        magnitude = np.float32(float(operation.magnitude))
+    along = {"translate_x": 1, "translate_y": 0}.get(factor) if magnitude is not None else None
+    mapping = getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
+    return _Entry(1 + count, p, rule, factor, magnitude, along, mapping, bool(operation.symmetric_megnitude))
+
+
+def _magnitude(op: Any, operation: Any) -> Any:
+    """RandAugment's magnitude for one operation, by Kornia's own arithmetic; None where it has none."""
+    if operation.magnitude_range is None:
+        return None
+    low, high = operation.magnitude_range
+    m = torch.tensor([op.m / 30], dtype=torch.float32)
+    if operation._factor_name == "bits_factor":  # more magnitude, fewer bits
+        m = 1 - m
+    return np.float32((m * float(high - low) + low).item())

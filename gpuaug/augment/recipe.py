@@ -1,0 +1,456 @@
+"""Recipes: what happens to an image, as objects. ``Augment`` is one view (or copies of it), ``MultiView`` several.
+
+takes: uint8 images [B, H, W, 3] per view on the device, and draws for (seed, epoch, indices, repeats).
+does: the draws of all operations and views in one call, boxes for decoding, then the operations, normalization, and
+one cast, by the chosen backend.
+gives: float [B, 3, H, W] per view.
+
+A sample's pixels depend on its own draws only: never on which samples share its batch, on other views or on other
+operations of the recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpuaug.augment.fingerprint import named, settings
+from gpuaug.augment.parameters import Prepared, prepare_all
+from gpuaug.augment.policy import OneOf
+from gpuaug.crop import Boxes
+from gpuaug.doctor import verdict
+from gpuaug.draw import Float, Int, Stream, sample_keys, uniforms
+from gpuaug.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpuaug.augment.fused import FusedBackend
+    from gpuaug.augment.reference import ReferenceBackend
+
+log = logging.getLogger("gpuaug")
+
+__all__ = ["Augment", "Drawn", "MultiView", "Normalize", "OneOf", "View"]
+
+_BACKENDS = ("fused", "kornia")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One image that a recipe makes of a sample: its name in a MultiView ("" without one), its copy, its recipe."""
+
+    name: str
+    copy: int
+    augment: Augment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Everything random about a batch, for all views: uniforms float32 [B, n] and keys int64 [B, 2] per stream."""
+
+    uniforms: Mapping[tuple[str, int, str], Float]
+    keys: Mapping[tuple[str, int, str], Int]
+
+
+class _Recipe(nn.Module):
+    """What Augment and MultiView share: everything is done per view."""
+
+    views: list[View]
+    _next = 0  # index of the next sample that comes without one
+
+    @cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        """The named rows of random numbers that one batch needs."""
+        return tuple(
+            Stream(view.name, view.copy, name, count)
+            for view in self.views
+            for name, count in (("crop", view.augment._crop_count), *((p.name, p.count) for p in view.augment.prepared))
+        )
+
+    @property
+    def main_thread(self) -> bool:
+        """Whether an operation draws from torch's global generator, and so must run on the thread that iterates."""
+        return any(p.seeded is not None for view in self.views for p in view.augment.prepared)
+
+    def draw(
+        self, *, seed: int, epoch: int, indices: Int | Tensor | Sequence[int], repeats: Int | None = None
+    ) -> Drawn:
+        """All draws of a batch, a function of (seed, epoch, index, repeat, view, operation) for every sample.
+
+        Args:
+            seed: any integer.
+            epoch: 0 <= epoch < 2**32.
+            indices: int64 [B], numbers of the samples in their source.
+            repeats: int64 [B], how often the epoch yielded the index before; None: 0.
+        """
+        numbers = np.asarray(indices, dtype=np.int64)
+        if not len(numbers):
+            names = {(s.view, s.copy, s.op): s.count for s in self.streams}
+            return Drawn(
+                {k: np.empty((0, count), np.float32) for k, count in names.items()},
+                {k: np.empty((0, 2), np.int64) for k in names},
+            )
+        values = uniforms(self.streams, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
+        keyed = {(v.name, v.copy, p.name) for v in self.views for p in v.augment.prepared if p.keyed}
+        keys = {
+            (s.view, s.copy, s.op): sample_keys(s, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
+            for s in self.streams
+            if (s.view, s.copy, s.op) in keyed
+        }
+        return Drawn(values, keys)
+
+    def boxes(self, drawn: Drawn, heights: Int, widths: Int) -> list[Boxes]:
+        """What each view reads of the images of a batch.
+
+        Args:
+            drawn: the batch's draws.
+            heights, widths: int64 [B], of the images as EXIF orients them.
+
+        Raises:
+            ConfigError: images of different sizes and no crop, or a crop that does not fit them.
+        """
+        return [
+            view.augment._boxes(drawn.uniforms[view.name, view.copy, "crop"], heights, widths) for view in self.views
+        ]
+
+    def apply(  # type: ignore[override]
+        self,
+        images: Sequence[Tensor],
+        drawn: Drawn | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> Any:
+        """Cropped uint8 images [B, H, W, 3], one batch per view, to [B, 3, H, W] of ``dtype``, in the views' order.
+
+        ``drawn`` are the batch's draws, ``memory_format`` is torch's. With a function alone it is ``nn.Module.apply``,
+        which reaches a recipe inside a larger model.
+        """
+        if drawn is None:
+            return super().apply(images)  # type: ignore[arg-type]
+        return [
+            view.augment._run(x, drawn, view, dtype=dtype, memory_format=memory_format)
+            for x, view in zip(images, self.views, strict=True)
+        ]
+
+    def forward(
+        self,
+        images: Tensor,
+        *,
+        seed: int | None = None,
+        epoch: int = 0,
+        indices: Int | Tensor | Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> Tensor | list[Tensor]:
+        """The whole recipe, crop included, on a batch that is already decoded.
+
+        Args:
+            images: uint8 [B, 3, H, W] or [B, H, W, 3].
+            seed: any integer; None: 0.
+            epoch: number of the epoch.
+            indices: [B], numbers of the samples; None: consecutive ones from an internal counter, so calls differ.
+            dtype: float32, bfloat16 or float16.
+            memory_format: contiguous_format or channels_last.
+
+        Returns:
+            [B, 3, h, w], or a list of them where the recipe has several views.
+        """
+        images = _channels_last(images)
+        dtype = _known_dtype(dtype)
+        for name, value in (("seed", seed), ("epoch", epoch)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+                raise ConfigError(f"`{name}` must be a whole number. Found: {value!r}.")
+        if indices is None:
+            indices = range(self._next, self._next + len(images))
+            self._next += len(images)
+        given = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+        if given.dtype.kind not in "iu" and given.size:
+            raise ConfigError(f"`indices` must be whole numbers. Found: {given.dtype}.")
+        numbers = given.astype(np.int64)
+        if numbers.shape != (len(images),):
+            raise ConfigError(
+                f"`indices` must be one number per image, {len(images)} of them. Found: shape {list(numbers.shape)}."
+            )
+        drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
+        whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
+        cut = [_cut(images, boxes) for boxes in self.boxes(drawn, *whole)]
+        made = self.apply(cut, drawn, dtype=dtype, memory_format=memory_format)
+        return made[0] if len(made) == 1 else made
+
+
+class Augment(_Recipe):
+    """What happens to an image: crop, operations, normalization; with ``copies``, several times with other draws.
+
+    Settings of crop and operations are read once, when this is made; the operations themselves are never changed.
+    ``train()`` and ``eval()`` change nothing.
+
+    Args:
+        crop: gpuaug.RandomResizedCrop or another of gpuaug's; None: images as they are, all of one size.
+        ops: names to operations of ``kornia.augmentation``, applied in this order; None is one switched off.
+        normalize: gpuaug.Normalize; None: pixels stay in 0..1.
+        copies: views with draws of their own.
+        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Same draws.
+    """
+
+    def __init__(
+        self,
+        *,
+        crop: Any = None,
+        ops: Mapping[str, Any] | None = None,
+        normalize: Normalize | None = None,
+        copies: int = 1,
+        backend: str = "fused",
+    ) -> None:
+        super().__init__()
+        if crop is not None and not (hasattr(crop, "count") and hasattr(crop, "boxes")):
+            raise ConfigError(
+                "`augment.crop` must be one of gpuaug's crops, such as gpuaug.RandomResizedCrop(224): it is decided "
+                f"before decoding. Found: {crop!r}."
+            )
+        if normalize is not None and not isinstance(normalize, Normalize):
+            raise ConfigError(
+                "`augment.normalize` must be a gpuaug.Normalize(mean=(...), std=(...)) or None. Found: "
+                f"{type(normalize).__name__}."
+            )
+        if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+            raise ConfigError(f"`augment.copies` must be an int of at least 1. Found: {copies!r}.")
+        _known_backend(backend)
+        # Prepared operations are no submodules: moving a Kornia module would move and convert its samplers.
+        self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
+        self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
+        self._crop_count = 0 if crop is None else int(crop.count)
+        self._executor: ReferenceBackend | FusedBackend | None = None
+
+    @property
+    def ops(self) -> dict[str, Any]:
+        """The operations as given, without those switched off."""
+        return {p.name: p.op for p in self.prepared}
+
+    @property
+    def views(self) -> list[View]:  # type: ignore[override]
+        """One per copy."""
+        return [View("", copy, self) for copy in range(self.copies)]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides draws and pixels, as JSON: settings, not the backend, not what was drawn before."""
+        return {
+            "crop": settings(self.crop),
+            "ops": named(self.ops),
+            "normalize": None if self.normalize is None else self.normalize.settings,
+            "copies": self.copies,
+        }
+
+    def extra_repr(self) -> str:
+        """Crop, operations, copies and backend."""
+        policies = [p.name for p in self.prepared if isinstance(p.op, nn.Module) and any(p.op.children())]
+        ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
+        lines = [f"crop={self.crop!r}", *ops]
+        return ",\n".join([*lines, f"copies={self.copies}", f"backend={self.backend!r}"])
+
+    def _boxes(self, u: Float, heights: Int, widths: Int) -> Boxes:
+        if self.crop is not None:
+            boxes: Boxes = self.crop.boxes(u if self._crop_count else None, heights, widths)
+            return boxes
+        sizes = np.stack([heights, widths], axis=1).astype(np.int32)
+        if len(sizes) and (sizes != sizes[0]).any():
+            other = sizes[(sizes != sizes[0]).any(axis=1)][0]
+            raise ConfigError(
+                "`augment.crop` is needed to make one batch of images of different sizes. Found: "
+                f"{sizes[0].tolist()} and {other.tolist()}. Use gpuaug.Resize((H, W)) or another crop."
+            )
+        size = (int(sizes[0, 0]), int(sizes[0, 1])) if len(sizes) else (1, 1)
+        zero = np.zeros_like(sizes)
+        return Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, size)
+
+    def _run(
+        self, images: Tensor, drawn: Drawn, view: View, *, dtype: torch.dtype, memory_format: torch.memory_format
+    ) -> Tensor:
+        if self._executor is None:
+            self._executor = self._open(images.device)
+        at = (view.name, view.copy)
+        size = (images.shape[1], images.shape[2])
+        chosen = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in self.prepared]
+        return self._executor(images, chosen, dtype=dtype, memory_format=memory_format)
+
+    def _open(self, device: torch.device) -> ReferenceBackend | FusedBackend:
+        backend = self.backend
+        if backend == "fused" and device.type == "cuda" and verdict("fused_cuda") is False:
+            log.warning("augment with backend=kornia: `gpuaug doctor` found the compiled kernels broken here")
+            backend = "kornia"
+        if backend == "kornia":
+            from gpuaug.augment.reference import ReferenceBackend
+
+            return ReferenceBackend(self.prepared, self.normalize)
+        from gpuaug.augment.fused import FusedBackend
+
+        return FusedBackend(self.prepared, self.normalize)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_executor": None}  # compiled functions and caches are made anew
+
+
+class MultiView(_Recipe):
+    """Several recipes for one image, decoded once; views in the order of the mapping, copies next to each other.
+
+    Args:
+        views: names to :class:`Augment`; the name keys the draws. None is one switched off.
+        backend: ``fused`` or ``kornia`` for all views; None: what each of them says.
+    """
+
+    def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(views, Mapping):
+            raise ConfigError(
+                "`augment.views` must be a mapping of names to gpuaug.Augment, such as {'global': Augment(copies=2)}. "
+                f"Found: a {type(views).__name__}."
+            )
+        self.augments = nn.ModuleList()
+        self._names: list[str] = []
+        for name, augment in views.items():
+            if augment is None:
+                continue
+            if not isinstance(name, str) or not name or "\0" in name:
+                raise ConfigError(f"`augment.views` must have names that are text. Found: {name!r}.")
+            if not isinstance(augment, Augment):
+                raise ConfigError(f"`augment.views.{name}` must be a gpuaug.Augment. Found: {type(augment).__name__}.")
+            self._names.append(name)
+            if backend is not None and backend != augment.backend:
+                augment = copy.copy(augment)  # the caller's keeps its own
+                augment.backend, augment._executor = _known_backend(backend), None
+            self.augments.append(augment)
+        if not self._names:
+            raise ConfigError("`augment.views` must have at least one view. Found: none.")
+
+    @property
+    def views(self) -> list[View]:  # type: ignore[override]
+        """In the order of the mapping, copies next to each other."""
+        return [
+            View(name, copy, augment)
+            for name, augment in zip(self._names, self.augments, strict=True)
+            if isinstance(augment, Augment)
+            for copy in range(augment.copies)
+        ]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides draws and pixels, as JSON."""
+        return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
+
+
+class Normalize(nn.Module):
+    """``(x - mean) / std`` per channel, in float32, on float32 [B, 3, H, W] in 0..1.
+
+    The buffers follow ``.to(device)`` and stay float32 whatever the module is cast to.
+
+    Args:
+        mean: three values, in 0..1 as the pixels are.
+        std: three positive values.
+    """
+
+    mean: Tensor  # float32 [3]
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        for name, given in (("mean", mean), ("std", std)):
+            values = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+            numbers = isinstance(values, Sequence) and all(
+                isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values
+            )
+            if not numbers or len(values) != 3:
+                raise ConfigError(f"`augment.normalize.{name}` must be three numbers, for R, G, B. Found: {given!r}.")
+            if name == "std" and min(values) <= 0:
+                raise ConfigError(f"`augment.normalize.std` must be positive. Found: {given!r}.")
+            if max(abs(v) for v in values) > 2:
+                raise ConfigError(
+                    f"`augment.normalize.{name}` is in units of pixels in 0..1. Found: {given!r}. Divide by 255."
+                )
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
+        self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalized ``images``: float32 [B, 3, H, W] in 0..1 to the same shape."""
+        mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
+        return (images - mean).div_(std)
+
+    def extra_repr(self) -> str:
+        """Mean and standard deviation."""
+        return ", ".join(f"{k}={v}" for k, v in self.settings.items())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
+        super()._apply(fn, recurse)
+        for name, values in self.settings.items():  # half precision would lose the values themselves
+            buffer = getattr(self, name)
+            if buffer.dtype != torch.float32:
+                setattr(self, name, torch.tensor(values, dtype=torch.float32, device=buffer.device))
+        return self
+
+
+def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
+    return found
+
+
+def _known_backend(backend: str) -> str:
+    if backend in _BACKENDS:
+        return backend
+    near = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"`augment.backend` must be 'fused' or 'kornia'. Found: {backend!r}.{hint}")
+
+
+def _channels_last(images: Any) -> Tensor:
+    """uint8 [B, 3, H, W] or [B, H, W, 3] as [B, H, W, 3]."""
+    wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
+    if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
+        found = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ConfigError(f"{wanted}. Found: {found}.")
+    first, last = images.shape[1] == 3, images.shape[3] == 3
+    if first == last:
+        what = "could be either; pad the width or crop it" if first else "has no axis of three channels"
+        raise ConfigError(f"{wanted}. Found: {list(images.shape)}, which {what}.")
+    return images.permute(0, 2, 3, 1) if first else images
+
+
+def _cut(images: Tensor, boxes: Boxes) -> Tensor:
+    """Boxes of uint8 [B, H, W, 3], resized onto their canvas: uint8 [B, h, w, 3]; as decoding does on the CPU."""
+    H, W = boxes.size
+    if (
+        (boxes.box[:, :2] == 0).all()
+        and (boxes.offset == 0).all()
+        and (boxes.resized == boxes.box[:, 2:]).all()
+        and (boxes.resized == (H, W)).all()
+        and images.shape[1:3] == (H, W)
+    ):
+        return images
+    out = torch.full((len(images), H, W, 3), boxes.fill, dtype=torch.uint8, device=images.device)
+    rows = zip(boxes.box.tolist(), boxes.resized.tolist(), boxes.offset.tolist(), strict=True)
+    for i, ((top, left, height, width), (h, w), (y, x)) in enumerate(rows):
+        part = images[i, top : top + height, left : left + width]
+        if (h, w) != (height, width):
+            part = _resized(part, (h, w), boxes.interpolation)
+        y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
+        if y0 < y1 and x0 < x1:
+            out[i, y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]
+    return out
+
+
+def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    x = image.contiguous().permute(2, 0, 1)[None]  # whatever the layout given: the same kernel, the same pixels
+    if x.device.type == "cpu":
+        y = F.interpolate(x, size=size, mode=interpolation, antialias=True, align_corners=False)
+    else:  # torch resizes uint8 on the CPU only
+        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True, align_corners=False)
+        y = y.round_().clamp_(0, 255).to(torch.uint8)
+    return y[0].permute(1, 2, 0)

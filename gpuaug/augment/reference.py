@@ -1,0 +1,160 @@
+"""``backend="kornia"``: Kornia's own modules, applied to the samples that were chosen for them, with our parameters.
+
+takes: uint8 [B, H, W, 3] on the device, and per operation what was chosen for each sample.
+does: float32 in 0..1, [B, 3, H, W]; per operation, slot and alternative the chosen rows are gathered, go through the
+module and are put back; then normalization and one cast.
+gives: [B, 3, H, W].
+
+It is the reference: slow, and bit for bit independent of which samples share a batch. A group is never a single row:
+with one row torch takes other paths (a mean over one output is split over threads, a convolution of one small image
+takes another kernel), and the last bits differ. So a lone row is doubled. Gamma is the opposite, always row by row:
+torch's ``pow`` rounds the last pixels of a stretch of memory otherwise than the rest, and where stretches end depends
+on the size of the batch (6e-8 in one of some hundred batches).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpuaug.augment.parameters import Chosen, Params, Prepared, noise, tensors
+from gpuaug.draw import Int
+from gpuaug.errors import ConfigError
+
+
+class ReferenceBackend:
+    """A recipe's operations through Kornia.
+
+    Args:
+        ops: the prepared operations, in order.
+        normalize: applied at the end, in float32; None: nothing.
+    """
+
+    def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
+        self.ops = tuple(ops)
+        self.normalize = normalize
+
+    def __call__(
+        self,
+        images: Tensor,
+        chosen: Sequence[Chosen],
+        *,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> Tensor:
+        """uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and memory format; arithmetic in float32, one cast."""
+        # autocast of the caller would turn matrices and convolutions into half precision
+        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+            x = unit(images)
+            if len(x):
+                for op, c in zip(self.ops, chosen, strict=True):
+                    try:
+                        x = apply(x, op, c)
+                    except Exception as error:
+                        error.add_note(f"in operation `{op.name}` ({type(op.op).__name__}) on {list(x.shape)}")
+                        raise
+            if self.normalize is not None:
+                x = self.normalize(x)
+            return x.to(dtype=dtype, memory_format=memory_format)
+
+
+def unit(images: Tensor) -> Tensor:
+    """uint8 [B, H, W, 3] to float32 [B, 3, H, W] in 0..1, contiguous, in memory of its own."""
+    x = torch.empty((len(images), 3, *images.shape[1:3]), dtype=torch.float32, device=images.device)
+    return x.copy_(images.permute(0, 3, 1, 2)).div_(255)
+
+
+def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
+    """One operation on float32 [B, 3, H, W]; ``x`` is used up."""
+    if op.seeded is not None:
+        assert chosen.keys is not None
+        return _apply_seeded(x, op, chosen.keys)
+    for slot, modules in enumerate(op.slots):
+        for alternative, module in enumerate(modules):
+            rows = np.flatnonzero(chosen.choice[:, slot] == alternative)
+            if len(rows):
+                x = _apply_rows(x, module, rows, chosen.params[slot][alternative], chosen.keys)
+    return x
+
+
+def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
+    import kornia.augmentation as K
+
+    count = len(rows)
+    if isinstance(module, K.RandomGamma):
+        for row in rows:
+            x[row : row + 1] = module(x[row : row + 1], params=_values(params, rows=np.array([row])))
+        _forget(module)
+        return x
+    group = np.repeat(rows, 2) if count == 1 else rows  # never a single row
+    whole = len(group) == len(x) and count == len(x)
+    at = None if whole else torch.from_numpy(group).to(x.device, non_blocking=True)
+    values = _values(params, rows=group)
+    if keys is not None:
+        values |= noise(module, torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3]))
+    y = module(x if at is None else x.index_select(0, at), params=values).to(x.dtype)  # some give torch's default
+    _forget(module)
+    if at is None:
+        return y.contiguous()
+    return x.index_copy_(0, at[:count], y[:count])
+
+
+def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
+    """Kornia's parameters of some rows, with a gate that is open."""
+    return {**tensors(params, rows), "batch_prob": torch.ones(len(rows), dtype=torch.float32, device="cpu")}
+
+
+def _forget(module: nn.Module) -> None:
+    """Drop what a Kornia module keeps of a call: noise as large as the batch, matrices, the input of a lazy matrix."""
+    state = vars(module)
+    if "_params" in state:
+        state["_params"] = {}
+    for name in (
+        "_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot",
+    ):  # fmt: skip
+        if name in state:
+            state[name] = None
+
+
+def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
+    """An operation that draws by itself: each sample alone, from its own seed."""
+    (module,) = op.slots[0]
+    with _generators(x.device):
+        for row, (low, high) in enumerate(keys.tolist()):
+            _seed(low | high << 32, x.device)
+            y = module(x[row : row + 1])
+            if not isinstance(y, Tensor) or y.shape != x[row : row + 1].shape:
+                found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+                raise ConfigError(
+                    f"`ops.{op.name}` must give images of the shape it takes, {[1, *x.shape[1:]]}. Found: {found}. "
+                    "Sizes are decided before decoding: use `crop`."
+                )
+            x[row : row + 1] = y
+    _forget(module)
+    return x
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+@contextmanager
+def _generators(device: torch.device) -> Iterator[None]:
+    """The global generators of torch, numpy and Python, as they were, afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device.index or 0] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

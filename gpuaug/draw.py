@@ -1,0 +1,195 @@
+"""Keyed randomness: everything random is a pure function of (seed, epoch, index, repeat, view, operation).
+
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A stream of
+numbers belongs to a name: the 64-bit key is a BLAKE2 hash of the scheme's version, the seed, the view, its copy and the
+operation. The counter holds who draws: index, epoch, repeat, and the number of the block of four values. So adding an
+operation, a view or a sample moves nothing that others draw.
+
+No generator of torch, numpy or Python is read or moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.errors import ConfigError
+
+EPOCHS = 2**32  # an epoch's number has one counter word
+VERSION = 1  # of the scheme; travels in loader states, because another scheme would draw other values
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers and key increments of the paper
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+
+Float = NDArray[np.float32]
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A named row of random numbers: which view, which of its copies, which operation, and how many values."""
+
+    view: str
+    copy: int
+    op: str
+    count: int
+
+
+def key(seed: int, view: str, copy: int, op: str) -> tuple[int, int]:
+    """The two 32-bit key words of a stream; the same on every machine and in every process."""
+    text = "\0".join(("gpuaug", str(VERSION), str(int(seed)), view, str(copy), op))
+    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return value & _LOW, value >> 32
+
+
+def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
+    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all held in broadcastable uint64.
+
+    Equal to the known-answer vectors published with Random123.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    mask, shift = np.uint64(_LOW), np.uint64(32)
+    m0, m1 = np.uint64(_M0), np.uint64(_M1)
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + np.uint64(_W0)) & mask, (k1 + np.uint64(_W1)) & mask
+    return [c0, c1, c2, c3]
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, streams: tuple[Stream, ...]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Per block of four values: both key words and the block's number within its stream."""
+    k0: list[int] = []
+    k1: list[int] = []
+    number: list[int] = []
+    for s in streams:
+        a, b = key(seed, s.view, s.copy, s.op)
+        blocks = -(-s.count // 4)
+        k0 += [a] * blocks
+        k1 += [b] * blocks
+        number += range(blocks)
+    return tuple(np.array(x, dtype=np.uint64) for x in (k0, k1, number))  # type: ignore[return-value]
+
+
+def uniforms(
+    streams: Sequence[Stream], *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
+) -> dict[tuple[str, int, str], Float]:
+    """Uniform values in [0, 1) for every stream and sample, in one vectorised call.
+
+    Args:
+        streams: what is needed; (view, copy, op) must be distinct.
+        seed: any integer.
+        epoch: 0 <= epoch < 2**32.
+        indices: int64 [B], numbers of the samples in their source.
+        repeats: int64 [B] below 65536, how often the epoch yielded the index before; None: 0.
+
+    Returns:
+        (view, copy, op) to float32 [B, count], multiples of 2**-24.
+
+    Raises:
+        ConfigError: if the epoch does not fit into 32 bits.
+    """
+    if not 0 <= epoch < EPOCHS:
+        raise ConfigError(f"`epoch` must satisfy 0 <= epoch < 2**32. Found: {epoch!r}.")
+    streams = tuple(streams)
+    indices = np.asarray(indices, dtype=np.int64)
+    k0, k1, number = _keys(int(seed), streams)
+    index = indices.astype(np.uint64)[:, None]
+    extra = (
+        number[None, :]
+        if repeats is None
+        else number | (np.asarray(repeats).astype(np.uint64)[:, None] << np.uint64(16))
+    )
+    words = philox(
+        (index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra),  # type: ignore[arg-type]
+        (k0[None, :], k1[None, :]),
+    )
+    values = np.empty((len(indices), len(number), 4), dtype=np.float32)
+    for lane, word in enumerate(words):
+        values[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits: exact in float32
+    values *= np.float32(2.0**-24)
+    flat = values.reshape(len(indices), 4 * len(number))
+    out, start = {}, 0
+    for s in streams:
+        out[s.view, s.copy, s.op] = flat[:, start : start + s.count]
+        start += -(-s.count // 4) * 4
+    return out
+
+
+def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:
+    """``count`` 64-bit values, a function of (name, seed, epoch, position): for the order of an epoch."""
+    k0, k1 = key(seed, "", 0, name)
+    position = np.arange(start, start + count, dtype=np.uint64)
+    c0, c1, _, _ = philox(
+        (position & np.uint64(_LOW), position >> np.uint64(32), np.uint64(epoch), np.uint64(0)),  # type: ignore[arg-type]
+        (np.uint64(k0), np.uint64(k1)),  # type: ignore[arg-type]
+    )
+    return (c1 << np.uint64(32)) | c0
+
+
+def sample_keys(
+    stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
+) -> NDArray[np.int64]:
+    """One pair of 32-bit key words per sample, int64 [B, 2], for :func:`field` (per-pixel noise on the device)."""
+    k0, k1 = key(seed, stream.view, stream.copy, stream.op)
+    index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
+    again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
+    a, b, _, _ = philox(
+        (
+            index & np.uint64(_LOW),
+            index >> np.uint64(32),
+            np.uint64(epoch),
+            (again << np.uint64(16)) | np.uint64(0xFFFF),
+        ),  # type: ignore[arg-type]
+        (np.uint64(k0), np.uint64(k1)),  # type: ignore[arg-type]
+    )
+    return np.stack([a, b], axis=1).astype(np.int64)
+
+
+def field(keys: Tensor, count: int) -> Tensor:
+    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``: a pure function of each sample's key.
+
+    The same Philox in torch int64 arithmetic (a product wraps modulo 2**64, so its two halves are exact).
+
+    Args:
+        keys: int64 [B, 2], from :func:`sample_keys`.
+        count: how many values per sample.
+    """
+    blocks = -(-count // 4)
+    c0 = torch.arange(blocks, device=keys.device)[None, :].expand(len(keys), -1)
+    c1 = c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = keys[:, :1], keys[:, 1:]
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    words = torch.stack([c0, c1, c2, c3], dim=2).reshape(len(keys), -1)[:, :count]
+    return ((words >> 8).float() + 0.5) * 2.0**-24
+
+
+def normal_field(keys: Tensor, count: int) -> Tensor:
+    """Standard normal values, float32 ``[B, count]``, by Box-Muller from :func:`field`."""
+    u = field(keys, 2 * (-(-count // 2)))
+    half = u.shape[1] // 2
+    radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
+    angle = 2.0 * torch.pi * u[:, half:]
+    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count]
+
+
+def scale(u: Float, low: float, high: float) -> Float:
+    """``low + u * (high - low)`` in float32, as torch's Uniform computes it."""
+    return np.float32(low) + u * (np.float32(high) - np.float32(low))
+
+
+Draws = Mapping[tuple[str, int, str], Float]
