@@ -1,0 +1,86 @@
+"""Where images are: how many there are, and the encoded bytes and label of number *i*.
+
+A source is any map-style object: ``len(source)``, and ``source[i] -> (bytes, label)`` for the number ``i`` that the
+sample keeps for ever. :class:`Source` lists what else a source may offer; :func:`adapt` fills in what is missing.
+
+Sources are unpickled in every worker, so nothing here imports a decoder or a configuration library, or touches CUDA.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from torch import Tensor
+
+_WHERE = {
+    "DatasetSource": "gpuaug.source.huggingface",
+    "FolderSource": "gpuaug.source.folder",
+    "MapSource": "gpuaug.source.map",
+    "ParquetSource": "gpuaug.source.parquet",
+    "Remote": "gpuaug.source.remote",
+    "ShardSource": "gpuaug.source.shards",
+    "TableSource": "gpuaug.source.table",
+}
+
+__all__ = [*_WHERE, "Source", "adapt"]
+
+
+class Source(Protocol):
+    """A complete source: what :func:`adapt` returns, and what the later stages rely on.
+
+    Attributes:
+        indices: int64 ``[len]``, ascending: numbers of the samples that are active; None: 0 .. len - 1.
+        labels: int64 ``[N]`` by number, known without reading bytes; None where they are not, or there are none.
+        classes: names in the order of their labels.
+
+    What a source may have beside that:
+        label: ``source.label(i)``, the label of a sample without reading its bytes: it stays where those cannot be
+            read. Without it ``labels`` are asked, and else such a label is 0, or as many of them as other samples have.
+        read_many: ``source.read_many(numbers)``, a list of ``(bytes, label)`` or exceptions, read at the same time.
+    """
+
+    indices: Tensor | None
+    labels: Tensor | None
+    classes: list[str] | None
+    class_to_idx: dict[str, int] | None
+    num_classes: int | None
+
+    def __len__(self) -> int:
+        """Number of active samples."""
+        ...
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Encoded bytes and label (int, float, floats, or None) of sample number ``index``.
+
+        What it raises of OSError and GpuaugError is a fault of this sample; anything else ends the epoch.
+        """
+        ...
+
+    def key(self, index: int) -> str:
+        """Relative path or name of sample number ``index``."""
+        ...
+
+    def digest(self) -> str:
+        """Hash of the keys of all samples, whatever their place and whichever are active."""
+        ...
+
+
+def adapt(source: Any) -> Source:
+    """A complete source out of any map-style object that yields ``(bytes, label)``; a complete one is given back.
+
+    A ``torch.utils.data.Subset`` (what ``random_split`` returns) becomes a view of the source beneath it, whose samples
+    keep their numbers.
+
+    Raises:
+        SourceError: if the object has no length or cannot be indexed.
+    """
+    return import_module("gpuaug.source.map").adapt(source)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'gpuaug.source' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value

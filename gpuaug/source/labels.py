@@ -1,0 +1,135 @@
+"""Labels out of what users have: a mapping of classes, numbers, names, or several of them for one sample."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.errors import SourceError
+
+
+def class_mapping(classes: Any) -> dict[str, int]:
+    """Name to label from what a user gives as ``source.classes``; labels are 0 .. C - 1, each once."""
+    found = classes
+    if isinstance(classes, str | os.PathLike):
+        path = os.path.expanduser(os.fspath(classes))
+        found = path
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape") as text:
+                lines = text.read()
+            classes = (
+                json.loads(lines) if path.endswith(".json") else list(filter(None, map(str.strip, lines.split("\n"))))
+            )
+        except (OSError, ValueError, RecursionError) as error:
+            raise SourceError(
+                "`source.classes` must be names, a mapping, or a FILE: .json with either, or text with one name per "
+                f"line. Found: {path!r} ({error})."
+            ) from error
+    if isinstance(classes, Mapping):
+        names, numbers = [str(name) for name in classes], list(classes.values())
+    elif isinstance(classes, Sequence) and all(isinstance(name, str | int) for name in classes):
+        names, numbers = [str(name) for name in classes], list(range(len(classes)))
+    else:
+        raise SourceError(f"`source.classes` must hold names, or a mapping from name to label. Found: {found!r:.200}.")
+    if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
+        raise SourceError(
+            f"the labels in `source.classes` must be 0 .. {len(numbers) - 1}, each once. Found: {some(numbers)}."
+        )
+    if len(set(names)) != len(names) or not names:
+        raise SourceError(f"`source.classes` must name every class once. Found {len(names)} names: {some(names)}.")
+    return dict(zip(names, numbers, strict=True))
+
+
+def encode(
+    values: Sequence[Any] | NDArray[Any], *, classes: Mapping[str, int] | None, place: str
+) -> tuple[NDArray[Any], list[str] | None]:
+    """Labels of all samples, and the classes where they have names.
+
+    Whole numbers are classes by number: int64 [N]. Other numbers are targets: float32 [N]. Names are classes, sorted:
+    int64 [N]. Lists of numbers are targets: float32 [N, K]. Lists of names are sets of classes: float32 [N, C] of 0, 1.
+
+    Args:
+        values: one for each sample.
+        classes: the mapping of another run, for names; None: made from the names.
+        place: for errors.
+
+    Raises:
+        SourceError: if the labels are of several kinds, or one is not in ``classes``.
+    """
+    if isinstance(values, np.ndarray):
+        kinds: set[Any] = {values.dtype.type}
+    else:
+        kinds = set(map(type, values))
+    named = None if classes is None else list(classes)
+    if all(issubclass(kind, int | np.integer | np.bool_) for kind in kinds):
+        try:
+            numbers = np.asarray(values, dtype=np.int64)
+        except OverflowError as error:
+            raise _refused(values, kinds, place) from error
+        if classes is not None and len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(classes):
+            raise SourceError(
+                f"labels in {place!r} must be 0 .. {len(classes) - 1}, as `source.classes` has {len(classes)} classes. "
+                f"Found: {numbers.min()} .. {numbers.max()}."
+            )
+        return numbers, named
+    if all(issubclass(kind, int | float | np.number) for kind in kinds):
+        return _finite(np.asarray(values, dtype=np.float32), place), None
+    if kinds == {str}:
+        mapping = _mapping(set(values), classes, place)
+        return np.array([mapping[value] for value in values], dtype=np.int64), list(mapping)
+    if all(issubclass(kind, list | tuple) for kind in kinds):
+        inside = {type(value) for row in values for value in row}
+        if inside == {str}:
+            mapping = _mapping({value for row in values for value in row}, classes, place)
+            sets = np.zeros((len(values), len(mapping)), dtype=np.float32)
+            for i, row in enumerate(values):
+                sets[i, [mapping[value] for value in row]] = 1
+            return sets, list(mapping)
+        lengths = {len(row) for row in values}
+        if len(lengths) > 1:
+            raise SourceError(
+                f"lists of numbers as labels must have one length in {place!r}. Found: {min(lengths)} .. "
+                f"{max(lengths)}. For sets of classes, list their names."
+            )
+        if inside and all(issubclass(kind, int | float) for kind in inside):
+            return _finite(np.asarray(values, dtype=np.float32), place), named
+    raise _refused(values, kinds, place)
+
+
+def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
+    bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+    if bad.any():
+        raise SourceError(
+            f"label {int(bad.argmax())} in {place!r} is not a finite number. Found {bad.sum()} such ones."
+        )
+    return values
+
+
+def _mapping(names: set[str], classes: Mapping[str, int] | None, place: str) -> Mapping[str, int]:
+    if classes is None:
+        return {name: label for label, name in enumerate(sorted(names))}
+    if unknown := sorted(name for name in names if name not in classes):
+        raise SourceError(
+            f"`source.classes` has {len(classes)} classes and knows nothing of {len(unknown)} labels in {place!r}: "
+            f"{some(unknown)}. Add them to it."
+        )
+    return classes
+
+
+def _refused(values: Sequence[Any] | NDArray[Any], kinds: set[Any], place: str) -> SourceError:
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    firsts = {type(value): value for value in reversed(list(values))}
+    return SourceError(
+        f"labels in {place!r} must all be numbers, all names, or all lists of one of them. Found: {names}, such as "
+        f"{some(list(firsts.values()))}."
+    )
+
+
+def some(names: Sequence[Any]) -> str:
+    """The first few of them, for a message."""
+    return ", ".join(repr(name) for name in names[:5]) + (", …" if len(names) > 5 else "")

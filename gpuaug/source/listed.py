@@ -1,0 +1,238 @@
+"""What sources have in common that keep a list of their samples: numbers, keys, labels, and which ones are active."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source import labels as label_rules
+from gpuaug.source.index import read_numbers, share
+from gpuaug.source.remote import Range, Storage, is_url, shown
+
+log = logging.getLogger("gpuaug")
+
+Classes = Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None
+Subset = int | float | Sequence[int] | Tensor | str | os.PathLike[str] | None
+
+
+class Listed:
+    """Samples by number, their keys and labels in tensors that all processes share.
+
+    A subclass sets ``root``, ``_storage`` and ``_names``, calls :meth:`_label` and :meth:`_activate`, and says where
+    the bytes of a sample are.
+    """
+
+    root: str
+    indices: Tensor | None = None
+    labels: Tensor | None = None
+    classes: list[str] | None = None
+    class_to_idx: dict[str, int] | None = None
+    _names: Any  # Names, or what has their methods
+    _storage: Storage
+    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are no classes
+    _digest: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._names) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        """Encoded bytes of the sample and its label.
+
+        Raises:
+            OSError, GpuaugError: if they cannot be read; the fault of this sample.
+            IndexError: if there never was a sample of this number.
+        """
+        (item,) = self._items([self._check(index)])
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def __iter__(self) -> Iterator[tuple[bytes, Any]]:
+        return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(self.root)!r}: {len(self)} images, {self.num_classes} classes)"
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes or targets, with or without images here; None without them."""
+        if self.classes is not None:
+            return len(self.classes)
+        if self._targets is not None:
+            return self._targets.shape[1] if self._targets.ndim == 2 else None
+        return None if self.labels is None else int(self.labels.max()) + 1
+
+    @property
+    def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
+        """Bytes and label, or the exception, of several samples, asked for at the same time; None for local files."""
+        return self._items if is_url(self.root) else None
+
+    def key(self, index: int) -> str:
+        """Path of sample number ``index`` below ``root``, with ``/``.
+
+        Bytes that are not UTF-8 stand as Python's ``surrogateescape`` writes them.
+        """
+        return os.fsdecode(self._names[self._check(index)])
+
+    def label(self, index: int) -> Any:
+        """Label of sample number ``index`` (int, float, floats), without reading its bytes; None without labels."""
+        return self._label_of(self._check(index))
+
+    def digest(self) -> str:
+        """Hash of the sorted keys of all samples; neither ``root`` nor ``subset`` nor ``exclude`` changes it."""
+        if self._digest is None:
+            self._digest = self._names.digest()
+        return self._digest
+
+    def _items(self, numbers: Sequence[int]) -> list[Any]:
+        found = self._storage.read([self._range(i) for i in numbers])
+        return [
+            item if isinstance(item, Exception) else (item, self._label_of(i))
+            for i, item in zip(numbers, found, strict=True)
+        ]
+
+    def _range(self, index: int) -> Range:
+        raise NotImplementedError
+
+    def _label_of(self, index: int) -> Any:
+        if self.labels is not None:
+            return int(self.labels.numpy()[index])
+        return None if self._targets is None else self._targets.numpy()[index].tolist()
+
+    def _check(self, index: int) -> int:
+        index = operator.index(index)
+        if not 0 <= index < len(self._names):
+            raise IndexError(f"sample numbers of {shown(self.root)!r} are 0 .. {len(self._names) - 1}. Found: {index}.")
+        return index
+
+    def _label(
+        self, values: Sequence[Any] | NDArray[Any], *, classes: Classes, names: Sequence[str] | None = None
+    ) -> None:
+        """Take the labels of all samples; ``names`` are classes that the data itself names, in order."""
+        mapping = None if classes is None else label_rules.class_mapping(classes)
+        if mapping is not None and names is not None and list(mapping) != list(names):
+            if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+                raise SourceError(
+                    f"`source.classes` differs from the names of the labels in {shown(self.root)!r}: "
+                    f"{label_rules.some(list(names))}. Leave it out."
+                )
+            if len(values) and not 0 <= values.min() <= values.max() < len(names):
+                raise SourceError(
+                    f"labels in {shown(self.root)!r} must be 0 .. {len(names) - 1}, as it names {len(names)} classes. "
+                    f"Found: {values.min()} .. {values.max()}."
+                )
+            values = [names[i] for i in values.tolist()]  # by name: the other run counted them differently
+        elif mapping is None and names is not None:
+            mapping = {name: label for label, name in enumerate(names)}
+        found, known = label_rules.encode(values, classes=mapping, place=shown(self.root))
+        tensor = share(torch.from_numpy(found))
+        if found.dtype == np.int64:
+            self.labels = tensor
+        else:
+            self._targets = tensor
+        if known is not None:
+            self.class_to_idx = {name: label for label, name in enumerate(known)}
+            self.classes = known
+
+    def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
+        """Choose the active samples, and say what was found."""
+        self.indices = self._active(subset, exclude)
+        found = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
+        found += "" if self.classes is None else f", {len(self.classes)} classes"
+        log.info("source %s: %s, listed in %.1f s", shown(self.root), found, time.monotonic() - began)
+
+    def _active(self, subset: Any, exclude: str | os.PathLike[str] | None) -> Tensor | None:
+        """Numbers of the samples that ``subset`` takes and ``exclude`` leaves; None: all."""
+        total = len(self._names)
+        chosen = None if subset is None else _subset(subset, total)
+        if exclude is not None:
+            out = self._numbers_of(_excluded(exclude))
+            keep = np.arange(total) if chosen is None else chosen
+            left = keep[~np.isin(keep, out)]
+            log.info(
+                "source %s: %d samples left out by %s", shown(self.root), len(keep) - len(left), os.fspath(exclude)
+            )
+            if not len(left):
+                raise SourceError(f"`source.exclude` leaves no samples: {os.fspath(exclude)!r} names all {len(keep)}.")
+            chosen = left
+        return None if chosen is None or len(chosen) == total else share(torch.from_numpy(chosen))
+
+    def _numbers_of(self, keys: set[bytes]) -> NDArray[np.int64]:
+        found = [i for i, name in enumerate(self._names) if name in keys]
+        if len(found) < len(keys):
+            log.warning(
+                "source %s: %d of %d keys in `source.exclude` are not here",
+                shown(self.root),
+                len(keys) - len(found),
+                len(keys),
+            )
+        return np.array(found, dtype=np.int64)
+
+
+def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
+    """What names must end in: lower case, with a dot."""
+    if isinstance(extensions, str) or not extensions or not all(isinstance(x, str) and x for x in extensions):
+        raise ConfigError(f"`source.extensions` must be a list such as ['.jpg', '.png']. Found: {extensions!r}.")
+    return tuple(x.lower() if x.startswith(".") else f".{x.lower()}" for x in extensions)
+
+
+def _subset(subset: Any, total: int) -> NDArray[np.int64]:
+    """Ascending sample numbers for what a user gives as ``source.subset``."""
+    if isinstance(subset, bool):
+        raise SourceError(f"`source.subset` must be a count, a fraction, or a FILE of sample numbers. Found: {subset}.")
+    if isinstance(subset, float):
+        if not 0 < subset <= 1:
+            raise SourceError(f"a fraction in `source.subset` must satisfy 0 < fraction <= 1. Found: {subset}.")
+        subset = max(1, round(subset * total))
+    if isinstance(subset, int):
+        if not 1 <= subset <= total:
+            raise SourceError(f"a count in `source.subset` must lie in 1 .. {total}, what there is. Found: {subset}.")
+        return np.arange(subset, dtype=np.int64) * total // subset
+    if isinstance(subset, str | os.PathLike):
+        numbers = read_numbers(subset, key="source.subset", dtype=np.int64)
+    else:
+        numbers = np.asarray(subset)
+        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+            raise SourceError(f"`source.subset` must hold sample numbers. Found: {numbers.dtype} {numbers.shape}.")
+    ascending = np.unique(numbers).astype(np.int64)
+    if not len(ascending) or len(ascending) < len(numbers) or ascending[0] < 0 or ascending[-1] >= total:
+        found = f"{len(numbers)} numbers, {len(ascending)} of them distinct"
+        if len(ascending):
+            found += f", from {ascending[0]} to {ascending[-1]}"
+        raise SourceError(f"sample numbers in `source.subset` must be 0 .. {total - 1}, each once. Found: {found}.")
+    return ascending
+
+
+def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
+    """Keys in JSON lines; a last line without its end, cut by a killed run, names nobody."""
+    path = os.path.expanduser(os.fspath(file))
+    keys = set()
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    keys.add(os.fsencode(json.loads(line)["key"]))
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    if not line.endswith("\n"):
+                        log.warning("source: the last line of %s is cut off; it excludes nothing", path)
+                        continue
+                    raise ValueError(f"line {number}: {line.strip()[:100]!r}") from error
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f'`source.exclude` must be a FILE of JSON lines with "key", as `faults.file` holds them. '
+            f"Found: {path!r} ({error})."
+        ) from error
+    return keys

@@ -1,0 +1,130 @@
+"""Any map-style object as a source: what it does not offer is filled in."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from gpuaug.errors import SourceError
+from gpuaug.source import Source
+from gpuaug.source.huggingface import DatasetSource, is_dataset
+from gpuaug.source.index import share
+
+log = logging.getLogger("gpuaug")
+
+COMPLETE = ("__len__", "__getitem__", "indices", "labels", "classes", "class_to_idx", "num_classes", "key", "digest")
+
+
+class MapSource:
+    """A source over an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
+
+    ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes``
+    are the object's own where it has them. Without ``key`` a sample is named by its number, and without ``key`` and
+    ``digest`` a state cannot tell two objects of one length apart.
+
+    Args:
+        samples: the object.
+        indices: int64 ``[len]``, ascending numbers of the samples to use; None: all.
+    """
+
+    def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
+        self.samples, self.indices = samples, indices
+        labels = getattr(samples, "labels", None)
+        self.labels = _labels(getattr(samples, "targets", None) if labels is None else labels, len(samples))
+        self.classes: list[str] | None = getattr(samples, "classes", None)
+        self.class_to_idx: dict[str, int] | None = getattr(samples, "class_to_idx", None)
+        number = getattr(samples, "num_classes", None)
+        self.num_classes: int | None = len(self.classes) if number is None and self.classes is not None else number
+        self.mapped = bool(getattr(samples, "mapped", False))
+        self.stored = getattr(samples, "stored", None)  # of materialized epochs, which a loader replays
+        if callable(many := getattr(samples, "read_many", None)):
+            self.read_many = many
+        if callable(label := getattr(samples, "label", None)):
+            self.label = label
+
+    def __len__(self) -> int:
+        return len(self.samples) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Whatever the object gives for this number."""
+        return self.samples[index]
+
+    def __repr__(self) -> str:
+        return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
+
+    def key(self, index: int) -> str:
+        """The object's name for the sample, or its number."""
+        own = getattr(self.samples, "key", None)
+        return str(own(index)) if callable(own) else str(operator.index(index))
+
+    def digest(self) -> str:
+        """The object's own; else a hash of the sorted keys of all samples."""
+        own = getattr(self.samples, "digest", None)
+        if callable(own):
+            return str(own())
+        keys = sorted(self.key(i).encode(errors="surrogateescape") for i in range(len(self.samples)))
+        return hashlib.blake2b(b"\0".join(keys), digest_size=16).hexdigest()
+
+
+def adapt(source: Any) -> Source:
+    """See :func:`gpuaug.source.adapt`."""
+    if isinstance(source, Subset):
+        return _subset(source)
+    if all(hasattr(source, name) for name in COMPLETE):
+        return source
+    if is_dataset(source):
+        return cast(Source, DatasetSource(source))
+    found = f"Found: {source!r:.200} ({type(source).__name__})."
+    if not hasattr(source, "__getitem__") or isinstance(source, str | bytes):
+        raise SourceError(
+            f"a source must give `source[i] -> (bytes, label)`; iterable ones cannot be shuffled. {found}"
+        )
+    try:
+        length = len(source)
+    except (TypeError, NotImplementedError) as error:
+        raise SourceError(f"a source must have a length, `len(source)`. {found}") from error
+    if not length:
+        raise SourceError(f"the source is empty: len(source) is 0. {found}")
+    if not callable(getattr(source, "key", None)) and not callable(getattr(source, "digest", None)):
+        log.info(
+            "source %s has neither `key(i)` nor `digest()`: samples are named by their numbers, and a loader's state "
+            "takes any %d samples for the same ones",
+            type(source).__name__, length,
+        )  # fmt: skip
+    return MapSource(source)
+
+
+def _subset(subset: Subset[Any]) -> Source:
+    """A torch Subset as a view of its source: its positions among the active samples, as numbers in the source."""
+    base = adapt(subset.dataset)
+    positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
+    if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
+        raise SourceError(f"a Subset must hold positions 0 .. {len(base) - 1}, and one at least. Found: {positions}.")
+    if len(np.unique(positions)) < len(positions):
+        raise SourceError(
+            "a Subset must hold every position once. To repeat samples use `order=weighted` or a Sampler."
+        )
+    numbers = torch.from_numpy(np.sort(positions))
+    if base.indices is not None:
+        numbers = base.indices[numbers]
+    return MapSource(base.samples if isinstance(base, MapSource) else base, indices=share(numbers))
+
+
+def _labels(labels: Any, length: int) -> Tensor | None:
+    """Labels by number as int64, where they are integers and one per sample."""
+    if labels is None or isinstance(labels, str):
+        return None
+    try:
+        values = labels.cpu() if isinstance(labels, Tensor) else torch.from_numpy(np.asarray(labels))
+    except (TypeError, ValueError):
+        return None
+    if values.ndim != 1 or len(values) < length or values.is_floating_point() or values.dtype == torch.bool:
+        return None
+    return share(values.to(torch.int64).clone())

@@ -1,0 +1,340 @@
+"""Augmented epochs on disk: the format, and the source that reads it.
+
+A folder that `gpuaug materialize` has finished holds
+
+- ``manifest.json``: what the epochs were made of, views, sizes and labels; written last,
+- ``epoch-0000/order.npy``: int64 [M], numbers of the samples in the order of that epoch, one row each,
+- ``epoch-0000/00000.npy``: one chunk of these rows, a structured array with a field per view (``view0`` ...: uint8
+  [H, W, 3] before normalization, or the final dtype [3, H, W], bfloat16 as its bits) and ``label``,
+- ``epoch-0000/00000.json``: the chunk's checksum, and why samples in it have no pixels,
+- keys, labels and numbers of the samples, as their source had them.
+
+``numpy.load(chunk, mmap_mode="r")["view0"]`` is all it takes to look at them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import operator
+import os
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source import adapt
+from gpuaug.source.index import Names, share
+
+log = logging.getLogger("gpuaug")
+
+KIND, VERSION = "gpuaug materialize", 1  # of the format
+MANIFEST, PLAN = "manifest.json", ".plan.json"  # of a finished folder; of one that is being written
+STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
+MAPPED = 64  # chunks that a process keeps mapped: each holds a file descriptor
+
+
+class MaterializedSource:
+    """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding and without augmentation.
+
+    The loader gets the recipe and seed that made them, and refuses others. Samples keep the numbers, keys, labels and
+    classes of the source they came from, and a loader's state fits both.
+
+    Args:
+        root: the folder.
+        original: the source they were made of; refused if it has other samples by now. None: not checked.
+
+    Raises:
+        SourceError: if the folder is not finished, is damaged, or was made of another source.
+    """
+
+    mapped = True  # reading is a copy out of the page cache
+
+    def __init__(self, root: str | os.PathLike[str], *, original: Any = None) -> None:
+        if not isinstance(root, str | os.PathLike) or not os.fspath(root):
+            raise ConfigError(f"`source.root` must be the path of a folder. Found: {root!r}.")
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self.manifest = read_manifest(Path(self.root))
+        self.rows = Rows(self.root, self.manifest)
+        self.classes: list[str] | None = self.manifest["classes"]
+        self.class_to_idx: dict[str, int] | None = self.manifest["class_to_idx"]
+        self.num_classes: int | None = self.manifest["num_classes"]
+        self.indices, self.labels = self._numbers("indices"), self._numbers("labels")
+        self._names = self._keys()
+        if original is not None and (found := adapt(original).digest()) != self.digest():
+            raise SourceError(
+                f"`source.original` has other samples than the epochs in {self.root!r} were made of: digest {found}, "
+                f"and {self.digest()} there. Materialize anew, or restore the files."
+            )
+        log.info("source %s: %s", self.root, self)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Stored bytes of sample number ``index`` in the first epoch, and its label."""
+        rows = np.flatnonzero(self.rows.order(0) == self._number(index))
+        if not len(rows):
+            raise IndexError(f"sample {index} is not in the first epoch of {self.root!r}.")
+        return self.rows[int(rows[0])]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        last = m["start_epoch"] + m["epochs"] - 1
+        return f"MaterializedSource({len(self)} images, epochs {m['start_epoch']}..{last} as {m['store']})"
+
+    @property
+    def stored(self) -> MaterializedSource:
+        """This source: how a loader knows that there is nothing to decode."""
+        return self
+
+    def key(self, index: int) -> str:
+        """Path or name of sample number ``index`` in the source it came from."""
+        return os.fsdecode(self._names[self._number(index, place=True)])
+
+    def digest(self) -> str:
+        """The digest of the source it came from."""
+        return str(self.manifest["made_of"]["source"])
+
+    def _number(self, index: int, *, place: bool = False) -> int:
+        """The number itself, or its place among the active ones; checked."""
+        number = operator.index(index)
+        at = number if self.indices is None else int(np.searchsorted(self.indices.numpy(), number))
+        if not 0 <= at < len(self) or (self.indices is not None and int(self.indices[at]) != number):
+            raise IndexError(f"{self.root!r} has no sample {number}.")
+        return at if place else number
+
+    def _keys(self) -> Names:
+        blob, offsets = self._numbers("keys", dtype=np.uint8), self._numbers("key_offsets")
+        active = None if self.indices is None else len(self.indices)
+        if blob is None or offsets is None or len(offsets) != self.manifest["samples"] + 1:
+            raise _damaged(os.path.join(self.root, "keys.npy"), "they are not those of the manifest")
+        ends = offsets.numpy()
+        if active not in (None, len(ends) - 1) or ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
+            raise _damaged(os.path.join(self.root, "key_offsets.npy"), "the keys overlap or are missing")
+        return Names(blob, offsets)
+
+    def _numbers(self, name: str, *, dtype: Any = np.int64) -> Tensor | None:
+        file = Path(self.root, f"{name}.npy")
+        return share(torch.from_numpy(np.array(_loaded(file, dtype=dtype)))) if file.exists() else None
+
+
+class Rows:
+    """Stored samples by number of their row, epoch after epoch; what workers read. Pickled as a path and its manifest.
+
+    ``rows[n]`` gives the pixels of all views as one stretch of mapped memory, or, for a sample without pixels, the JSON
+    of its fault, which has another length.
+    """
+
+    indices = classes = class_to_idx = num_classes = None
+    mapped = True
+
+    def __init__(self, root: str, manifest: dict[str, Any]) -> None:
+        self.root, self.manifest = root, manifest
+        self.record = record(manifest)
+        self.size = pixel_bytes(self.record)  # of all views of a sample
+        self.first = np.concatenate([[0], np.cumsum(manifest["rows"])])  # int64 [K + 1], row at which an epoch begins
+        self._chunk = lru_cache(maxsize=MAPPED)(self._mapped)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, (self.root, self.manifest)
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        """Stored bytes and label of one row.
+
+        Raises:
+            SourceError: if its chunk is missing or damaged.
+        """
+        slot, position = self._place(row)
+        number, within = divmod(position, self.manifest["chunk"])
+        samples, pixels, faults = self._chunk(slot, number)
+        label = None if "label" not in (self.record.names or ()) else samples["label"][within]
+        if within in faults:
+            text = json.dumps(faults[within]).encode()
+            return text if len(text) != self.size else text + b" ", label
+        return pixels[within].data, label
+
+    def order(self, slot: int) -> NDArray[np.int64]:
+        """Numbers of the samples in the order of a stored epoch, int64 [M], mapped."""
+        file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
+        found = _loaded(file, dtype=np.int64)
+        if len(found) != self.manifest["rows"][slot]:
+            raise _damaged(file, f"{len(found)} numbers")
+        return found
+
+    @cached_property
+    def labels(self) -> Any:
+        """Labels by row, for samples that cannot be read; None where they are not known without reading."""
+        file = Path(self.root, "labels.npy")
+        return _LabelOfRow(self, _loaded(file, dtype=np.int64)) if file.exists() else None
+
+    def key(self, index: int) -> str:
+        """A sample's number: its name is the source's to say."""
+        return str(index)
+
+    def digest(self) -> str:
+        """The key of what is stored."""
+        return str(self.manifest["key"])
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Which of the stored epochs, and the position in it."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"rows are 0 .. {len(self) - 1}. Found: {row}.")
+        slot = int(np.searchsorted(self.first, row, side="right")) - 1
+        return slot, int(row - self.first[slot])
+
+    def _mapped(self, slot: int, number: int) -> tuple[Any, NDArray[np.uint8], dict[int, Any]]:
+        """A chunk: its records, the bytes of their pixels [n, size], and the faults by row."""
+        file = chunk_file(Path(self.root), self.manifest, slot, number)
+        rows = chunk_rows(self.manifest, slot, number)
+        try:
+            samples = np.lib.format.open_memmap(file, mode="r")
+            faults = {int(fault.pop("row")): fault for fault in read_marker(file, rows=rows)["faults"]}
+            if samples.dtype != self.record or samples.shape != (rows,):
+                raise ValueError(f"it holds {samples.shape} of {samples.dtype}")
+        except (OSError, ValueError, EOFError, RecursionError) as error:
+            raise SourceError(
+                f"the chunk {str(file)!r} is missing or damaged ({error}). Remove it, and run the same "
+                "`gpuaug materialize` once more: only that chunk is made anew."
+            ) from error
+        pixels = np.asarray(samples).view(np.uint8).reshape(rows, -1)[:, : self.size]
+        return samples, pixels, faults
+
+
+class _LabelOfRow:
+    """Labels by number of the row instead of the sample."""
+
+    def __init__(self, rows: Rows, labels: NDArray[np.int64]) -> None:
+        self._rows, self._labels = rows, labels
+
+    def __getitem__(self, row: int) -> int:
+        slot, position = self._rows._place(row)
+        return int(self._labels[self._rows.order(slot)[position]])
+
+
+def record(manifest: dict[str, Any]) -> np.dtype[Any]:
+    """One stored sample: ``view0``, ``view1``, ... and ``label`` where there are labels."""
+    store, label = manifest["store"], manifest["label"]
+    fields: list[tuple[str, str, tuple[int, ...]]] = []
+    for number, view in enumerate(manifest["views"]):
+        height, width = view["size"]
+        fields.append((f"view{number}", STORES[store], (height, width, 3) if store == "uint8" else (3, height, width)))
+    if label is not None:
+        fields.append(("label", {"int64": "<i8", "float32": "<f4"}[label["dtype"]], tuple(label["shape"])))
+    return np.dtype(fields)
+
+
+def pixel_bytes(of: np.dtype[Any]) -> int:
+    """Bytes of all views of a record: what comes before its label."""
+    assert of.fields is not None
+    return int(of.fields["label"][1]) if "label" in of.fields else of.itemsize
+
+
+def epoch_folder(root: Path, manifest: dict[str, Any], slot: int) -> Path:
+    """Where the chunks of a stored epoch are."""
+    return root / f"epoch-{manifest['start_epoch'] + slot:04d}"
+
+
+def chunk_file(root: Path, manifest: dict[str, Any], slot: int, number: int) -> Path:
+    """The samples of one chunk."""
+    return epoch_folder(root, manifest, slot) / f"{number:05d}.npy"
+
+
+def chunk_count(manifest: dict[str, Any], slot: int) -> int:
+    """Chunks of a stored epoch."""
+    return math.ceil(manifest["rows"][slot] / manifest["chunk"])
+
+
+def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
+    """Samples in a chunk; the last one of an epoch may be shorter."""
+    return int(min(manifest["chunk"], manifest["rows"][slot] - number * manifest["chunk"]))
+
+
+def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
+    """What was noted when a chunk was done: rows, digest, faults.
+
+    Raises:
+        OSError, ValueError: if it is not done, or the note is damaged.
+    """
+    found = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("rows") != rows or not isinstance(found.get("faults"), list):
+        raise ValueError(f"its note is {str(found)[:100]}")
+    for fault in found["faults"]:
+        kinds = {"row": int, "stage": str, "reason": str, "size": int, "head": str}
+        if not isinstance(fault, dict) or {name: type(value) for name, value in fault.items()} != kinds:
+            raise ValueError(f"its note names the fault {str(fault)[:100]}")
+        bytes.fromhex(fault["head"])
+    return found
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """The manifest of a finished folder.
+
+    Raises:
+        SourceError: if there is none, or one of another version.
+    """
+    try:
+        found = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if (root / PLAN).exists():
+            raise SourceError(
+                f"`source.root` is not finished: {str(root)!r}. Run the same `gpuaug materialize` once more: it goes "
+                "on where it stopped."
+            ) from error
+        raise SourceError(
+            f"`source.root` must be a folder that `gpuaug materialize` wrote. Found no {MANIFEST} in {str(root)!r}."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{str(root / MANIFEST)!r} cannot be read: {error}.") from error
+    if not isinstance(found, dict) or (found.get("kind"), found.get("version")) != (KIND, VERSION):
+        kind, version = (found.get("kind"), found.get("version")) if isinstance(found, dict) else (None, None)
+        raise SourceError(
+            f"{str(root)!r} must be a folder of `{KIND}`, version {VERSION}. Found: {kind!r}, version {version!r}."
+        )
+    counts = [found.get(name) for name in ("samples", "epochs", "chunk", "start_epoch")]
+    rows: Any = found.get("rows")
+    try:
+        kind = record(found)
+        whole = all(type(n) is int and n >= 0 for n in [*counts, *rows]) and len(rows) == found["epochs"] > 0
+        if not whole or not found["chunk"] or not pixel_bytes(kind) or not isinstance(found["made_of"], dict):
+            raise ValueError(f"samples, epochs, chunk, start_epoch and rows are {counts}, {rows}")
+        if not {"classes", "class_to_idx", "num_classes", "key", "order"} <= found.keys():
+            raise ValueError(f"it has only {', '.join(found)}")
+        str(found["made_of"]["source"]), [view["backend"] for view in found["views"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _damaged(root / MANIFEST, error) from error
+    return found
+
+
+def _loaded(file: Path, *, dtype: Any) -> NDArray[Any]:
+    """A list of numbers, mapped."""
+    try:
+        found: NDArray[Any] = np.lib.format.open_memmap(file, mode="r")
+        if found.dtype != dtype or found.ndim != 1:
+            raise ValueError(f"it holds {found.dtype} of shape {found.shape}")
+    except (OSError, ValueError, EOFError) as error:
+        raise _damaged(file, error) from error
+    return found
+
+
+def _damaged(file: str | os.PathLike[str], what: Any) -> SourceError:
+    return SourceError(f"{os.fspath(file)!r} is damaged: {what}. Run the same `gpuaug materialize` once more.")
+
+
+def key_of(made_of: dict[str, Any]) -> str:
+    """Hash of source, seed and recipe."""
+    return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=16).hexdigest()

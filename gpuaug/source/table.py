@@ -1,0 +1,163 @@
+"""A table of image files and labels: CSV, TSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.source.index import Names
+from gpuaug.source.labels import some
+from gpuaug.source.listed import Classes, Listed, Subset
+from gpuaug.source.parquet import arrow, plain
+from gpuaug.source.remote import Range, Remote, Storage, is_url, join, locate, safe, shown, split
+
+_WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
+
+
+class TableSource(Listed):
+    """Image files in the order of the table's rows; their paths are relative to the folder of the table.
+
+    Labels are whole numbers (classes), other numbers (targets), or names (classes, sorted). Several columns are
+    several labels: float32 [K], with the columns as classes. In Parquet a column may hold lists: of numbers, all of one
+    length, or of names of classes.
+
+    Args:
+        root: the table, a path or URL that ends in .csv, .tsv or .parquet; its first line or schema names the columns.
+        path: column of the paths. None may lead out of the table's folder.
+        label: column of the labels, or a list of columns; ``none``: no labels.
+        classes, subset, exclude: as in :class:`FolderSource`.
+        remote: how to read from a URL.
+
+    Raises:
+        SourceError: if the table cannot be read, has no such column, or a row has no path or label that can be used.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        path: str = "path",
+        label: str | Sequence[str] | None = "label",
+        classes: Classes = None,
+        subset: Subset = None,
+        exclude: str | os.PathLike[str] | None = None,
+        remote: Remote | None = None,
+    ) -> None:
+        several = isinstance(label, Sequence) and not isinstance(label, str)
+        wanted: list[Any] = [] if label in (None, "none") else list(label) if several else [label]
+        if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
+            raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
+        if (several or not wanted) and classes is not None:
+            raise ConfigError("`source.classes` names the labels of one column. Drop it.")
+        began = time.monotonic()
+        table = locate(root)
+        self._storage = Storage(remote)
+        self.root, _ = split(table)
+        paths, *columns = _read(table, [path, *wanted], self._storage)
+        self._names = Names.of([[_checked(text, row, shown(table)) for row, text in enumerate(paths)]])
+        if not len(self._names):
+            raise SourceError(f"no images in {shown(table)!r}: it has no rows.")
+        if several:
+            self._label(_matrix(columns, wanted, shown(table)), classes=None)
+            self.classes, self.class_to_idx = wanted, {name: i for i, name in enumerate(wanted)}
+        elif wanted:
+            self._label(columns[0], classes=classes)
+        self._activate(subset, exclude, began=began)
+
+    def _range(self, index: int) -> Range:
+        return Range(join(self.root, os.fsdecode(self._names[index])), image=0)
+
+
+def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
+    """These columns: lists, or arrays of numbers."""
+    kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
+    if kind not in (".csv", ".tsv", ".parquet"):
+        raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {shown(table)!r}.")
+    if not is_url(table) and not os.path.exists(table):
+        raise SourceError(f"`source.root` does not exist: {table!r}.")
+    try:
+        data = storage.whole(table)
+        return _parquet(data, names, shown(table)) if kind == ".parquet" else _csv(data, names, kind, shown(table))
+    except SourceError:
+        raise
+    except (OSError, GpuaugError, csv.Error) as error:
+        raise SourceError(f"the table {shown(table)!r} cannot be read: {error}.") from error
+
+
+def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
+    text = io.StringIO(data.decode("utf-8-sig", errors="surrogateescape"), newline="")
+    lines = csv.reader(text, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+    head = [name.strip() for name in next(lines, [])]
+    wanted = [_column(name, head, place) for name in names]
+    columns: list[list[str]] = [[] for _ in names]
+    for row in lines:
+        if not row:
+            continue
+        if len(row) != len(head):
+            raise SourceError(
+                f"line {lines.line_num} of {place!r} has {len(row)} fields, and the first one {len(head)}."
+            )
+        for column, at in zip(columns, wanted, strict=True):
+            column.append(row[at])
+    return [columns[0], *(_typed(column, name, place) for column, name in zip(columns[1:], names[1:], strict=True))]
+
+
+def _typed(column: list[str], name: str, place: str) -> list[Any]:
+    """What text says: whole numbers, other numbers, or names."""
+    if "" in column:
+        raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Fill it, or leave out the row.")
+    if all(map(_WHOLE.fullmatch, column)):
+        return [int(value) for value in column]
+    try:
+        return [float(value) for value in column]
+    except ValueError:
+        return column
+
+
+def _parquet(data: bytes, names: list[str], place: str) -> list[Any]:
+    pyarrow = arrow()
+    try:
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+        for name in names:
+            _column(name, file.schema_arrow.names, place)
+        found = file.read(names, use_threads=False)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SourceError(f"the table {place!r} cannot be read: {error}.") from error
+    return [found.column(names[0]).to_pylist(), *(plain(found.column(name), place) for name in names[1:])]
+
+
+def _column(name: str, head: list[str], place: str) -> int:
+    if head.count(name) != 1:
+        raise SourceError(
+            f"the table {place!r} must have one column {name!r}. Found: {some(head)}. Set `source.path` and "
+            "`source.label` (none: no labels)."
+        )
+    return head.index(name)
+
+
+def _checked(path: Any, row: int, place: str) -> bytes:
+    """A path that stays below the folder of the table."""
+    if isinstance(path, str):
+        short = re.sub(r"^(\./+)+", "", path.strip())
+        if safe(short) and not short.endswith("/"):
+            return os.fsencode(short)
+    raise SourceError(
+        f"paths in {place!r} must be relative to its folder, and stay in it. Found in row {row}: {path!r:.200}."
+    )
+
+
+def _matrix(columns: list[Any], names: list[str], place: str) -> Any:
+    for name, column in zip(names, columns, strict=True):
+        if len(column) and not isinstance(column[0], int | float | np.number):
+            raise SourceError(
+                f"several columns of labels must be numbers in {place!r}. Found {column[0]!r} in {name!r}."
+            )
+    return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)

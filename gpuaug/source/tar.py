@@ -1,0 +1,130 @@
+"""Where the members of a tar file are: offsets and sizes, read from its headers; nothing is ever unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from gpuaug.errors import SourceError
+
+BLOCK = 512  # bytes of a header, and what members are padded to
+LONGEST_NAME = 1 << 16  # bytes of an extended header that is read; names on disks end at 4 KiB
+_KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
+
+
+class Member(NamedTuple):
+    """A regular file in a tar: its name, and where its bytes are."""
+
+    name: bytes
+    offset: int
+    size: int
+
+
+def members(read: Callable[[int, int], bytes], size: int, *, place: str) -> Iterator[Member]:
+    """The regular files of an uncompressed tar (ustar, GNU, pax), in order; folders are passed over.
+
+    Args:
+        read: bytes of (offset, at most so many).
+        size: bytes of the whole file.
+        place: for errors.
+
+    Raises:
+        SourceError: if it is no tar, is cut off, or has a member that is no file, lies outside, or is sparse.
+    """
+
+    def refuse(what: str, remedy: str = "Write it again.") -> SourceError:
+        return SourceError(f"shard {place!r}: {what} at byte {at} of {size}. {remedy}")
+
+    at, long_name, pax = 0, b"", dict[bytes, bytes]()
+    while at < size:
+        head = read(at, BLOCK)
+        if at == 0 and head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zX")):
+            raise refuse("compressed", "Only a plain tar can be read anywhere: unpack it.")
+        if len(head) < BLOCK:
+            raise refuse("cut off in a header")
+        if head.count(0) == BLOCK:
+            return
+        try:
+            if _number(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
+                raise ValueError
+            length = _number(head[124:136])
+        except ValueError:
+            raise refuse("no header of a tar") from None
+        kind, begin = head[156:157], at + BLOCK
+        if kind in b"LKxg" and kind != b"\0":
+            if length > LONGEST_NAME:
+                raise refuse(f"an extended header of {length} bytes")
+            text = read(begin, length)
+            if len(text) < length:
+                raise refuse("cut off in an extended header")
+            if kind == b"L":
+                long_name = text.split(b"\0", 1)[0]
+            elif kind == b"x":
+                try:
+                    pax = _records(text)
+                except ValueError:
+                    raise refuse("an extended header that cannot be read") from None
+            at = begin + _padded(length)
+            continue
+        name, prefix = head[:100].split(b"\0", 1)[0], head[345:500].split(b"\0", 1)[0]
+        if prefix and head[257:263] == b"ustar\0":
+            name = prefix + b"/" + name
+        name = pax.get(b"path", long_name or name)
+        if b"size" in pax:
+            try:
+                length = int(pax[b"size"])
+            except ValueError:
+                raise refuse("an extended header that cannot be read") from None
+        if length < 0:
+            raise refuse(f"a member of {length} bytes")
+        shown = name.decode(errors="surrogateescape")
+        if kind == b"S" or any(key.startswith(b"GNU.sparse") for key in pax):
+            raise refuse(f"a sparse file ({shown!r:.200})", "Write it again, without --sparse.")
+        if kind in _KINDS:
+            raise refuse(
+                f"{_KINDS[kind]} ({shown!r:.200})", "Only files can be read: write it again with --dereference."
+            )
+        if kind == b"5" or name.endswith(b"/"):
+            length = 0 if kind == b"5" else length
+        elif kind in (b"0", b"\0", b"7"):
+            if begin + length > size:
+                raise refuse(f"cut off: {shown!r:.200} needs {begin + length} bytes, and the header stands")
+            while name.startswith(b"./"):
+                name = name[2:].lstrip(b"/")
+            if name.startswith(b"/") or b"\0" in name or b".." in name.split(b"/"):
+                raise refuse(f"a name that leads outside ({shown!r:.200})", "Write it again with relative names.")
+            yield Member(name, begin, length)
+        else:
+            raise refuse(f"a member of unknown kind {kind!r} ({shown!r:.200})")
+        at, long_name, pax = begin + _padded(length), b"", {}
+    if at > size:
+        raise refuse("cut off in the padding of the last member, whose end lies")
+
+
+def _number(text: bytes) -> int:
+    """Octal, or with the first bit set binary."""
+    if text[0] & 0x80:
+        value = int.from_bytes(text, "big", signed=text[0] == 0xFF)
+        return value if text[0] == 0xFF else value - (0x80 << 8 * (len(text) - 1))
+    text = text.split(b"\0", 1)[0].strip()
+    return int(text, 8) if text else 0
+
+
+def _records(text: bytes) -> dict[bytes, bytes]:
+    """Of pax: ``length key=value`` and a newline, each."""
+    found = {}
+    while text and text != b"\0" * len(text):
+        length = int(text.split(b" ", 1)[0])
+        record = text[:length]
+        if length < 5 or len(record) < length or record[-1:] != b"\n":
+            raise ValueError
+        key, equal, value = record.split(b" ", 1)[1][:-1].partition(b"=")
+        if not equal:
+            raise ValueError
+        found[key] = value
+        text = text[length:]
+    return found
+
+
+def _padded(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
