@@ -1,0 +1,51 @@
+"""The small network that `gpuaug train` trains when no other is named."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def _convolution(inputs: int, outputs: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+
+
+class _Block(nn.Module):
+    """Basic residual block, pre-activation (arXiv:1603.05027)."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(inputs), _convolution(inputs, outputs, stride)
+        self.norm2, self.conv2 = nn.BatchNorm2d(outputs), _convolution(outputs, outputs, 1)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(x))
+        return self.shortcut(y) + self.conv2(torch.relu(self.norm2(self.conv1(y))))
+
+
+class SmallNet(nn.Module):
+    """A residual network for any image size: float [B, 3, H, W] to logits [B, num_classes].
+
+    Args:
+        num_classes: how many.
+        width: channels of the first stage; each of the two later ones has twice as many as the one before.
+    """
+
+    def __init__(self, *, num_classes: int, width: int = 32) -> None:
+        super().__init__()
+        # patches of 4 x 4 first: most of the cost of a network on 224 x 224 is in its first, largest maps
+        self.stem = nn.Conv2d(3, width, 4, stride=4, bias=False)
+        self.stages = nn.Sequential(
+            _Block(width, width, stride=2),
+            _Block(width, 2 * width, stride=2),
+            _Block(2 * width, 4 * width, stride=2),
+        )
+        self.norm = nn.BatchNorm2d(4 * width)
+        self.head = nn.Linear(4 * width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, num_classes]."""
+        x = torch.relu(self.norm(self.stages(self.stem(x))))
+        return self.head(x.mean(dim=(2, 3)))

@@ -1,0 +1,281 @@
+"""`gpuaug parity`: our pixels beside Pillow's and torchvision's, as a table and a picture of the worst cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm
+
+from gpuaug.cli.report import Report, check_text, output
+from gpuaug.cli.request import Request
+from gpuaug.decode import Decode
+from gpuaug.errors import ConfigError
+from gpuaug.parity import Difference, Parity, Worst, compare, summary
+from gpuaug.source.materialized import MaterializedSource
+
+PAPER, INK, FAINT, MARK = (255, 255, 255), (32, 32, 36), (118, 118, 126), (230, 57, 70)
+CELL, GAP, MARGIN = 224, 10, 24
+ZOOM = 15  # pixels around the worst one, shown large
+STEPS = (1, 2, 4, 8, 16, 32, 64, 128)  # how much a difference is amplified
+WORDS = {"equal": "equal", "rounding": "rounding", "close": "close", "other": "DIFFERENT"}
+HEADINGS = {
+    "decode": "decode, on the same bytes",
+    "resize": "crop and resize, on the same decoded image",
+    "operation": "each operation of the recipe as it is drawn, on the same crop",
+    "normalize": "normalize, on the same crop",
+    "all": "everything, from the bytes to the normalized view",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to compare; the keys of ``conf/gpuaug/command/parity.yaml``, which says what they mean."""
+
+    out: str = "parity.png"
+    indices: Any = None
+    samples: int = 8
+    epoch: int = 0
+    rows: int = 6
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("samples", 1), ("epoch", 0), ("rows", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"`{name}` must be an int of at least {low}. Found: {value!r}.")
+        if isinstance(self.indices, int) and not isinstance(self.indices, bool):
+            object.__setattr__(self, "indices", [self.indices])
+        given = self.indices
+        if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
+            raise ConfigError(f"`indices` must be a list of sample numbers, as [3,14,15]. Found: {given!r}.")
+        check_text(self, "out")
+        check_text(self, "json", optional=True)
+
+
+def main(request: Request) -> int:
+    """Print the table and write the picture."""
+    settings = Settings(**request.settings())
+    out = output(settings.out, "out")
+    report = Report(file=settings.json)
+    config = request.loader()
+    decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
+    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
+        if isinstance(loader.source, MaterializedSource):
+            raise ConfigError(
+                "`source` must have encoded images or packed pixels. Found: materialized epochs, which are decoded and "
+                "augmented already. Compare what they were made of: source=folder source.root=DIR."
+            )
+        indices = _chosen(loader.source, settings)
+        parity = compare(loader, decode, indices=indices, epoch=settings.epoch, progress=_progress)
+    values = parity.plain()
+    for line in table(parity):
+        print(line)
+    if parity.samples:
+        picture = page(parity, rows=settings.rows)
+        picture.save(out, "PNG", optimize=True)
+        report.add("picture", str(out), f"{out} ({picture.width} x {picture.height})")
+    print(f"\n{_folded(values['summary'], 110, '')}", flush=True)
+    report.values |= {"indices": indices, **values}
+    report.write()
+    if not parity.samples:
+        raise ConfigError(f"none of the samples {indices[:5]} can be decoded. Choose others with `indices`.")
+    return 0
+
+
+def table(parity: Parity) -> list[str]:
+    """What is printed: a line for each comparison, why it differs, what makes resizes differ, and the notes."""
+    wide = max([24, *(len(d.title) for d in parity.differences)])
+    refer = max([9, *(len(d.reference) for d in parity.differences)])
+    lines = [f"{parity.samples} images; differences in levels of 1/255"]
+    head = f"  {'':{wide}}  {'beside':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {'> 1 level':>10}  verdict"
+    for stage, heading in HEADINGS.items():
+        found = [d for d in parity.differences if d.stage == stage]
+        if not found:
+            continue
+        lines += ["", f"{heading}:", head]
+        for n, d in enumerate(found):
+            name = d.title if n == 0 or found[n - 1].title != d.title else ""
+            lines.append(
+                f"  {name:{wide}}  {d.reference:{refer}}  {d.largest:8.2f} {d.mean:8.3f} {d.bias:+8.3f} {d.off:10.3%}  "
+                f"{WORDS[d.verdict]}"
+            )
+        for why in dict.fromkeys(d.why for d in found if d.why and not d.step):
+            names = dict.fromkeys(d.name for d in found if d.why == why and not d.step)
+            lines.append(_folded(f"{', '.join(names)}: {why}.", 112, "    "))
+        if stage == "resize" and parity.effects:
+            lines += ["  what makes resizes differ, each beside the exact formula (antialiased, half-pixel centres):"]
+            lines += [
+                f"    {e.what:60} largest {e.largest:6.2f}  mean {e.mean:6.3f}  ({e.images} images)"
+                for e in parity.effects
+            ]
+    if parity.torchvision is None:
+        lines += [
+            "",
+            "torchvision cannot be imported here: its formulas, written out in gpuaug/formulas.py, stand for it",
+        ]
+    return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
+
+
+def page(parity: Parity, *, rows: int) -> Image.Image:
+    """The worst cases, one a row: ours, theirs, the difference amplified, and the worst place of both enlarged.
+
+    Args:
+        parity: what was found.
+        rows: at most so many; the largest differences first, each operation once.
+    """
+    cases = worst_cases(parity, rows)
+    big, bold, small = (ImageFont.load_default(size) for size in (24, 16, 13))
+    columns = ("ours", "theirs", "difference", "ours enlarged", "theirs enlarged")
+    width = 2 * MARGIN + len(columns) * CELL + (len(columns) - 1) * GAP
+    text = _wrapped(summary(parity), small, width - 2 * MARGIN)
+    top = MARGIN + 40 + 19 * len(text) + 2 * GAP
+    heights = [80 + max(60, _fit(worst.ours.shape)[1]) + 3 * GAP for _, worst in cases]
+    sheet = Image.new("RGB", (width, top + sum(heights) + MARGIN), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    pen.text((MARGIN, MARGIN - 6), f"Where pixels differ most: {parity.samples} images", INK, big)
+    for n, line in enumerate(text):
+        pen.text((MARGIN, MARGIN + 34 + 19 * n), line, FAINT, small)
+    y = top
+    for (difference, worst), height in zip(cases, heights, strict=True):
+        pen.line((MARGIN, y - GAP, width - MARGIN, y - GAP), (222, 222, 226))
+        title = f"{difference.title}, beside {difference.reference}"
+        numbers = (
+            f"largest {difference.largest:.2f}, mean {difference.mean:.3f} levels, {difference.off:.2%} of the pixels "
+            "off by more than one"
+        )
+        pen.text((MARGIN, y), title, INK, bold)
+        pen.text((MARGIN + pen.textlength(title, bold) + 14, y + 2), numbers, MARK, small)
+        pen.text((MARGIN, y + 22), _short(_caption(worst), small, width - 2 * MARGIN), FAINT, small)
+        pen.text((MARGIN, y + 40), _short(difference.why, small, width - 2 * MARGIN), FAINT, small)
+        amplify = _amplification(worst)
+        shown = pictures(worst, amplify)
+        x = MARGIN
+        for name, picture in zip(columns, shown, strict=True):
+            label = f"difference x {amplify}, signed" if name == "difference" else name
+            if name.endswith("enlarged"):
+                label += f": {_values(worst.ours if name.startswith('ours') else worst.theirs, worst)}"
+            pen.text((x, y + 59), label, INK, small)
+            sheet.paste(picture, (x, y + 78))
+            x += CELL + GAP
+        for n in range(3):  # where the enlarged part is
+            _frame(pen, worst, MARGIN + n * (CELL + GAP), y + 78)
+        y += height
+    return sheet
+
+
+def worst_cases(parity: Parity, rows: int) -> list[tuple[Difference, Worst]]:
+    """The comparisons that are not equal, each (stage, name) once, the largest difference first; one at least."""
+    best: dict[tuple[str, str], Difference] = {}
+    for d in parity.differences:
+        at = d.stage, d.title
+        if d.worst is not None and not d.step and (at not in best or d.mean < best[at].mean):
+            best[at] = d  # of torchvision's two arithmetics the nearer one
+    ordered = sorted(best.values(), key=lambda d: (d.largest, d.mean), reverse=True)
+    ordered = [d for d in ordered if d.verdict != "equal"] or ordered[:1]
+    return [(d, d.worst) for d in ordered[:rows] if d.worst is not None]
+
+
+def pictures(worst: Worst, amplify: int) -> list[Image.Image]:
+    """Ours, theirs, the signed difference around gray times ``amplify``, and both enlarged around the worst pixel."""
+    size = _fit(worst.ours.shape)
+    images = [_picture(v) for v in (worst.ours, worst.theirs)]
+    gap = _picture(128 + amplify * (worst.ours - worst.theirs))
+    scaled = [_scaled(image, size) for image in (*images, gap)]
+    left, up, right, down = _window(worst)
+    side = min(CELL, max(size[1], 60))
+    near = [i.crop((left, up, right, down)).resize((side, side), Image.Resampling.NEAREST) for i in images]
+    return [*scaled, *near]
+
+
+def _picture(levels: NDArray[Any]) -> Image.Image:
+    return Image.fromarray(np.rint(np.clip(levels, 0, 255)).astype(np.uint8))
+
+
+def _fit(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Width and height of a picture in its cell."""
+    scale = CELL / max(shape[:2])
+    return max(1, round(shape[1] * scale)), max(1, round(shape[0] * scale))
+
+
+def _scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image.resize(size, Image.Resampling.LANCZOS if size[0] < image.width else Image.Resampling.NEAREST)
+
+
+def _window(worst: Worst) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom of the part that is enlarged: inside the image where that is large enough."""
+    height, width = worst.ours.shape[:2]
+    left = max(0, min(worst.x - ZOOM // 2, width - ZOOM))
+    top = max(0, min(worst.y - ZOOM // 2, height - ZOOM))
+    return left, top, left + min(ZOOM, width), top + min(ZOOM, height)
+
+
+def _frame(pen: ImageDraw.ImageDraw, worst: Worst, x: int, y: int) -> None:
+    scale = CELL / max(worst.ours.shape[:2])
+    left, top, right, bottom = (v * scale for v in _window(worst))
+    pen.rectangle((x + left - 1, y + top - 1, x + right, y + bottom), outline=MARK, width=2)
+
+
+def _amplification(worst: Worst) -> int:
+    """So much that the largest difference stays within half of the range."""
+    largest = float(np.abs(worst.ours - worst.theirs).max())
+    return max((k for k in STEPS if k * largest <= 128), default=1)
+
+
+def _caption(worst: Worst) -> str:
+    drawn = "" if worst.epoch is None else f", epoch {worst.epoch}"
+    what = f"; {worst.what}" if worst.what else ""
+    return f"sample {worst.index}, {worst.key}{drawn}{what}; largest at x {worst.x}, y {worst.y}"
+
+
+def _values(levels: NDArray[Any], worst: Worst) -> str:
+    return " ".join(f"{v:.4g}" for v in levels[worst.y, worst.x])
+
+
+def _chosen(source: Any, settings: Settings) -> list[int]:
+    """Numbers of the samples to compare; raises ConfigError where one is none of the source's active samples."""
+    active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+    if settings.indices is None:
+        evenly = np.linspace(0, len(active) - 1, min(settings.samples, len(active)) + 1)
+        return [int(active[round(p)]) for p in (evenly[:-1] + evenly[1:]) / 2]
+    if missing := sorted(set(settings.indices) - set(active.tolist())):
+        raise ConfigError(
+            f"`indices` must be numbers of samples that the source has and does not leave out: {len(active)} of them, "
+            f"from {active[0]} to {active[-1]}. Found: {', '.join(map(str, missing[:5]))}."
+        )
+    return list(settings.indices)
+
+
+def _progress(items: Iterable[Any], what: str) -> Iterable[Any]:
+    return tqdm(items, desc=what, leave=False, disable=None)
+
+
+def _folded(text: str, width: int, indent: str) -> str:
+    import textwrap
+
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _wrapped(text: str, font: Any, width: float) -> list[str]:
+    """Lines of at most ``width`` pixels."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _short(text: str, font: Any, width: float) -> str:
+    """The text, its end left out where it is wider than ``width`` pixels."""
+    text = text.encode("utf-8", "replace").decode()
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."

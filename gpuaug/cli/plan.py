@@ -1,0 +1,120 @@
+"""`gpuaug plan`: how much memory a configuration will take, term by term, and whether it fits this machine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpuaug import distributed, plan, size
+from gpuaug.cli.report import Report, check_text
+from gpuaug.cli.request import Request
+from gpuaug.errors import ConfigError
+from gpuaug.loader import Loader
+from gpuaug.plan import Machine, Plan
+
+log = logging.getLogger("gpuaug")
+
+PLACES = {"host": "host memory", "shared": "of it in /dev/shm", "pinned": "of it pinned", "device": "device memory"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to do; the keys of ``conf/gpuaug/command/plan.yaml``, which says what they mean."""
+
+    measure: bool = False
+    seconds: float = 30.0
+    sample: int = 48
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.measure, bool):
+            raise ConfigError(f"`measure` must be true or false. Found: {self.measure!r}.")
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not self.seconds > 0:
+            raise ConfigError(f"`seconds` must be a number above 0. Found: {self.seconds!r}.")
+        if type(self.sample) is not int or self.sample < 1:
+            raise ConfigError(f"`sample` must be a whole number >= 1. Found: {self.sample!r}.")
+        check_text(self, "json", optional=True)
+
+
+def main(request: Request) -> int:
+    """Predict, and measure if asked; 0."""
+    settings = Settings(**request.settings())
+    report = Report(file=settings.json)
+    config = request.loader()
+    loader: Loader
+    with request.build(config) as loader:
+        here = Machine.here(loader.device)
+        sizes = plan.look(loader, sample=settings.sample)
+        loader.fetch(loader._ordered().indices[:1].tolist())  # imports and kernels: part of the base
+        base = plan.held_by_all()
+        worker = plan.one_worker(loader)
+        planned = plan.predict(loader, sizes, base=base, worker=worker)
+        report.add("images", asdict(sizes), _images(sizes))
+        _say(report, planned, here, measured_worker=worker is not None)
+        try:
+            changes, line = plan.fit(loader, here=here, sizes=sizes)
+            text = "yes" if line is None else f"not as it is; `gpuaug train` would say: {line}"
+            report.add("fits", line is None, text)
+            report.values["changes"] = {k: str(v) for k, v in changes.items()}
+        except ConfigError as error:
+            report.add("fits", False, f"no: {error}")
+        if settings.measure:
+            _compare(report, loader, planned, seconds=settings.seconds)
+    report.write()
+    return 0
+
+
+def _images(sizes: plan.Sizes) -> str:
+    return (
+        f"{sizes.sampled} looked at: {size.text(sizes.encoded)} encoded, {size.text(sizes.whole)} of pixels, "
+        f"{size.text(sizes.decoded)} of them decoded for the views"
+    )
+
+
+def _say(report: Report, planned: Plan, here: Machine, *, measured_worker: bool) -> None:
+    lines = [f"{'this process':<26} {'host':<7} {size.text(planned.base):>11}   measured: Python, torch, DALI, Kornia"]
+    for term in planned.terms:
+        lines.append(f"{term.name:<26} {term.place:<7} {size.text(term.bytes):>11}   = {term.formula}")
+    report.add("terms", [asdict(term) for term in planned.terms], "\n".join(["", *lines]))
+    report.values["base"] = planned.base
+    ranks = distributed.local_world_size()
+    left = {"host": here.host, "shared": here.shared, "device": here.device, "pinned": None}
+    for place, title in PLACES.items():
+        total = planned.total(place)  # type: ignore[arg-type]
+        if not total:
+            continue
+        there = left[place]
+        has = "" if there is None else f", {size.text(there)} left here"
+        by = f" ({here.host_by})" if place == "host" and here.host_by else ""
+        each = f" in each of {ranks} ranks" if ranks > 1 else ""
+        report.add(title.replace(" ", "_"), total, f"{size.text(total)}{each}{has}{by}")
+    if not measured_worker and any(t.name == "workers" for t in planned.terms):
+        report.add("note", "worker", "the size of a worker is what was measured elsewhere")
+
+
+def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -> None:
+    peak = plan.measure(loader, seconds=seconds)
+
+    def told(name: str, found: int, predicted: int) -> None:
+        off = predicted / max(found, 1) - 1
+        report.add(name, {"measured": found, "planned": predicted, "off": off},
+                   f"{size.text(found)}, planned {size.text(predicted)} ({off:+.0%})")  # fmt: skip
+
+    told("measured_host", peak.host, planned.total("host"))
+    if planned.total("shared"):
+        told("measured_shared", peak.shared, planned.total("shared"))
+    if loader.device.type == "cuda":
+        told("measured_device", peak.device, planned.total("device"))
+    report.add("measured_over", peak.batches, f"{peak.batches} batches; pages of libraries and files are not counted")
+
+
+def fitted(request: Request, config: Any, loader: Loader, **rule: Any) -> Loader:
+    """The loader, or one built anew with settings that fit this machine, saying which in one line."""
+    changes, line = plan.fit(loader)
+    if line is None:
+        return loader
+    log.warning(line)
+    loader.close()
+    made: Loader = request.build(config, **{**rule, **changes, "source": loader.source})
+    return made
