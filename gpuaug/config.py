@@ -1,0 +1,600 @@
+"""YAML and override strings to a configuration (:func:`compose`), and a configuration to objects (:func:`build`).
+
+The only file that imports Hydra. The tree is instantiated here and not by ``hydra.utils.instantiate``: that copies the
+objects passed in (a source may hold a large index), and names no full key for an argument a class does not take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from gpuaug.errors import ConfigError, GpuaugError
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+TRUSTED = ("kornia.augmentation.",)  # beside gpuaug's public names
+_NAMED = ("ops", "views")  # mappings of named objects, where null switches an entry off
+# YAML's spelling, which Hydra's overrides would take for text; they write inf and nan
+_SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
+
+
+# -- compose ----------------------------------------------------------------------------------------------------------
+
+
+def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> DictConfig:
+    """The configuration ``name`` with ``overrides`` applied; the same strings as on the command line.
+
+    Works inside a running Hydra application, whose state it leaves as it was.
+
+    Args:
+        name: ``train``, ``eval``, or the name of a file in ``config_dir``.
+        overrides: Hydra's override strings, as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
+        config_dir: folder with further groups and configurations; they come before ours of the same name.
+
+    Raises:
+        ConfigError: names the full key, what was expected, what was found, and the nearest valid name.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(overrides, str):
+        raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
+    overrides = [_SPECIAL_FLOAT.sub(r"\1\2", str(o)) for o in overrides]
+    with _hydra(config_dir) as loader:
+        try:
+            cfg = hydra.compose(name, overrides)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            _refuse_stale(name, overrides)
+            raise ConfigError(_explain(name, overrides, loader) or str(error)) from error
+        _refuse_stale(name, overrides)
+    if cfg.get("_target_") == "gpuaug.Loader":
+        _apply_shuffle(cfg, key="")
+    return cfg
+
+
+@contextmanager
+def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
+    """Hydra over ``config_dir``, then our folder; what an outer Hydra application had is restored."""
+    from hydra import initialize_config_dir
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.utils import JobRuntime
+    from hydra.version import VersionBase
+
+    from hydra_plugins.gpuaug_searchpath import folder
+
+    ours = folder() / "gpuaug"
+    first = ours if config_dir is None else Path(config_dir).expanduser().resolve()
+    if not first.is_dir():
+        raise ConfigError(f"`config_dir` must be a folder. Found: {str(config_dir)!r}.")
+    outer, running = GlobalHydra.instance(), GlobalHydra.instance().hydra
+    base, version = VersionBase.instance(), VersionBase.instance().version_base
+    job, settings = JobRuntime.instance(), JobRuntime.instance().conf.copy()
+    outer.clear()
+    try:
+        with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
+            loader: Any = GlobalHydra.instance().config_loader()
+            if first != ours:  # by hydra.searchpath a primary configuration would not be found
+                path = loader.get_search_path()
+                path.prepend("gpuaug", f"file://{ours}", anchor=SearchPathQuery(provider="schema"))
+                loader.repository.initialize_sources(path)
+            yield loader
+    finally:
+        outer.hydra = running
+        GlobalHydra.set_instance(outer)
+        base.version_base = version
+        job.conf = settings
+
+
+def _parse(overrides: Iterable[str]) -> list[Override]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except HydraException as error:
+            raise ConfigError(
+                f"The override {text!r} cannot be read: {str(error).splitlines()[0]}. A value with = , {{ }} [ ] in it "
+                "needs quotes of its own: \"key='value'\"."
+            ) from error
+    return parsed
+
+
+def _explain(name: str, overrides: list[str], loader: ConfigLoader) -> str | None:
+    """Which override the composition failed at, and what it could have been; None if it cannot be told."""
+    import hydra
+    from hydra.core.object_type import ObjectType
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    names = [n for n in loader.get_group_options("", results_filter=ObjectType.CONFIG) if not n.startswith("_")]
+    if "/" not in name and name not in names:
+        return f"There is no configuration {name!r}. Found: {', '.join(names)}.{_nearest(name, names)}"
+    groups, values = [], []
+    for override in _parse(overrides):
+        group, value = override.key_or_group, override.value()
+        options = [] if "." in group else loader.get_group_options(group, results_filter=ObjectType.CONFIG)
+        if not options:
+            values.append(override)
+            continue
+        groups.append(str(override.input_line))
+        for option in value if isinstance(value, list) else [value]:
+            if override.is_sweep_override():
+                return f"`{group}` takes one option. Found: {override.get_value_string()}, a sweep."
+            if not override.is_delete() and option not in options:
+                found, key = "null" if option is None else str(option), override.get_key_element()
+                return (
+                    f"`{key}` must be one of {', '.join(options)}. Found: {found}.{_nearest(found, options, key=key)}"
+                )
+    try:
+        cfg = hydra.compose(name, groups)
+    except (HydraException, ValueError):
+        return None
+    OmegaConf.set_struct(cfg, False)
+    for override in values:
+        key, value = override.key_or_group, override.value()
+        if override.is_sweep_override():
+            return f"`{key}` takes one value, or a list in brackets. Found: {override.get_value_string()}, a sweep."
+        inside = [f"{key}.{k}" for k in value] if isinstance(value, dict) else []
+        for path in [key, *inside] if not override.is_add() and not override.is_force_add() else []:
+            if missing := _missing(cfg, path):
+                parent, word, keys = missing
+                target = OmegaConf.select(cfg, f"{parent}._target_") if parent else None
+                where = f"`{parent}`{f' ({target})' if target else ''}" if parent else f"the configuration {name!r}"
+                return (
+                    f"`{path}`: {where} has no key {word!r}.{_nearest(word, keys)} It has: "
+                    f"{', '.join(keys) or 'nothing'}. `+{path}=...` adds one."
+                )
+        if not override.is_delete():
+            OmegaConf.update(cfg, key, value, force_add=True)
+    return None
+
+
+def _missing(cfg: DictConfig, key: str) -> tuple[str, str, list[str]] | None:
+    """Where the path ``key`` leaves the configuration: the part that exists, the name that does not, its siblings."""
+    from omegaconf import DictConfig
+
+    node: Any = cfg
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, DictConfig):
+            return None
+        names = [str(k) for k in node]  # `in` does not see keys whose value is ???
+        if part not in names:
+            return ".".join(parts[:depth]), part, names
+        node = node._get_node(part)
+    return None
+
+
+def _refuse_stale(name: str, overrides: list[str]) -> None:
+    """Refuse ``key={_target_: Other, ...}`` that would leave arguments of what stood there before.
+
+    Hydra merges mappings, so they stay; some (as ``p``) would even be accepted by the new class.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+
+    parsed = _parse(overrides)
+    for override in parsed:
+        value, key = override.value(), override.key_or_group
+        if override.is_delete() or not isinstance(value, dict) or "_target_" not in value:
+            continue
+        given = {str(k) for k in value}
+        others = []
+        for other in parsed:
+            if other.key_or_group.startswith(f"{key}.") and not other.is_delete():
+                given.add(other.key_or_group[len(key) + 1 :].split(".")[0])
+            elif other is not override:
+                others.append(str(other.input_line))
+        try:
+            before = OmegaConf.select(hydra.compose(name, others), key, throw_on_missing=False)
+        except (HydraException, ValueError):
+            continue  # another override is wrong, and will be named
+        if not isinstance(before, DictConfig) or before.get("_target_") in (None, value["_target_"]):
+            continue
+        stale = [str(k) for k in before if str(k) not in given]
+        if stale:
+            raise ConfigError(
+                f"`{key}` was {before['_target_']} and becomes {value['_target_']}, but an override merges: "
+                f"{', '.join(stale)} would stay. Remove it first: '~{key}' '+{key}={{_target_: ...}}' (in a mapping of "
+                f"operations it then runs last), or remove only what is left over: '~{key}.{stale[0]}'."
+            )
+
+
+def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
+    """`` Did you mean 'x'?``, or nothing."""
+    options = list(options)
+    found = get_close_matches(word, options, n=1, cutoff=0.6)
+    if not found and word == "null" and "none" in options:
+        found = ["none"]
+    if not found:
+        return ""
+    return f" Did you mean {f'{key}=' if key else ''}{found[0]}?" if key else f" Did you mean {found[0]!r}?"
+
+
+# -- build ------------------------------------------------------------------------------------------------------------
+
+
+def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (), **objects: Any) -> Any:
+    """The loader (or whatever ``_target_`` names) that a configuration describes.
+
+    The whole tree is checked before anything is instantiated: every ``_target_`` must resolve to a class whose own
+    module is in ``kornia.augmentation``, or to a public class of gpuaug, and must take the arguments given to it.
+
+    Args:
+        cfg: from :func:`compose`, or a part of your own Hydra application's configuration, as ``cfg.train_data``.
+        trust: module prefixes that targets may come from besides, as ``["my_pkg."]``.
+        **objects: ready objects in place of arguments of the outermost target, as ``source=my_source``.
+
+    Raises:
+        ConfigError: names the full key, what was expected, what was found, and the nearest valid name. An error of a
+            constructor is its cause.
+    """
+    prefixes = _prefixes(trust)
+    tree, root = _plain(cfg, leave_out=objects)
+    if tree["_target_"] == "gpuaug.Loader" and "order" not in objects:
+        _apply_shuffle(tree, key=root)
+    plan = _check(tree, key=root, prefixes=prefixes, objects=objects)
+    return _make(plan)
+
+
+def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The configuration as plain containers with every interpolation resolved, and its full key."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(cfg, Mapping) and not isinstance(cfg, DictConfig):
+        cfg = OmegaConf.create(dict(cfg), flags={"allow_objects": True})
+    if not isinstance(cfg, DictConfig) or cfg._is_none() or cfg._is_missing():
+        raise ConfigError(f"`cfg` must be a mapping with a `_target_`. Found: {cfg!r}.")
+    root = cfg._get_full_key(None)
+    if "_target_" not in cfg:
+        raise ConfigError(
+            f"{f'`{root}`' if root else 'The configuration'} needs a `_target_`. Found keys: "
+            f"{', '.join(map(str, cfg)) or 'none'}. Pass the part that describes one object, as build(cfg.train_data)."
+        )
+    tree: dict[str, Any] = {}
+    for key in cfg:
+        if key in leave_out:
+            continue  # neither its interpolations nor its missing values matter
+        try:
+            value = "???" if OmegaConf.is_missing(cfg, key) else cfg[key]
+            tree[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            full = getattr(error, "full_key", None) or _join(root, key)
+            raise ConfigError(f"`{full}` cannot be resolved: {str(error).splitlines()[0]}") from error
+    return tree, root
+
+
+def _apply_shuffle(node: Any, *, key: str) -> None:
+    """``shuffle=false`` means ``order=sequential``, ``shuffle=true`` means ``order=shuffle``."""
+    shuffle = node.get("shuffle")
+    if shuffle is None:
+        return
+    if not isinstance(shuffle, bool):
+        raise ConfigError(f"`{_join(key, 'shuffle')}` must be true, false or null. Found: {shuffle!r}.")
+    order = node.get("order")
+    target = order.get("_target_") if isinstance(order, Mapping) or hasattr(order, "_metadata") else order
+    if target not in (None, "gpuaug.Shuffle", "gpuaug.Sequential", "shuffle", "sequential"):
+        raise ConfigError(
+            f"`{_join(key, 'shuffle')}={str(shuffle).lower()}` and `{_join(key, 'order')}` ({target}) both choose the "
+            "order. Set one of them; shuffle=null leaves it to `order`."
+        )
+    node["order"] = {"_target_": "gpuaug.Shuffle" if shuffle else "gpuaug.Sequential"}
+    node["shuffle"] = None
+
+
+class _Call:
+    """A checked target with its arguments, which may hold further ones."""
+
+    def __init__(self, key: str, cls: type, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.key, self.cls, self.args, self.kwargs = key, cls, args, kwargs
+
+
+def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[str, Any] | None = None) -> Any:
+    """The same tree with a :class:`_Call` for every mapping that has a ``_target_``; nothing is instantiated yet."""
+    if isinstance(value, str) and value == "???":
+        raise ConfigError(f"`{key}` must be given, and is missing. Set it: {key}=...")
+    if isinstance(value, (list, tuple)):
+        return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    if "_target_" not in value:
+        special = [k for k in value if k in ("_args_", "_partial_", "_recursive_", "_convert_")]
+        if special:
+            raise ConfigError(f"`{_join(key, special[0])}` has no meaning without a `_target_` beside it.")
+        return {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in value.items()}
+
+    if value["_target_"] is None:  # how a group's option says "nothing", as mix=none
+        if len(value) > 1:
+            name = next(k for k in value if k != "_target_")
+            raise ConfigError(f"`{_join(key, name)}` has nothing to belong to: `{key}` is switched off.")
+        return None
+    if "_partial_" in value:
+        raise ConfigError(
+            f"`{_join(key, '_partial_')}` is not supported: every object is complete when it is built. Remove it."
+        )
+    for name, only in (("_recursive_", True), ("_convert_", "all")):
+        if value.get(name, only) != only:
+            raise ConfigError(
+                f"`{_join(key, name)}` can only be {only!s:.4} here. Found: {value[name]!r}. Remove it.".replace(
+                    "True", "true"
+                )
+            )
+    cls = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
+    args = value.get("_args_", [])
+    if not isinstance(args, list):
+        raise ConfigError(f"`{_join(key, '_args_')}` must be a list. Found: {args!r}.")
+    own = ("_target_", "_args_", "_recursive_", "_convert_")
+    kwargs = {k: v for k, v in value.items() if k not in own}
+    _check_arguments(cls, args, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
+    for name in _NAMED:
+        if isinstance(kwargs.get(name), Mapping):
+            kwargs[name] = {k: v for k, v in kwargs[name].items() if v is not None}
+            for k, v in kwargs[name].items():
+                if isinstance(v, Mapping) and "_target_" not in v:
+                    raise ConfigError(
+                        f"`{_join(key, f'{name}.{k}')}` needs a `_target_`, as kornia.augmentation.RandomErasing. "
+                        f"Found keys: {', '.join(map(str, v)) or 'none'}."
+                    )
+    checked = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in kwargs.items()}
+    positional = [_check(v, key=f"{_join(key, '_args_')}[{i}]", prefixes=prefixes) for i, v in enumerate(args)]
+    return _Call(key, cls, positional, {**checked, **(objects or {})})
+
+
+def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
+    """The class that ``target`` names, if its own module may be used.
+
+    The spelling is no boundary (``kornia.augmentation._2d.base.torch.load`` resolves): what it leads to decides. Nor is
+    the way there without effect, because to import a module is to run it: only modules below a prefix and the packages
+    they stand in are imported and looked into, and of gpuaug the public names alone.
+    """
+    expected = (
+        f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
+        + "".join(f" or of {p[:-1]}" for p in prefixes[len(TRUSTED) :])
+        + f". Found: {target!r}"
+    )
+    remedy = " Classes of your own: build(cfg, trust=['my_pkg.']) or --trust my_pkg."
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        raise ConfigError(f"{expected}.")
+    parts = target.split(".")
+    if any(part.startswith("__") for part in parts):  # my_pkg.__main__ would run a program
+        raise ConfigError(f"{expected}.")
+    if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
+        found = _public(parts, expected=expected)
+    else:
+        found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
+    if not isinstance(found, type):
+        raise ConfigError(f"{expected}, which is no class but {type(found).__name__}.")
+    own = f"{found.__module__}.{found.__qualname__}"
+    if f"{own}.".startswith(prefixes) or (own.startswith("gpuaug.") and _is_public(found)):
+        return found
+    raise ConfigError(f"{expected}, which is the class {own}.{remedy}")
+
+
+def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a module may be imported and looked into: below a prefix, or a package that leads to one."""
+    return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
+
+
+def _public(parts: list[str], *, expected: str) -> Any:
+    import gpuaug
+
+    name = parts[1] if len(parts) > 1 else ""
+    if len(parts) == 2 and name in gpuaug.__all__:
+        return getattr(gpuaug, name)
+    near = [] if name in gpuaug.__all__ else get_close_matches(parts[-1], gpuaug.__all__, n=1, cutoff=0.6)
+    raise ConfigError(f"{expected}." + (f" Did you mean 'gpuaug.{near[0]}'?" if near else ""))
+
+
+def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
+    """What a dotted path leads to, through modules that may be imported, and classes."""
+    if not _is_admitted(parts[0], prefixes):
+        raise ConfigError(f"{expected}.{remedy}")
+    found: Any = _import(parts[0], expected=expected)
+    for depth, part in enumerate(parts[1:], start=1):
+        so_far = ".".join(parts[:depth])
+        if isinstance(found, ModuleType):
+            if not _is_admitted(found.__name__, prefixes):
+                raise ConfigError(f"{expected}, which leads into the module {found.__name__}.{remedy}")
+        elif not issubclass(type(found), type):  # to ask another object for an attribute may run anything
+            raise ConfigError(f"{expected}, where {so_far} is neither a module nor a class.")
+        parent = found
+        try:
+            found = getattr(parent, part)
+        except AttributeError as error:
+            below = f"{parent.__name__}.{part}" if isinstance(parent, ModuleType) else ""
+            if not (below and _is_admitted(below, prefixes) and _exists(below)):
+                near = _nearest(part, [n for n in dir(parent) if not n.startswith("_")])
+                raise ConfigError(f"`{key}`: {so_far} has no {part!r}. Found: {'.'.join(parts)!r}.{near}") from error
+            found = _import(below, expected=expected)
+        except Exception as error:
+            raise ConfigError(f"{expected}, which fails at {part!r}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _exists(module: str) -> bool:
+    """Whether there is such a module; its package is imported already."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _import(module: str, *, expected: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            raise ConfigError(f"{expected}, and there is no module {module!r}.") from error
+        raise ConfigError(f"{expected}, and {module} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _is_public(cls: type) -> bool:
+    import gpuaug
+
+    return cls.__name__ in gpuaug.__all__ and getattr(gpuaug, cls.__name__) is cls
+
+
+def _prefixes(trust: str | Iterable[str]) -> tuple[str, ...]:
+    given = [trust] if isinstance(trust, str) else list(trust)
+    for prefix in given:
+        if not isinstance(prefix, str) or not prefix.strip("."):
+            raise ConfigError(f"`trust` must hold module prefixes, as 'my_pkg.'. Found: {prefix!r}.")
+    return TRUSTED + tuple(p.rstrip(".") + "." for p in given)
+
+
+def _check_arguments(cls: type, args: list[Any], kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
+    """Refuse arguments the class does not take, before anything is instantiated."""
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):
+        return  # a class written in C may have none; its constructor will say
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        for name in kwargs:
+            if name not in named:
+                near = _nearest(str(name), named) or (
+                    f" If it is left from what stood there before, remove that first: ~{key}." if key else ""
+                )
+                raise ConfigError(
+                    f"`{_join(key, name)}`: {target} takes no argument {name!r}.{near} It takes: {', '.join(named)}."
+                )
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        needed = [
+            p.name
+            for p in signature.parameters.values()
+            if p.default is p.empty and p.name in named and p.name not in kwargs
+        ][len(args) :]
+        if needed:
+            raise ConfigError(f"`{_join(key, needed[0])}` must be given: {target} needs it.") from error
+        raise ConfigError(f"`{key}`: {target} cannot be called with these arguments: {error}.") from error
+    for name, hint in _hints(cls).items():
+        # a word such as `no` would count as true; what other types are given, constructors check themselves
+        if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
+            raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of a class's arguments; {} where they cannot be read."""
+    try:
+        return get_type_hints(inspect.getattr_static(cls, "__init__"))
+    except Exception:  # names that only a type checker sees
+        return {}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value may be what an annotation says, a list for any sequence; True where that cannot be told."""
+    members = _members(hint)
+    if len(members) > 1:
+        return any(_fits(value, member) for member in members)
+    origin, inside = get_origin(hint), [a for a in get_args(hint) if a is not ...]
+    if origin is Literal:
+        return value in inside
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        return listed and (not inside or all(any(_fits(v, a) for a in inside) for v in value))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    known = origin or hint
+    return known in (Any, object) or not isinstance(known, type) or isinstance(value, known)
+
+
+def _words(hint: Any) -> str:
+    """An annotation as YAML's words, for messages."""
+    names: list[str] = []
+    for member in _members(hint):
+        origin = get_origin(member)
+        if origin is Literal:
+            names += map(str, get_args(member))
+        elif isinstance(origin, type) and issubclass(origin, Sequence):
+            names.append("a list")
+        else:
+            said = {bool: "true, false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+            names += [said[member]] if member in said else []  # an object is nothing that YAML could hold
+    if "a number" in names and "a whole number" in names:
+        names.remove("a whole number")
+    *first, last = ", ".join(dict.fromkeys(names or ["an object"])).split(", ")
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _make(plan: Any) -> Any:
+    """Instantiate a checked tree, inside out; the only place where a configuration calls anything."""
+    if isinstance(plan, list):
+        return [_make(v) for v in plan]
+    if isinstance(plan, dict):
+        return {k: _make(v) for k, v in plan.items()}
+    if not isinstance(plan, _Call):
+        return plan
+    args, kwargs = _make(plan.args), {k: _make(v) for k, v in plan.kwargs.items()}
+    try:
+        return plan.cls(*args, **kwargs)
+    except GpuaugError as error:
+        if not isinstance(error, ConfigError):
+            error.add_note(f"raised while building `{plan.key}`")
+            raise
+        raise ConfigError(_at(plan.key, str(error), of_loader=plan.cls.__name__ == "Loader")) from error
+    except Exception as error:
+        where = f"`{plan.key}`: " if plan.key else ""
+        name = f"{plan.cls.__module__}.{plan.cls.__qualname__}"
+        refused = f"{where}{name} refused its arguments: {type(error).__name__}: {error}"
+        raise ConfigError(_wrong_argument(plan, args, kwargs) or refused) from error
+
+
+def _wrong_argument(plan: _Call, args: list[Any], kwargs: dict[str, Any]) -> str | None:
+    """Which argument is not what its annotation says, for a constructor that failed without naming it."""
+    hints = _hints(plan.cls)
+    try:
+        given = inspect.signature(plan.cls).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = kwargs
+    for name, value in given.items():
+        if name in hints and not _fits(value, hints[name]):
+            return f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
+    return None
+
+
+def _at(key: str, message: str, *, of_loader: bool) -> str:
+    """A constructor's message with the full key in place of the one it begins with.
+
+    A class names the key at its usual place, as `augment.ops.jitter.p`; here it may stand in `train_data.augment` or
+    `augment.views.local`. Whatever both have in common is where they join.
+    """
+    named = re.match(r"`([\w.]+)`", message)
+    if not key or not named:
+        return f"`{key}`: {message}" if key else message
+    place, path = key.split("."), named[1].split(".")
+    rest = path if of_loader or len(path) == 1 else path[1:]
+    for start, length in ((s, n) for s in range(len(path)) for n in range(len(path) - s, 0, -1)):
+        if not of_loader and place[-length:] == path[start : start + length]:
+            rest = path[start + length :]
+            break
+    return f"`{'.'.join(place + rest)}`{message[named.end() :]}"
+
+
+def _join(parent: str, name: Any) -> str:
+    return f"{parent}.{name}" if parent else str(name)

@@ -1,0 +1,866 @@
+"""Encoded images to uint8 views on the device; the only file that imports DALI, and Pillow for decoding.
+
+takes: :class:`EncodedBatch`, then one :class:`Boxes` per view.
+does: looks first (true shapes, faults), then decodes each image once, however many views, crops and resizes.
+gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
+
+On the CPU, DALI decodes the smallest box that holds all views of an image and torch resizes each view: DALI's own CPU
+resize is four times slower. On CUDA, DALI decodes (`mixed`), slices and resizes in one pipeline. Where DALI is not
+installed, Pillow decodes and torch resizes. Orientation is read by `header` and applied here for every codec alike.
+
+What a sample looks like never depends on the others of its batch. Nothing here is random.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug import header, machine
+from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.crop import Boxes, Int32, Int64, Interpolation
+from gpuaug.doctor import verdict
+from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
+
+log = logging.getLogger("gpuaug")
+
+Backend = Literal["auto", "dali", "pillow"]
+Pixels = NDArray[np.uint8]
+
+_BY_DALI = frozenset({"jpeg", "png", "webp", "bmp"})
+_RESIZE = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # what F.interpolate(antialias=True) calls, with `out`
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
+_END_OF_JPEG = b"\xff\xd9"
+_REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
+_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
+# Who decodes a row; refused: DALI does not, so Pillow has the second chance; raw: nobody has to.
+_BAD, _DALI, _PILLOW, _REFUSED, _RAW = range(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """Settings of the decoder.
+
+    Args:
+        num_threads: of the host; None: the CPUs of this process, at most 8, shared between the ranks of a machine.
+        backend: ``auto`` is DALI where it can be imported, else Pillow.
+        hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. Its pixels differ slightly from those of the
+            CUDA cores and the split depends on the batch, so anything above 0 gives up bit equality.
+        max_pixels: an image whose header claims more is a fault, before anything is allocated.
+        max_bytes: a batch whose decoded images are larger is decoded in chunks.
+        codecs: which of jpeg, png, webp, bmp, gif, tiff, jpeg2000, raw are decoded; others are faults. `raw` is what
+            `gpuaug pack` writes: pixels, with their size in front.
+    """
+
+    num_threads: int | None = None
+    backend: Backend = "auto"
+    hardware_load: float = 0.0
+    max_pixels: int = 178_000_000
+    max_bytes: int = 2**30
+    codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "raw")
+
+    def __post_init__(self) -> None:
+        if self.num_threads is not None and not _is_count(self.num_threads):
+            raise ConfigError(f"`num_threads` must be an int >= 1, or None. Found: {self.num_threads!r}.")
+        if self.backend not in get_args(Backend):
+            raise ConfigError(f"`backend` must be 'auto', 'dali' or 'pillow'. Found: {self.backend!r}.")
+        if isinstance(self.hardware_load, bool) or not isinstance(self.hardware_load, (int, float)):
+            raise ConfigError(f"`hardware_load` must be a number from 0 to 1. Found: {self.hardware_load!r}.")
+        if not 0 <= self.hardware_load <= 1:
+            raise ConfigError(f"`hardware_load` must be a number from 0 to 1. Found: {self.hardware_load!r}.")
+        for name in ("max_pixels", "max_bytes"):
+            if not _is_count(getattr(self, name)):
+                raise ConfigError(f"`{name}` must be an int >= 1. Found: {getattr(self, name)!r}.")
+        if isinstance(self.codecs, str) or not isinstance(self.codecs, Sequence) or not set(self.codecs) <= set(CODECS):
+            raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
+
+    def open(self, device: torch.device | str = "auto", *, accept_truncated: bool = False) -> Decoder:
+        """A decoder for ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is a device, and says so.
+
+        Args:
+            device: where views arrive.
+            accept_truncated: whether a JPEG without its end is shown as far as it goes, instead of being a fault.
+        """
+        if device == "auto":
+            found = torch.cuda.is_available()
+            log.info("decode on %s", "cuda" if found else "cpu: no CUDA device")
+            device = "cuda" if found else "cpu"
+        return Decoder(self, torch.device(device), accept_truncated=accept_truncated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What the headers of a batch say; rows are samples.
+
+    Attributes:
+        height, width: int64 [B], after orientation; 0 where the sample cannot be decoded.
+        orientation: int64 [B], EXIF's 1..8.
+        faults: the rows that cannot be decoded, without those that could not be read.
+        route: int8 [B], who decodes the row.
+        completed: rows whose missing end is accepted, to their bytes with an end marker.
+    """
+
+    height: Int64
+    width: Int64
+    orientation: Int64
+    faults: list[Fault]
+    route: NDArray[np.int8]
+    completed: dict[int, Pixels] = field(default_factory=dict)
+
+
+class Decoder:
+    """Encoded batches to uint8 views on one device; made by :meth:`Decode.open`, used by one thread at a time.
+
+    Attributes:
+        device: where views arrive.
+        backend: ``dali`` or ``pillow``, as found.
+        num_threads: of the host.
+        rescued: samples that DALI refused and Pillow decoded.
+        truncated: samples without their end that were shown as far as they go.
+    """
+
+    def __init__(self, settings: Decode, device: torch.device, *, accept_truncated: bool = False) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"`device` must be cpu or cuda for decoding. Found: {str(device)!r}. Use cpu.")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"`device` is {str(device)!r} and torch finds no CUDA device. Use device=cpu or auto.")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        if settings.hardware_load and device.type == "cuda":
+            settings = _without_engine(settings)
+        self.settings = settings
+        self.backend = _backend(settings.backend)
+        self.num_threads = settings.num_threads or _threads()
+        self.accept_truncated = accept_truncated
+        self.rescued = self.truncated = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
+        self._dali = self._pipelines()
+        if settings.hardware_load and device.type == "cuda" and self.backend == "dali":
+            log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
+
+    def look(self, batch: EncodedBatch) -> Look:
+        """True shapes and certain faults, from the headers alone; nothing is decoded or allocated."""
+        size = len(batch)
+        shape = np.zeros((2, size), dtype=np.int64)
+        orientation = np.ones(size, dtype=np.int64)
+        route = np.zeros(size, dtype=np.int8)
+        faults = []
+        completed: dict[int, Pixels] = {}
+        unread = {fault.row for fault in batch.faults}
+        for row, encoded in enumerate(_encoded(batch)):  # 10 µs a sample; a JPEG's header has to be walked
+            if row in unread:
+                continue
+            try:
+                raw = header.read_raw(encoded.data)
+                data = b"" if raw else encoded.tobytes()  # a header is not worth a copy of the pixels
+                try:
+                    found, route[row] = self._header(data, raw)
+                except TruncatedError:
+                    if not self.accept_truncated:
+                        raise
+                    data += _END_OF_JPEG
+                    found, route[row] = self._header(data)
+                    completed[row] = np.frombuffer(data, dtype=np.uint8)
+            except HeaderError as e:
+                faults.append(_fault(row, encoded, str(e)))
+                continue
+            orientation[row] = found.orientation
+            shape[:, row] = (found.height, found.width)[:: -1 if found.orientation > 4 else 1]
+        self.truncated += len(completed)
+        return Look(
+            height=shape[0], width=shape[1], orientation=orientation, faults=faults, route=route, completed=completed
+        )
+
+    def pixels(self, batch: EncodedBatch, look: Look, boxes: Sequence[Boxes]) -> tuple[list[Tensor], list[Fault]]:
+        """Every view of every image, each image decoded once.
+
+        On CUDA the work is queued on torch's current stream. The tensors may be DALI's own memory: whoever uses them on
+        another stream keeps them until that use has finished (``record_stream`` does not apply).
+
+        Args:
+            batch: encoded images.
+            look: what :meth:`look` found for this batch.
+            boxes: one per view, B rows each; rows of bad samples are not used.
+
+        Returns:
+            uint8 [B, H, W, 3] per view on the device, zero where a row is bad; and the faults found only now.
+        """
+        with self._lock:
+            return self._pixels(batch, look, boxes)
+
+    def full(self, batch: EncodedBatch, look: Look) -> list[Tensor]:
+        """Whole oriented images, uint8 [height, width, 3] on the device; [0, 0, 3] where a row is bad."""
+        out = []
+        for row in range(len(batch)):
+            h, w = int(look.height[row]), int(look.width[row])
+            box = np.array([[0, 0, h, w]], dtype=np.int32)
+            whole = Boxes(box, box[:, 2:], np.zeros_like(box[:, :2]), (h, w))
+            views, faults = self.pixels(*_single(batch, look, row), [whole])
+            out.append(views[0][0] if not faults else views[0][0, :0, :0])
+        return out
+
+    def close(self) -> None:
+        """Give back threads and DALI's memory; the decoder cannot be used afterwards."""
+        self._closed = True
+        free = self._lock.acquire(timeout=5.0)  # not under a thread that still decodes, unless it hangs
+        try:
+            self._pool.shutdown(wait=free)
+            if self._dali is not None and free:
+                self._dali.close()
+                self._dali = None
+        finally:
+            if free:
+                self._lock.release()
+
+    def _pipelines(self) -> _Slices | _Mixed | None:
+        if self.backend != "dali":
+            return None
+        return _Slices(self.num_threads) if self.device.type == "cpu" else _Mixed(self)
+
+    # -- looking --
+
+    def _header(self, data: bytes, found: Header | None = None) -> tuple[Header, int]:
+        found = found or header.read(data)
+        if found.codec not in self.settings.codecs:
+            raise HeaderError(f"{found.codec} is not among `decode.codecs`: {', '.join(self.settings.codecs)}")
+        if found.codec in ("tiff", "jpeg2000"):
+            image = _opened(data, found.codec)
+            found = replace(found, height=image.height, width=image.width)
+        if found.height * found.width == 0:
+            raise HeaderError(f"{found.codec} without pixels: {found.height}x{found.width}")
+        if found.height * found.width > self.settings.max_pixels:
+            raise HeaderError(
+                f"{found.codec} of {found.height}x{found.width} is larger than `decode.max_pixels` "
+                f"({self.settings.max_pixels})"
+            )
+        if found.scans > 1 and found.scans * found.height * found.width > 16 * self.settings.max_pixels:
+            raise HeaderError(f"{found.codec} of {found.height}x{found.width} in {found.scans} scans is too much work")
+        if found.codec == "raw":
+            return found, _RAW
+        if self._dali is None or found.codec not in _BY_DALI or not found.plain:
+            return found, _PILLOW
+        return found, _DALI if self._dali.accepts(data, found) else _REFUSED
+
+    # -- decoding --
+
+    def _pixels(self, batch: EncodedBatch, look: Look, boxes: Sequence[Boxes]) -> tuple[list[Tensor], list[Fault]]:
+        if self._closed:
+            raise GpuaugError("This decoder was closed. Open another one with `Decode.open`.")
+        if not boxes:
+            return [], []
+        plan = _Plan.of(batch, look, boxes)
+        faults: list[Fault] = []
+        # The whole of a long thin image, its shorter side resized, can be far larger than the image or the canvas.
+        large = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.boxes], axis=0) > self.settings.max_pixels
+        for k in np.flatnonzero(large):
+            h, w = look.height[plan.rows[k]], look.width[plan.rows[k]]
+            text = f"resizing {h}x{w} takes more than `decode.max_pixels` ({self.settings.max_pixels})"
+            faults.append(_fault(int(plan.rows[k]), plan.encoded[k], text))
+        plan = plan.take(np.flatnonzero(~large))
+        by_dali = plan.route == _DALI
+        refused = list(np.flatnonzero(~by_dali))
+        chunks = [plan.take(k) for k in _chunks(np.flatnonzero(by_dali), plan.stored, self.settings.max_bytes)]
+        if isinstance(self._dali, _Mixed):
+            return self._on_device(len(batch), plan, chunks, refused, faults)
+        images = _canvases(len(batch), boxes)
+        targets = [x.numpy() for x in images]
+        for part, regions in self._decoded(chunks, plan, refused):
+            self._each(range(len(part)), partial(part.paint_one_of, regions, targets))
+        faults += self._on_host(plan.take(np.array(refused, dtype=np.int64)), targets)
+        return [x.to(self.device) for x in images], faults
+
+    def _decoded(self, chunks: list[_Plan], plan: _Plan, refused: list[Any]) -> Iterator[tuple[_Plan, Any]]:
+        """Every chunk decoded; a sample that fails goes to `refused`, and the others are decoded again without it."""
+        place = {int(row): k for k, row in enumerate(plan.rows)}
+        pending, rebuilt = chunks[::-1], 0
+        while pending:
+            part = pending.pop()
+            try:
+                assert self._dali is not None
+                result = self._dali.run(part)
+            except RuntimeError as e:
+                text = str(e)
+                match = _SAMPLE.search(text)
+                if "decoders.image" not in text and match is None:
+                    if rebuilt == _REBUILDS:
+                        raise GpuaugError(f"DALI failed while decoding on {self.device}: {_brief(text)}") from e
+                    rebuilt += 1
+                    log.warning("decode: DALI's pipeline failed and is built again: %s", _brief(text))
+                    self._rebuild()
+                    pending.append(part)
+                    continue
+                failed = int(match[1]) if match and int(match[1]) < len(part) else None
+                if failed is None and len(part) == 1:
+                    failed = 0
+                rest = np.arange(len(part))
+                if failed is None:  # no sample is named: out of memory, say
+                    log.info("decode of %d images again in halves: %s", len(part), _brief(text))
+                if failed is not None:
+                    refused.append(place[int(part.rows[failed])])
+                    rest = np.delete(rest, failed)
+                # DALI names one sample only. Halves, so that a batch of bad samples costs log2(B) decodes, not B.
+                pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
+                continue
+            yield part, result
+
+    def _rebuild(self) -> None:
+        if self._dali is not None:
+            with suppress(RuntimeError):  # it failed; whatever it says about its end is no news
+                self._dali.close()
+        self._dali = self._pipelines()
+
+    def _on_host(self, plan: _Plan, targets: list[Pixels]) -> list[Fault]:
+        """Rows that DALI does not decode: by Pillow, or raw ones out of the batch's own buffer."""
+        faults: list[Fault | None] = [None] * len(plan)
+
+        def one(k: int) -> None:
+            encoded = plan.encoded[k]
+            try:
+                if plan.route[k] == _RAW:
+                    image = encoded[RAW_HEADER:].reshape(*plan.stored[k], 3)
+                else:
+                    image = _pillow(encoded.tobytes(), plan.stored[k], self.settings.max_pixels)
+            except HeaderError as e:
+                faults[k] = _fault(int(plan.rows[k]), encoded, str(e))
+                return
+            top, left, height, width = plan.read[k]
+            plan.paint(k, image[top : top + height, left : left + width], targets)
+
+        for group in _chunks(np.arange(len(plan)), plan.stored, self.settings.max_bytes):
+            self._each(group.tolist(), one)
+        self.rescued += sum(fault is None and plan.route[k] not in (_PILLOW, _RAW) for k, fault in enumerate(faults))
+        return [fault for fault in faults if fault is not None]
+
+    def _on_device(
+        self,
+        count: int,
+        plan: _Plan,
+        chunks: list[_Plan],
+        refused: list[Any],
+        faults: list[Fault],
+    ) -> tuple[list[Tensor], list[Fault]]:
+        """The same on CUDA; where nothing is out of the ordinary the views are DALI's own memory, uncopied."""
+        # A pipeline gives one canvas size, and rows stored lying down need theirs transposed.
+        chunks = [c.take(k) for c in chunks for k in (np.flatnonzero(~c.swapped), np.flatnonzero(c.swapped)) if len(k)]
+        images: list[Tensor] | None = None
+        for part, views in self._decoded(chunks, plan, refused):
+            if len(part) == count and (part.orientation == 1).all():
+                return views, faults
+            if images is None:
+                images = [x.to(self.device) for x in _canvases(count, plan.boxes)]
+            for value in np.unique(part.orientation):
+                k = torch.from_numpy(np.flatnonzero(part.orientation == value))
+                rows = torch.from_numpy(part.rows)[k].to(self.device)
+                for image, view in zip(images, views, strict=True):
+                    image.index_copy_(0, rows, _oriented_batch(view[k.to(self.device)], int(value)))
+        if images is None:
+            images = [x.to(self.device) for x in _canvases(count, plan.boxes)]
+        if refused:
+            rest = plan.take(np.array(refused, dtype=np.int64))
+            host = _canvases(len(rest), plan.boxes)
+            found = self._on_host(replace(rest, rows=np.arange(len(rest))), [x.numpy() for x in host])
+            faults += [replace(fault, row=int(rest.rows[fault.row])) for fault in found]
+            rows = torch.from_numpy(rest.rows).to(self.device)
+            for image, view in zip(images, host, strict=True):
+                image.index_copy_(0, rows, view.to(self.device))
+        return images, faults
+
+    def _each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
+        """Call ``work(k)`` for every k of `rows`; one task per thread, as one per row would cost 30 µs each."""
+
+        def share(first: int) -> None:
+            for k in rows[first :: self.num_threads]:
+                work(k)
+
+        if len(rows) < 2 or self.num_threads == 1:
+            for k in rows:
+                work(k)
+        else:
+            list(self._pool.map(share, range(min(self.num_threads, len(rows)))))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rows of a batch that are to be decoded, and what of them.
+
+    Attributes:
+        rows: int64 [n], places in the batch.
+        route: int8 [n], who decodes it.
+        encoded: n uint8 arrays, views into the packed buffer.
+        orientation: int64 [n].
+        stored: int64 [n, 2], height and width before orientation.
+        read: int32 [n, 4], the box that holds all views, before orientation.
+        boxes: per view, n rows, after orientation.
+        parts: per view int32 [n, 4], the box before orientation.
+    """
+
+    rows: Int64
+    route: NDArray[np.int8]
+    encoded: list[Pixels]
+    orientation: Int64
+    stored: Int64
+    read: Int32
+    boxes: list[Boxes]
+    parts: list[Int32]
+
+    @staticmethod
+    def of(batch: EncodedBatch, look: Look, boxes: Sequence[Boxes]) -> _Plan:
+        rows = np.flatnonzero(look.route != _BAD)
+        encoded = _encoded(batch)
+        orientation = look.orientation[rows]
+        swapped = orientation > 4
+        h, w = look.height[rows], look.width[rows]
+        stored = np.stack([np.where(swapped, w, h), np.where(swapped, h, w)], axis=1)
+        taken = [_boxes_of(b, rows) for b in boxes]
+        corner = np.stack([b.box[:, :2] for b in taken]).min(axis=0)
+        end = np.stack([b.box[:, :2] + b.box[:, 2:] for b in taken]).max(axis=0)
+        union = np.concatenate([corner, end - corner], axis=1)
+        inside = (corner >= 0).all(axis=1) & (union[:, 2:] > 0).all(axis=1) & (end <= np.stack([h, w], 1)).all(axis=1)
+        if not inside.all():
+            k = int((~inside).argmax())
+            raise ConfigError(
+                f"A crop's boxes must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
+                f"an image of {h[k]}x{w[k]}. Clip them in the crop's `boxes`."
+            )
+        read = _stored(union, stored, orientation)
+        parts = [_stored(b.box, stored, orientation) for b in taken]
+        return _Plan(
+            rows,
+            look.route[rows],
+            [look.completed.get(r, encoded[r]) for r in rows.tolist()],
+            orientation,
+            stored,
+            read,
+            taken,
+            parts,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def swapped(self) -> NDArray[np.bool_]:
+        """bool [n], rows that are stored lying down."""
+        return self.orientation > 4
+
+    def take(self, keep: Int64) -> _Plan:
+        """The plan for some of its rows."""
+        return _Plan(
+            self.rows[keep],
+            self.route[keep],
+            [self.encoded[k] for k in keep],
+            self.orientation[keep],
+            self.stored[keep],
+            self.read[keep],
+            [_boxes_of(b, keep) for b in self.boxes],
+            [part[keep] for part in self.parts],
+        )
+
+    def paint(self, k: int, region: Pixels, targets: list[Pixels]) -> None:
+        """Row k's views from `region`, its pixels in the box that `read` names, into ``targets[view][row]``."""
+        top, left = self.read[k, :2].tolist()
+        for boxes, parts, target in zip(self.boxes, self.parts, targets, strict=True):
+            y, x, height, width = parts[k].tolist()
+            part = region[y - top : y - top + height, x - left : x - left + width]
+            _place(target[self.rows[k]], _oriented(part, int(self.orientation[k])), boxes, k)
+
+    def paint_one_of(self, regions: Sequence[Pixels], targets: list[Pixels], k: int) -> None:
+        """The same, where ``regions[k]`` is row k's."""
+        self.paint(k, regions[k], targets)
+
+
+def _place(canvas: Pixels, part: Pixels, boxes: Boxes, k: int) -> None:
+    """One view: ``part`` uint8 [h, w, 3] resized, and laid on the canvas where its box says."""
+    (h, w), (y, x) = boxes.resized[k].tolist(), boxes.offset[k].tolist()
+    H, W = boxes.size
+    if (y, x, h, w) == (0, 0, H, W):
+        if part.shape[:2] == (h, w):
+            canvas[:] = part
+        else:
+            _resize(part, canvas, boxes.interpolation)
+        return
+    canvas[:] = boxes.fill
+    y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
+    if y0 >= y1 or x0 >= x1:
+        return
+    if part.shape[:2] != (h, w):
+        resized = np.empty((h, w, 3), dtype=np.uint8)
+        _resize(part, resized, boxes.interpolation)
+        part = resized
+    canvas[y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]
+
+
+def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
+    """``F.interpolate(antialias=True)`` on uint8, which is Pillow's resize; 11,000 images/s to 224 on one thread."""
+    part = np.require(part, requirements=["C", "W"])  # Pillow's arrays are read-only, which torch warns about
+    source = torch.from_numpy(part).permute(2, 0, 1)[None]
+    target = torch.from_numpy(out).permute(2, 0, 1)[None]
+    _RESIZE[interpolation](source, list(out.shape[:2]), False, None, None, out=target)
+
+
+# -- orientation: O[Y, X] = F[Y, X], or F[X, Y] where axes are swapped; F is the stored image, flipped --
+
+_FLIP_Y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 0], dtype=bool)  # by EXIF's number 1..8
+_FLIP_X = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=bool)
+
+
+def _stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
+    """Boxes [n, 4] of oriented images in coordinates of the stored ones, whose (height, width) are ``size`` [n, 2]."""
+    swap = (orientation > 4)[:, None]
+    corner = np.where(swap, box[:, 1::-1], box[:, :2])
+    extent = np.where(swap, box[:, :1:-1], box[:, 2:])
+    flip = np.stack([_FLIP_Y[orientation], _FLIP_X[orientation]], axis=1)
+    return np.concatenate([np.where(flip, size - corner - extent, corner), extent], axis=1).astype(np.int32)
+
+
+def _oriented(image: Pixels, orientation: int) -> Pixels:
+    """A stored image or box uint8 [h, w, 3] as it is to be seen; a view."""
+    if _FLIP_Y[orientation]:
+        image = image[::-1]
+    if _FLIP_X[orientation]:
+        image = image[:, ::-1]
+    return image.transpose(1, 0, 2) if orientation > 4 else image
+
+
+def _oriented_batch(images: Tensor, orientation: int) -> Tensor:
+    """The same for uint8 [n, h, w, 3] on a device."""
+    dims = [d for d, flip in ((1, _FLIP_Y), (2, _FLIP_X)) if flip[orientation]]
+    images = images.flip(dims) if dims else images
+    return images.transpose(1, 2) if orientation > 4 else images
+
+
+# -- DALI --
+
+
+class _Slices:
+    """DALI on the CPU: decodes a box of each image, in stored coordinates."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pipeline: Any = None
+        self._capacity = 0
+
+    def accepts(self, data: bytes, found: Header) -> bool:
+        return _parsed(data, found)
+
+    def run(self, plan: _Plan) -> list[Pixels]:
+        """Per row, uint8 [height, width, 3] of ``plan.read``; views into DALI's memory, which they keep."""
+        if len(plan) > self._capacity:
+            self._capacity = 1 << max(5, (len(plan) - 1).bit_length())
+            self._pipeline = self._build()
+        self._pipeline.feed_input("encoded", plan.encoded)
+        self._pipeline.feed_input("start", list(np.ascontiguousarray(plan.read[:, :2])))
+        self._pipeline.feed_input("shape", list(np.ascontiguousarray(plan.read[:, 2:])))
+        (regions,) = self._pipeline.run()
+        # Through DLPack, because what DALI shows to numpy directly is read-only and would be copied for torch.
+        return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
+
+    def _build(self) -> Any:
+        Pipeline, fn, types = _dali()
+        pipeline = Pipeline(self._capacity, self._num_threads, device_id=None, prefetch_queue_depth=1)
+        with pipeline:
+            pipeline.set_outputs(
+                fn.decoders.image_slice(
+                    fn.external_source(name="encoded", ndim=1, dtype=types.UINT8),
+                    start=fn.external_source(name="start", ndim=1, dtype=types.INT32),
+                    shape=fn.external_source(name="shape", ndim=1, dtype=types.INT32),
+                    axes=[0, 1],
+                    device="cpu",
+                    output_type=types.RGB,
+                    adjust_orientation=False,
+                )
+            )
+        pipeline.build()
+        return pipeline
+
+    def close(self) -> None:
+        self._pipeline = None
+        _release()
+
+
+class _Mixed:
+    """DALI on CUDA: whole images decoded once, then per view slice, resize and canvas, in stored coordinates.
+
+    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs.
+    """
+
+    def __init__(self, decoder: Decoder, *, device: str = "mixed") -> None:
+        self._device = device  # "cpu" runs the same pipeline where there is no GPU, for the tests
+        self._cuda = decoder.device
+        self._num_threads = decoder.num_threads
+        self._hardware_load = float(decoder.settings.hardware_load)
+        self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+    def accepts(self, data: bytes, found: Header) -> bool:
+        return _parsed(data, found)
+
+    def run(self, plan: _Plan) -> list[Tensor]:
+        """Per view uint8 [n, H, W, 3], stored orientation; zero copy, on torch's current stream."""
+        key = tuple((b.interpolation, b.fill) for b in plan.boxes)
+        capacity, pipeline = self._pipelines.get(key, (0, None))
+        if len(plan) > capacity:
+            capacity = 1 << max(5, (len(plan) - 1).bit_length())
+            pipeline = self._build(capacity, plan.boxes)
+            self._pipelines[key] = capacity, pipeline
+        pipeline.feed_input("encoded", plan.encoded)
+        for v, (boxes, part) in enumerate(zip(plan.boxes, plan.parts, strict=True)):
+            size = np.array(boxes.size, dtype=np.int64)
+            swapped = plan.swapped[:, None]
+            canvas = np.where(swapped, size[::-1], size)
+            placed = _stored(np.concatenate([boxes.offset, boxes.resized], axis=1), canvas, plan.orientation)
+            pipeline.feed_input(f"start{v}", _list(part[:, :2], np.int32))
+            pipeline.feed_input(f"shape{v}", _list(part[:, 2:], np.int32))
+            pipeline.feed_input(f"size{v}", _list(placed[:, 2:], np.float32))
+            pipeline.feed_input(f"corner{v}", _list(-placed[:, :2], np.int32))
+            pipeline.feed_input(f"canvas{v}", _list(canvas, np.int32))
+        views = pipeline.run(None if self._device == "cpu" else torch.cuda.current_stream(self._cuda))
+        return [torch.from_dlpack(view.as_tensor()) for view in views]
+
+    def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
+        Pipeline, fn, types = _dali()
+        cuda = self._device == "mixed"
+        only_cuda = {"hw_decoder_load": self._hardware_load} if cuda else {}
+        kinds = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
+        pipeline = Pipeline(
+            capacity, self._num_threads, device_id=self._cuda.index if cuda else None, prefetch_queue_depth=1
+        )
+
+        def given(name: str, dtype: Any) -> Any:
+            return fn.external_source(name=name, ndim=1, dtype=dtype)
+
+        with pipeline:
+            image = fn.decoders.image(
+                given("encoded", types.UINT8),
+                device=self._device,
+                output_type=types.RGB,
+                adjust_orientation=False,
+                jpeg_fancy_upsampling=True,  # within 1 of the CPU; without it within 4
+                **only_cuda,
+            )
+            out = []
+            for v, view in enumerate(views):
+                part = fn.slice(
+                    image, start=given(f"start{v}", types.INT32), shape=given(f"shape{v}", types.INT32), axes=[0, 1]
+                )
+                resized = fn.resize(
+                    part, size=given(f"size{v}", types.FLOAT), interp_type=kinds[view.interpolation], antialias=True
+                )
+                out.append(
+                    fn.slice(
+                        resized,
+                        start=given(f"corner{v}", types.INT32),
+                        shape=given(f"canvas{v}", types.INT32),
+                        axes=[0, 1],
+                        out_of_bounds_policy="pad",
+                        fill_values=[float(view.fill)],
+                    )
+                )
+            pipeline.set_outputs(*out)
+        pipeline.build()
+        return pipeline
+
+    def close(self) -> None:
+        self._pipelines.clear()
+        _release()
+
+
+def _parsed(data: bytes, found: Header) -> bool:
+    """Whether DALI's own parser takes the bytes and finds the same size; 2 µs.
+
+    It refuses what DALI would refuse without naming the sample.
+    """
+    from nvidia.nvimgcodec import CodeStream
+
+    try:
+        stream = CodeStream(data)
+        return bool(stream.height == found.height and stream.width == found.width)
+    except RuntimeError:
+        return False
+
+
+def _release() -> None:
+    from nvidia.dali import backend
+
+    cast(Any, backend).ReleaseUnusedMemory()
+
+
+def _dali() -> tuple[Any, Any, Any]:
+    """DALI's Pipeline, fn and types; its stubs know neither the constants nor what an operator gives."""
+    from nvidia.dali import Pipeline, fn, types
+
+    return Pipeline, fn, types
+
+
+def _list(array: NDArray[Any], dtype: Any) -> list[NDArray[Any]]:
+    return list(np.ascontiguousarray(array, dtype=dtype))
+
+
+# -- Pillow --
+
+
+def _opened(data: bytes, codec: str) -> Any:
+    """The image, not yet decoded, by the codec's own class.
+
+    Not ``Image.open``: it compares sizes with a process-wide limit, where `max_pixels` is this decoder's, and asks
+    every codec that Pillow knows. GIF, WebP and TIFF still ask that limit themselves, 179 million pixels.
+    """
+    from PIL import (
+        BmpImagePlugin,
+        GifImagePlugin,
+        Jpeg2KImagePlugin,
+        JpegImagePlugin,
+        PngImagePlugin,
+        TiffImagePlugin,
+        WebPImagePlugin,
+    )
+
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "jpeg": JpegImagePlugin.JpegImageFile,
+        "png": PngImagePlugin.PngImageFile,
+        "webp": WebPImagePlugin.WebPImageFile,
+        "bmp": BmpImagePlugin.BmpImageFile,
+        "gif": GifImagePlugin.GifImageFile,
+        "tiff": TiffImagePlugin.TiffImageFile,
+        "jpeg2000": Jpeg2KImagePlugin.Jpeg2KImageFile,
+    }
+    try:
+        return kinds[codec](io.BytesIO(data))
+    except Exception as e:  # Pillow's readers raise whatever the bytes lead them to
+        raise HeaderError(f"{codec} that cannot be opened: {type(e).__name__}: {_brief(str(e))}") from e
+
+
+def _pillow(data: bytes, size: Int64, max_pixels: int) -> Pixels:
+    """The first frame by Pillow, uint8 [h, w, 3] RGB, not oriented; a fault unless it decodes to the end."""
+    codec = header.sniff(data) or "image"
+    image = _opened(data, codec)
+    if image.width * image.height > max_pixels:
+        raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
+    try:
+        image.load()
+        # Transparency is dropped, as it is everywhere else here; Pillow would warn about it.
+        image.info.pop("transparency", None)
+        if image.mode.startswith("I;16"):  # Pillow's own conversion cuts everything above 255 to white
+            gray = (np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535
+            pixels = np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
+        else:
+            pixels = np.asarray(image.convert("RGB"))
+    except Exception as e:  # Pillow's decoders raise whatever the bytes lead them to
+        raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {_brief(str(e))}") from e
+    if pixels.shape[:2] != tuple(size):
+        raise HeaderError(f"{codec} of {pixels.shape[0]}x{pixels.shape[1]} that claims {size[0]}x{size[1]}")
+    return pixels
+
+
+# -- small things --
+
+
+def _backend(wanted: Backend) -> str:
+    if wanted == "pillow":
+        return wanted
+    try:
+        import nvidia.dali
+        import nvidia.nvimgcodec  # noqa: F401
+    except (ImportError, OSError) as e:
+        if wanted == "dali":
+            raise ConfigError(
+                f"`backend` is 'dali' and it cannot be imported ({e}). Install nvidia-dali-cuda120, or use 'auto'."
+            ) from e
+        log.info("decode with pillow: DALI cannot be imported (%s)", e)
+        return "pillow"
+    return "dali"
+
+
+def _without_engine(settings: Decode) -> Decode:
+    """The settings, without the JPEG engine where `gpuaug doctor` found that it cannot be trusted on this machine."""
+    refused = [name for name in ("hardware", "stream_hardware") if verdict(name) is False]
+    if not refused:
+        return settings
+    log.warning("decode with hardware_load=0: `gpuaug doctor` found %s broken here", " and ".join(refused))
+    return replace(settings, hardware_load=0.0)
+
+
+def _threads() -> int:
+    cpus = machine.usable_cpus()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count = max(1, min(8, cpus // max(ranks, 1)))
+    log.info("decode with num_threads=%d: %d CPUs, %d ranks on this machine", count, cpus, ranks)
+    return count
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _encoded(batch: EncodedBatch) -> list[Pixels]:
+    """The encoded images as uint8 arrays [n], views into the packed buffer: DALI wants numpy, no torch tensors."""
+    data, offsets = batch.data.numpy(), batch.offsets.numpy()
+    return [data[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+
+
+def _single(batch: EncodedBatch, look: Look, row: int) -> tuple[EncodedBatch, Look]:
+    """One row as a batch of its own."""
+    at = slice(row, row + 1)
+    encoded = batch.encoded(row)
+    alone = EncodedBatch(
+        data=encoded,
+        offsets=torch.tensor([0, len(encoded)]),
+        labels=None,
+        indices=batch.indices[at],
+        repeats=batch.repeats[at],
+        valid=batch.valid[at],
+    )
+    return alone, Look(
+        height=look.height[at], width=look.width[at], orientation=look.orientation[at], faults=[], route=look.route[at]
+    )
+
+
+def _chunks(rows: Int64, stored: Int64, max_bytes: int) -> list[Int64]:
+    """Rows in groups whose decoded images take at most `max_bytes`; a larger image is alone."""
+    out: list[list[int]] = []
+    held = 0
+    for row, size in zip(rows.tolist(), (stored[rows].prod(axis=1) * 3).tolist(), strict=True):
+        if not out or held + size > max_bytes:
+            out.append([])
+            held = 0
+        out[-1].append(row)
+        held += size
+    return [np.array(group, dtype=np.int64) for group in out]
+
+
+def _canvases(count: int, boxes: Sequence[Boxes]) -> list[Tensor]:
+    # numpy's zeros are untouched pages, which the threads then share; torch's cost 5 ms for 64 views of 224 x 224.
+    return [torch.from_numpy(np.zeros((count, *b.size, 3), dtype=np.uint8)) for b in boxes]
+
+
+def _boxes_of(boxes: Boxes, rows: Int64) -> Boxes:
+    return replace(boxes, box=boxes.box[rows], resized=boxes.resized[rows], offset=boxes.offset[rows])
+
+
+def _fault(row: int, encoded: Pixels, reason: str) -> Fault:
+    return Fault(row, "decode", reason, len(encoded), encoded[:16].tobytes())
+
+
+def _brief(text: str) -> str:
+    """An error's last telling line, at most 200 characters."""
+    lines = [s.strip() for s in text.splitlines() if s.strip() and "no longer valid" not in s]
+    return lines[-1][:200] if lines else "no message"

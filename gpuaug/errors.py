@@ -1,0 +1,48 @@
+"""Everything gpuaug raises by itself. Each message says fact, value found, remedy."""
+
+from __future__ import annotations
+
+
+class GpuaugError(Exception):
+    """Base of every error that gpuaug raises by itself."""
+
+
+class ConfigError(GpuaugError, ValueError):
+    """A configuration or constructor argument that cannot work; names the full key."""
+
+
+class SourceError(GpuaugError, ValueError):
+    """A source as a whole cannot be used: missing root, no images, a class mapping that does not fit."""
+
+
+class StateError(GpuaugError, ValueError):
+    """A loader state that does not belong to this loader."""
+
+
+class ReadError(GpuaugError, RuntimeError):
+    """The workers that read died or did not answer in time; says what to change."""
+
+
+class DataError(GpuaugError, RuntimeError):
+    """One sample cannot be read or decoded.
+
+    Attributes:
+        key: relative path or name of the sample.
+        index: its number in the source.
+        stage: ``read`` or ``decode``.
+        reason: what was found.
+    """
+
+    def __init__(self, key: str, index: int, stage: str, reason: str) -> None:
+        self.key, self.index, self.stage, self.reason = key, index, stage, reason
+        super().__init__(
+            f"sample {index} ({key!r}) failed in {stage}: {reason}. To go on without such samples set "
+            "`faults.policy=blank` (keeps the batch size, `batch.valid` is False there) or `faults.policy=drop`."
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, str]]:
+        return type(self), (self.key, self.index, self.stage, self.reason)
+
+
+class FaultBudgetError(GpuaugError, RuntimeError):
+    """More samples were bad than `faults.max` allows."""

@@ -1,0 +1,201 @@
+"""What happens to a sample that cannot be read or decoded: the policy, the budget, the quarantine record."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO, Literal
+
+from gpuaug.batch import Fault
+from gpuaug.errors import ConfigError, DataError, FaultBudgetError
+
+log = logging.getLogger("gpuaug")
+
+Policy = Literal["raise", "blank", "drop"]
+POLICIES = ("raise", "blank", "drop")
+
+
+class Faults:
+    """Decides over bad samples and keeps their record.
+
+    Args:
+        policy: ``raise`` stops with a :class:`~gpuaug.errors.DataError`; ``blank`` keeps the batch size, the image
+            is zero, ``batch.valid`` is False there and the label is kept; ``drop`` makes the batch shorter.
+        max: budget; an int is a count over the run, a float in [0, 1] a rate over the last ``window`` samples. More
+            than that raises :class:`~gpuaug.errors.FaultBudgetError`. None: no limit.
+        window: how many samples the rate is taken over.
+        truncated: ``reject`` treats a JPEG without its end as bad, ``accept`` shows it as far as it goes.
+        file: JSON lines ``key index epoch stage reason bytes head``, appended, one line per bad sample; ranks may
+            share it, and ``source.exclude`` takes the same file.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy = "raise",
+        max: int | float | None = None,
+        window: int = 1000,
+        truncated: Literal["reject", "accept"] = "reject",
+        file: str | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ConfigError(f"`faults.policy` must be one of {', '.join(POLICIES)}. Found: {policy!r}.")
+        if max is not None and not (type(max) is int and max >= 0) and not (type(max) is float and 0 <= max <= 1):
+            raise ConfigError(f"`faults.max` must be a count (an int >= 0) or a rate (a float 0..1). Found: {max!r}.")
+        if type(window) is not int or window < 1:
+            raise ConfigError(f"`faults.window` must be a whole number of at least 1. Found: {window!r}.")
+        if truncated not in ("reject", "accept"):
+            raise ConfigError(f"`faults.truncated` must be reject or accept. Found: {truncated!r}.")
+        self.truncated = truncated
+        self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
+        self.count = 0  # bad samples seen, repeats in later epochs included
+        self._recent: deque[tuple[int, int]] = deque()  # (samples, bad ones) of recent batches, about `window` samples
+        self._recent_samples = self._recent_bad = 0
+        self._said: set[str] = set()  # keys that were logged by this process
+        self._recorded: set[str] = set()  # keys that stand in the file
+        self._offset = 0  # how far the file was read
+        self._epoch_count, self._chances = 0, (0, 0)
+
+    def handle(
+        self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
+    ) -> None:
+        """Record the bad samples of a batch and apply policy ``raise`` and the budget.
+
+        Args:
+            faults: bad samples, at most one per row.
+            indices: numbers in the source of the batch's rows.
+            epoch: the epoch they were met in.
+            samples: size of the batch.
+            key_of: number in the source to relative path or name.
+
+        Raises:
+            DataError: under policy ``raise``, for the first of them.
+            FaultBudgetError: when there were more than ``max``.
+        """
+        if faults:
+            self.count += len(faults)
+            self._epoch_count += len(faults)
+            for fault in faults:
+                self._record(fault, index=indices[fault.row], epoch=epoch, key_of=key_of)
+            if self.policy == "raise":
+                first = faults[0]
+                index = indices[first.row]
+                raise DataError(key_of(index), index, first.stage, first.reason)
+        if self.max is not None:
+            self._spend(samples, len(faults))
+
+    def end_of_epoch(self, epoch: int, *, rescued: int, truncated: int) -> None:
+        """Log how many samples of the epoch were bad, and how many had a second chance.
+
+        Args:
+            epoch: its number.
+            rescued: samples so far that the first decoder refused and the second one took.
+            truncated: samples so far without their end that were accepted.
+        """
+        if self._epoch_count:
+            where = f", listed in {self.file}" if self.file else ""
+            log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, self._epoch_count, self.policy, where)
+        if chances := (rescued - self._chances[0]) + (truncated - self._chances[1]):
+            log.warning(
+                "epoch %d: %d samples took a second chance (%d of them truncated)",
+                epoch,
+                chances,
+                truncated - self._chances[1],
+            )
+        self._epoch_count, self._chances = 0, (rescued, truncated)
+
+    def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
+        key = key_of(index)
+        if key not in self._said:
+            self._said.add(key)
+            log.warning("sample %d (%r) failed in %s: %s", index, key, fault.stage, fault.reason)
+        if self.file is None or key in self._recorded:
+            return
+        line = {
+            "key": key,
+            "index": index,
+            "epoch": epoch,
+            "stage": fault.stage,
+            "reason": fault.reason,
+            "bytes": fault.size,
+            "head": fault.head.hex(),
+        }
+        with open(self.file, "a+b") as file, _locked(file):
+            self._read_up(file)  # other ranks and loaders may have written meanwhile
+            if key not in self._recorded:
+                self._recorded.add(key)
+                data = (json.dumps(line) + "\n").encode()
+                self._offset += os.write(file.fileno(), data)  # one append per line
+
+    def _read_up(self, file: BinaryIO) -> None:
+        """Take over the keys that were written since the file was last read."""
+        file.seek(self._offset)
+        for line in file.read().splitlines(keepends=True):
+            self._offset += len(line)
+            try:
+                self._recorded.add(str(json.loads(line)["key"]))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # a line cut by a killed run names nobody
+
+    def _spend(self, samples: int, bad: int) -> None:
+        assert self.max is not None
+        if isinstance(self.max, float):
+            self._recent.append((samples, bad))
+            self._recent_samples += samples
+            self._recent_bad += bad
+            while self._recent_samples - self._recent[0][0] >= self.window:
+                old_samples, old_bad = self._recent.popleft()
+                self._recent_samples -= old_samples
+                self._recent_bad -= old_bad
+            # a rate over fewer samples than the window would stop a run at its first bad sample
+            if self._recent_bad <= self.max * max(self.window, self._recent_samples):
+                return
+            found = f"{self._recent_bad} of the last {self._recent_samples} samples"
+            limit = f"a rate of {self.max} over {self.window}"
+        else:
+            if self.count <= self.max:
+                return
+            found, limit = f"{self.count} bad samples", str(self.max)
+        where = f"They are listed in {self.file}." if self.file else "Set `faults.file` to list them."
+        raise FaultBudgetError(
+            f"{found} could not be read or decoded; `faults.max` allows {limit}. {where} "
+            "`source.exclude=FILE` leaves listed samples out."
+        )
+
+
+def _writable(file: str | os.PathLike[str] | None) -> str | None:
+    """The path of a record that can be appended to, as it is better to know before the first bad sample."""
+    if file is None:
+        return None
+    if not isinstance(file, str | os.PathLike) or not os.fspath(file):
+        raise ConfigError(f"`faults.file` must be the path of a file. Found: {file!r}.")
+    path = os.path.abspath(os.path.expanduser(os.fspath(file)))
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        made = not os.path.exists(path)
+        with open(path, "ab"):
+            pass
+        if made:
+            os.unlink(path)  # no bad samples, no file
+    except OSError as error:
+        raise ConfigError(f"`faults.file` cannot be written: {error}. Name a file in a folder that can.") from error
+    return path
+
+
+@contextmanager
+def _locked(file: BinaryIO) -> Iterator[None]:
+    """Alone with the file, among the processes of the run; not enforced where the system has no such lock."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

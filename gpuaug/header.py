@@ -1,0 +1,289 @@
+"""What stands in front of the pixels: codec, stored size and orientation, from the encoded bytes in pure Python.
+
+Sizes are known before any decoder allocates, and orientation is read the same way for JPEG, PNG and WebP. A JPEG costs
+about 5 µs.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "raw")
+
+# "raw" is this project's own: magic, height and width as uint32 (little-endian), then height * width * 3 bytes of RGB
+RAW_HEADER = 16  # bytes
+_RAW = b"\x89gpuaug\n"
+
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_JUNK = 65_536  # bytes that are no marker, and markers, that a JPEG may have before its first scan
+_CHUNKS = 131_072  # of a PNG: 1 GB in the 8 kB pieces that libpng writes
+_SCANS = 256  # of a JPEG: encoders write about ten; each scan costs a pass over the whole image
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15 without DHT, JPG, DAC
+_ALONE = frozenset(range(0xD0, 0xD9)) | {0x01}  # RST0..7, SOI, TEM: markers without a length
+
+
+class HeaderError(ValueError):
+    """The bytes are not a whole image of a known codec; the text says what was found."""
+
+
+class TruncatedError(HeaderError):
+    """A JPEG whose header is whole and whose end is missing; with an end marker it decodes as far as it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an encoded image says about itself.
+
+    Attributes:
+        codec: one of `CODECS`.
+        height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, which are left to their decoder.
+        orientation: EXIF's 1..8; 1 where there is none or it is no such number.
+        plain: False where DALI and Pillow differ: animations, whose first frame they choose differently, and
+            run-length BMPs, whose truncation DALI does not see, and PNGs with a chunk longer than the file, for which
+            DALI allocates.
+        scans: how often the pixels are passed over; more than 1 for progressive JPEGs.
+    """
+
+    codec: str
+    height: int
+    width: int
+    orientation: int = 1
+    plain: bool = True
+    scans: int = 1
+
+
+def sniff(data: bytes) -> str | None:
+    """Codec by the first bytes, None where they are of none of `CODECS`."""
+    if data.startswith(b"\xff\xd8\xff"):
+        return "jpeg"
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "png"
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "webp"
+    if data.startswith(b"BM"):
+        return "bmp"
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "gif"
+    if data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
+        return "tiff"
+    if data.startswith(_RAW):
+        return "raw"
+    if data.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51")):
+        return "jpeg2000"
+    return None
+
+
+def read(data: bytes) -> Header:
+    """Header of an encoded image.
+
+    Raises:
+        HeaderError: empty, unknown, broken, or certainly truncated.
+    """
+    if not data:
+        raise HeaderError("empty: 0 bytes")
+    codec = sniff(data)
+    if codec is None:
+        raise HeaderError(f"not an image of a known codec: {len(data)} bytes beginning with {data[:8]!r}")
+    try:
+        if codec == "jpeg":
+            return _jpeg(data)
+        if codec == "png":
+            return _png(data)
+        if codec == "webp":
+            return _webp(data)
+        if codec == "bmp":
+            return _bmp(data)
+        if codec == "gif":
+            width, height = struct.unpack_from("<HH", data, 6)
+            return Header("gif", height, width)
+        if codec == "raw":
+            return _raw(data[:RAW_HEADER], len(data))
+    except (struct.error, IndexError):
+        raise HeaderError(f"{codec} header cut short: {len(data)} bytes") from None
+    return Header(codec, 0, 0)
+
+
+def raw_header(height: int, width: int) -> bytes:
+    """What stands before uint8 [height, width, 3] to make "raw" of it, `RAW_HEADER` bytes."""
+    return _RAW + struct.pack("<II", height, width)
+
+
+def read_raw(data: memoryview) -> Header | None:
+    """Header of an image that is "raw", None where it is something else; looks at no pixel and copies none.
+
+    Raises:
+        HeaderError: if it has not the bytes that its size needs.
+    """
+    if data[: len(_RAW)] != _RAW:
+        return None
+    try:
+        return _raw(bytes(data[:RAW_HEADER]), len(data))
+    except struct.error:
+        raise HeaderError(f"raw header cut short: {len(data)} bytes") from None
+
+
+def exif_orientation(data: bytes) -> int | None:
+    """Orientation 1..8 out of an EXIF block (with or without its ``Exif`` prefix), None where there is none."""
+    start = 0
+    while data.startswith(b"Exif\0\0", start) and start < 12:
+        start += 6
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(data[start : start + 4])
+    if order is None:
+        return None
+    try:
+        (at,) = struct.unpack_from(order + "I", data, start + 4)
+        at += start
+        (entries,) = struct.unpack_from(order + "H", data, at)
+        for entry in range(at + 2, at + 2 + 12 * entries, 12):
+            tag, kind, count = struct.unpack_from(order + "HHI", data, entry)
+            if tag == 0x0112:
+                if count != 1 or kind not in (3, 4):  # SHORT, as the standard says, or LONG
+                    return None
+                (value,) = struct.unpack_from(order + "HI"[kind - 3], data, entry + 8)
+                return value if 1 <= value <= 8 else None
+    except struct.error:
+        pass
+    return None
+
+
+def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
+    """EXIF decides; XMP is asked where EXIF says nothing, as Pillow does."""
+    if exif is not None and (value := exif_orientation(exif)) is not None:
+        return value
+    if xmp is not None and (match := _XMP_ORIENTATION.search(xmp)) and 1 <= int(match[1]) <= 8:
+        return int(match[1])
+    return 1
+
+
+def _jpeg(data: bytes) -> Header:
+    exif = xmp = frame = None
+    at, junk, end = 2, 0, len(data)
+    while True:
+        if data[at] != 0xFF:  # bytes between segments: decoders skip them
+            following = data.find(b"\xff", at)
+            if following < 0:
+                raise HeaderError("jpeg without a scan")
+            junk += following - at
+            at = following
+        at += 1
+        marker = data[at]
+        junk += 1
+        if junk > _JUNK:
+            raise HeaderError(f"jpeg with more than {_JUNK} bytes of junk before its first scan")
+        if marker in (0xFF, 0x00):
+            continue
+        at += 1
+        if marker in _ALONE:
+            continue
+        if marker == 0xD9:
+            raise HeaderError("jpeg that ends before its first scan")
+        length = data[at] << 8 | data[at + 1]
+        if marker in _FRAMES:
+            if frame is not None:
+                raise HeaderError("jpeg with two frame headers")
+            height, width, parts = struct.unpack_from(">HHB", data, at + 3)
+            frame = marker, height, width, parts
+        elif marker == 0xE1:
+            segment = data[at + 2 : at + length]
+            if segment.startswith(b"Exif\0") and exif is None:
+                exif = segment
+            elif segment.startswith(_XMP) and xmp is None:
+                xmp = segment
+        elif marker == 0xDA:
+            break
+        at += max(length, 2)
+        if at >= end:
+            raise HeaderError(f"jpeg cut short in its header: {end} bytes")
+    if frame is None:
+        raise HeaderError("jpeg without a frame header")
+    marker, height, width, parts = frame
+    # The end marker is looked for here, because a decoder that stops below the box would not miss it.
+    if data.rfind(b"\xff\xd9", at) < 0:
+        raise TruncatedError(f"jpeg truncated: no end marker in {end} bytes")
+    scans = 1
+    if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
+        scans = data.count(b"\xff\xda", at - 2)
+        if scans > _SCANS:
+            raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
+    return Header("jpeg", height, width, _oriented(exif, xmp), scans=scans)
+
+
+def _png(data: bytes) -> Header:
+    if data[12:16] != b"IHDR":
+        raise HeaderError("png without IHDR in front")
+    width, height = struct.unpack_from(">II", data, 16)
+    exif = xmp = None
+    plain, at = True, 8
+    for _ in range(_CHUNKS):
+        if at + 8 > len(data):
+            break
+        (length,) = struct.unpack_from(">I", data, at)
+        kind = data[at + 4 : at + 8]
+        if kind == b"eXIf":
+            exif = data[at + 8 : at + 8 + length]
+        elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at + 8):
+            xmp = data[at + 8 : at + 8 + length]
+        elif kind == b"acTL":
+            plain = False
+        elif kind == b"IEND":
+            break
+        at += 12 + length
+        plain &= at <= len(data)
+    else:
+        raise HeaderError(f"png with more than {_CHUNKS} chunks")
+    return Header("png", height, width, _oriented(exif, xmp), plain=plain)
+
+
+def _webp(data: bytes) -> Header:
+    kind = data[12:16]
+    if kind == b"VP8 ":
+        if data[23:26] != b"\x9d\x01\x2a":
+            raise HeaderError("webp without a key frame")
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
+        return Header("webp", height, width)
+    if kind == b"VP8L":
+        if data[20] != 0x2F:
+            raise HeaderError("webp with a broken lossless header")
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return Header("webp", (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1)
+    if kind != b"VP8X":
+        raise HeaderError(f"webp with an unknown first chunk {kind!r}")
+    flags = data[20]
+    width = int.from_bytes(data[24:27], "little") + 1
+    height = int.from_bytes(data[27:30], "little") + 1
+    exif = xmp = None
+    at, plain = 12, not flags & 0x02
+    for _ in range(_CHUNKS):  # EXIF and XMP stand after the pixels
+        if at + 8 > len(data):
+            break
+        (length,) = struct.unpack_from("<I", data, at + 4)
+        kind = data[at : at + 4]
+        if kind == b"EXIF" and flags & 0x08:
+            exif = data[at + 8 : at + 8 + length]
+        elif kind == b"XMP " and flags & 0x04:
+            xmp = data[at + 8 : at + 8 + length]
+        at += 8 + length + (length & 1)
+        plain &= at <= len(data) + 1  # DALI allocates what a chunk claims, 4 GB for a file of 1 kB
+    else:
+        raise HeaderError(f"webp with more than {_CHUNKS} chunks")
+    return Header("webp", height, width, _oriented(exif, xmp), plain=plain)
+
+
+def _bmp(data: bytes) -> Header:
+    (size,) = struct.unpack_from("<I", data, 14)
+    if size == 12:
+        width, height = struct.unpack_from("<HH", data, 18)
+        return Header("bmp", height, width)
+    width, height = struct.unpack_from("<ii", data, 18)
+    (compression,) = struct.unpack_from("<I", data, 30)
+    return Header("bmp", abs(height), max(width, 0), plain=compression in (0, 3))
+
+
+def _raw(head: bytes, size: int) -> Header:
+    height, width = struct.unpack_from("<II", head, len(_RAW))
+    if size != (needed := RAW_HEADER + height * width * 3):
+        raise HeaderError(f"raw of {height}x{width} takes {needed} bytes, and has {size}")
+    return Header("raw", height, width)

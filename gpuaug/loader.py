@@ -1,0 +1,771 @@
+"""The stages in order, a few batches ahead: source, read, decode, augment, mix. CUDA streams are touched here only."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpuaug import distributed, draw, machine, size
+from gpuaug import order as orders
+from gpuaug import source as sources
+from gpuaug.ahead import Ahead
+from gpuaug.augment.mix import Mix
+from gpuaug.augment.recipe import Augment, Drawn, MultiView
+from gpuaug.batch import Batch, EncodedBatch, Fault
+from gpuaug.decode import Decode, Decoder
+from gpuaug.errors import ConfigError, GpuaugError, StateError
+from gpuaug.faults import Faults
+from gpuaug.order import EpochOrder
+from gpuaug.read import Reader
+from gpuaug.replay import Replay
+from gpuaug.source.cache import CachedSource, RamCache
+from gpuaug.state import State, differences, plain
+
+log = logging.getLogger("gpuaug")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+class Loader:
+    """Augmented batches of a source on the device, in an order that can be stopped and resumed anywhere.
+
+    Args:
+        source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)``; what a
+            :class:`~gpuaug.MaterializedSource` has stored is neither decoded nor augmented again.
+        augment: the recipe, :class:`~gpuaug.Augment` or :class:`~gpuaug.MultiView`.
+        batch_size: samples per batch and rank.
+        order: ``"shuffle"`` (what None means), ``"sequential"``, an order of :mod:`gpuaug.order`, or a torch Sampler.
+        shuffle: True and False are other words for the first two orders.
+        last: what to do with samples that do not fill a batch on every rank. ``uneven`` keeps them (under DDP a rank
+            may then wait for ever in a collective), ``drop`` leaves them out, ``pad`` repeats samples with ``valid``
+            False.
+        drop_last: True means ``last="drop"``.
+        mix: MixUp, CutMix and label smoothing of whole batches, or None.
+        decode: settings of the decoder.
+        cache: where encoded bytes stay after they were read, :class:`~gpuaug.RamCache`; None: nowhere.
+        ahead: bytes of encoded batches that wait in memory ahead of the training, as 2147483648 or ``"2GiB"``; None:
+            no more than the workers' own.
+        faults: what happens to samples that cannot be read or decoded.
+        device: ``auto`` (CUDA where there is a device), ``cuda`` (``cuda:$LOCAL_RANK``), ``cpu``, or a torch.device.
+        dtype: of the images; float32, bfloat16 or float16.
+        memory_format: of the images; contiguous_format or channels_last.
+        num_workers: processes that read bytes; 0 reads in this process; None: half of the cores, at most 4, and 0 for
+            sources that are mapped into memory.
+        prefetch: batches made ahead in the background; 0 makes each batch when it is asked for.
+        timeout: seconds that a batch of bytes may take before :class:`~gpuaug.ReadError`.
+        start_method: of the workers: fork, forkserver, spawn; None: Python's default.
+        seed: decides order and draws, together with the epoch.
+        rank, world_size: this process's share; None: torch.distributed's when iteration starts.
+        limit_batches: stop each epoch after so many batches.
+
+    Attributes:
+        waited: seconds that the consumer waited for batches in the current pass.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        augment: Augment | MultiView,
+        batch_size: int = 64,
+        order: Any = None,
+        shuffle: bool | None = None,
+        last: str | None = None,
+        drop_last: bool = False,
+        mix: Mix | None = None,
+        decode: Decode | None = None,
+        cache: RamCache | None = None,
+        ahead: int | str | None = None,
+        faults: Faults | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = torch.float32,
+        memory_format: str | torch.memory_format = torch.contiguous_format,
+        num_workers: int | None = None,
+        prefetch: int = 2,
+        timeout: float = 120.0,
+        start_method: str | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        limit_batches: int | None = None,
+    ) -> None:
+        if not isinstance(augment, Augment | MultiView):
+            raise ConfigError(
+                f"`augment` must be a gpuaug.Augment or gpuaug.MultiView. Found: {type(augment).__name__}."
+            )
+        _at_least("batch_size", batch_size, 1)
+        _at_least("prefetch", prefetch, 0)
+        if limit_batches is not None:
+            _at_least("limit_batches", limit_batches, 1)
+        order = _order(order, _flag("shuffle", shuffle))
+        self.source = sources.adapt(source)
+        self.augment = augment
+        self.batch_size = batch_size
+        self.order = orders.adapt(order)
+        if _flag("drop_last", drop_last) and last not in (None, "drop"):
+            raise ConfigError(f"`drop_last=true` means `last=drop`, and `last` is {last!r}. Set one of them.")
+        self.last = orders.check_last(last or ("drop" if drop_last else "uneven"))
+        self.mix = mix
+        self.faults = faults or Faults()
+        self.device = _device(device)
+        self.dtype = _one_of("dtype", dtype, DTYPES)
+        self.memory_format = _one_of("memory_format", memory_format, MEMORY_FORMATS)
+        self.num_workers = _workers(self.source) if num_workers is None else _at_least("num_workers", num_workers, 0)
+        self.prefetch = prefetch
+        self.ahead = None if ahead is None else size.parse(ahead, key="ahead")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"`seed` must be a whole number. Found: {seed!r}.")
+        self.seed = seed
+        self.limit_batches = limit_batches
+        self.waited = 0.0
+        self._rank, self._world_size = rank, world_size
+        self._epoch, self._position, self._resumes = 0, 0, list[int]()
+        self._keep_position = False  # the next iter() goes on at the position instead of restarting
+        self._finished = False  # the epoch's last batch was handed out
+        self._cached_order: tuple[int, orders.Ordered] | None = None
+        self._fingerprint: dict[str, Any] | None = None
+        distributed.rank_and_world(rank, world_size)
+        self._replay: Replay | None = None
+        if (stored := getattr(self.source, "stored", None)) is not None:  # epochs that are augmented already
+            self._replay = Replay(stored, augment=augment, seed=self.seed, dtype=self.dtype)
+            self.order = self._replay.order(self.order)
+        self._rows = getattr(self.source, "by_epoch", None)  # of a source that is read differently from epoch to epoch
+        encoded = self.source if self._rows is None else self._rows
+        if self._replay is not None:
+            encoded = self._replay.rows
+        self._cached: CachedSource | None = None
+        if cache is not None and self._replay is None:
+            self._cached = encoded = cache.open(sources.adapt(encoded))
+        elif cache is not None:
+            log.info("cache ram is not used: stored epochs are mapped into memory as they are")
+        reader = Reader(encoded, num_workers=self.num_workers, timeout=timeout, start_method=start_method)
+        self._stages = _Stages(self, decode or Decode())
+        self._live = _Live(reader, self._stages, self._cached)
+        weakref.finalize(self, self._live.close)
+        self.augment.to(self.device)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is, or is about to be, iterated."""
+        return self._epoch
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes of the source, None where it has none."""
+        return getattr(self.source, "num_classes", None)
+
+    @property
+    def ahead_level(self) -> int:
+        """Bytes of encoded batches that wait in memory now, of the ``ahead`` that were asked for."""
+        return 0 if self._live.ahead is None else self._live.ahead.level
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank, under the present settings."""
+        return self._limited(len(self._plan(0)), 0)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Go through the epoch; an iterator that was left unfinished ends.
+
+        Raises:
+            ConfigError: if the ranks of torch.distributed disagree about what the epoch is.
+        """
+        self._live.check_open()
+        self._live.stop()
+        self._advance()
+        if not self._keep_position:
+            self._position, self._resumes = 0, []
+        self._keep_position = False
+        plan = self._plan(self._position)
+        if self._rank is None:
+            shared = {
+                "epoch": self._epoch,
+                "position": self._position,
+                "samples": len(self._ordered()),
+                "order of the epoch": self._ordered().digest,
+                "batch_size": self.batch_size,
+                "last": self.last,
+                "limit_batches": self.limit_batches,
+                "faults.policy": self.faults.policy,
+            }
+            distributed.agree({**self.fingerprint(), **shared}, device=self.device)
+        if self._cached is not None and self._cached.settings.fill == "ahead":
+            numbers = self._numbers(self._epoch) or (lambda indices, *_: indices)
+            shown = [numbers(*asked) for asked in islice(iter(self._plan(0)), len(self))]
+            self._cached.fill(self._live.reader, torch.cat(shown) if shown else torch.zeros(0, dtype=torch.int64))
+        return _Pass(self, plan, self._limited(len(plan), self._position))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; naming the one that is already loaded keeps the position in it."""
+        if _at_least("epoch", epoch, 0) >= draw.EPOCHS:
+            raise ConfigError(f"`epoch` must be below 2**32. Found: {epoch!r}.")
+        self._advance()
+        if epoch != self._epoch:
+            self._live.stop()
+            self._epoch, self._position, self._resumes, self._keep_position = epoch, 0, [], False
+
+    def start_at(self, epoch: int, position: int) -> None:
+        """Let the next pass begin inside an epoch, after ``position`` samples of its order (of all ranks together)."""
+        total = len(self._ordered(epoch))
+        if not 0 <= position <= total:
+            raise ConfigError(
+                f"`position` must lie in 0 .. {total}, the samples of epoch {epoch}. Found: {position!r}."
+            )
+        self._live.stop()
+        self._epoch, self._position, self._resumes = epoch, position, []
+        self._keep_position, self._finished = True, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is, as small JSON: the next sample after the last batch that was handed out."""
+        fingerprint, at = self.fingerprint(), self._position
+        if self._finished:
+            return State(epoch=self._epoch + 1, position=0, fingerprint=fingerprint).to_json()
+        ordered = self._ordered() if at else None
+        return State(
+            epoch=self._epoch,
+            position=at,
+            after=None if ordered is None else int(ordered.indices[at - 1]),
+            order=None if ordered is None else ordered.digest,
+            resumes=self._resumes,
+            fingerprint=fingerprint,
+        ).to_json()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken, with any number of workers and ranks and any batch size.
+
+        Samples that were excluded since, or a smaller or larger subset, move no other sample; where that is not so
+        (weights, samplers, repeats) another set of samples is refused inside an epoch.
+
+        Raises:
+            StateError: if it is no state, or one taken inside an epoch of another source, seed, order or recipe; the
+                loader is then as it was.
+        """
+        loaded = State.from_json(state)
+        if found := differences(loaded.fingerprint, self.fingerprint()):
+            listed = "; ".join(f"{where}: {a!r} in the state, {b!r} here" for where, a, b in found[:5])
+            if loaded.position:
+                raise StateError(
+                    f"this state was taken inside epoch {loaded.epoch} of another configuration. {listed}. "
+                    "Restore the configuration to finish the epoch, or start the next one with "
+                    f"`set_epoch({loaded.epoch + 1})`."
+                )
+            log.warning("state of another configuration accepted at the start of epoch %d: %s", loaded.epoch, listed)
+        self.start_at(loaded.epoch, self._locate(loaded) if loaded.position else 0)
+        self._resumes = [*loaded.resumes, self._position] if self._position else []
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What an epoch is an epoch of: source keys, seed, order, and all that decides draws and pixels."""
+        if self._fingerprint is None:
+            self._fingerprint = plain(
+                {
+                    "source": self.source.digest(),
+                    "seed": self.seed,
+                    "order": orders.describe(self.order),
+                    "augment": self.augment.fingerprint(),
+                    "mix": None if self.mix is None else repr(self.mix),
+                }
+            )
+        return self._fingerprint
+
+    def fetch(
+        self,
+        indices: Sequence[int],
+        *,
+        epoch: int | None = None,
+        repeats: Sequence[int] | None = None,
+        mix: bool = False,
+    ) -> Batch:
+        """One batch of chosen samples, exactly as an epoch shows them, through the same stages.
+
+        Args:
+            indices: numbers in the source.
+            epoch: whose draws; None: the current one.
+            repeats: how often the epoch yielded each index before; None: 0.
+            mix: whether to mix the batch.
+        """
+        self._live.check_open()
+        epoch = self._epoch if epoch is None else epoch
+        number = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        repeat = (
+            torch.zeros_like(number) if repeats is None else torch.as_tensor(repeats, dtype=torch.int64, device="cpu")
+        )
+        asked = [(number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu"))]
+        reader = Reader(self._live.reader.source, num_workers=0)
+        encoded = next(iter(reader.batches(asked, numbers=self._numbers(epoch))))
+        batch = self._stages.finish(self._stages.decode(encoded, epoch), epoch, mix=mix)
+        if batch is None:
+            raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
+        return self._stages.hand_over(batch)
+
+    def close(self) -> None:
+        """End workers, background thread and decoder; a closed loader stays closed."""
+        self._live.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _advance(self) -> None:
+        """After a finished pass the next epoch begins."""
+        if self._finished:
+            self._epoch, self._position, self._resumes = self._epoch + 1, 0, []
+            self._finished = self._keep_position = False
+
+    def _ordered(self, epoch: int | None = None) -> orders.Ordered:
+        epoch = self._epoch if epoch is None else epoch
+        if self._cached_order is None or self._cached_order[0] != epoch:
+            self._cached_order = epoch, orders.ordered(self.order, self.seed, epoch, self.source)
+        return self._cached_order[1]
+
+    def _locate(self, state: State) -> int:
+        """The position in the epoch here that a state inside an epoch means."""
+        ordered = self._ordered(state.epoch)
+        if ordered.digest == state.order:
+            if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
+                raise StateError(
+                    f"the state contradicts itself: sample {state.after} is not number {state.position} of its epoch."
+                )
+            return state.position
+        position = getattr(self.order, "position", None)
+        if position is None:
+            raise StateError(
+                f"this state was taken inside epoch {state.epoch} of another order: {orders.describe(self.order)} "
+                "gives other samples here. Restore source and order to finish the epoch, or start the next one with "
+                f"`set_epoch({state.epoch + 1})`."
+            )
+        assert state.after is not None
+        found = int(position(self.seed, state.epoch, ordered.indices, state.after))
+        log.warning(
+            "other samples are active than in the state: epoch %d goes on after sample %d, at %d of %d",
+            state.epoch,
+            state.after,
+            found,
+            len(ordered),
+        )
+        return found
+
+    def _plan(self, start: int) -> EpochOrder:
+        rank, world_size = distributed.rank_and_world(self._rank, self._world_size)
+        if world_size > 1 and self.faults.policy == "drop" and self.last != "uneven":
+            raise ConfigError(
+                "`faults.policy=drop` shortens batches on one rank alone, which contradicts "
+                f"`last={self.last}`. Set `faults.policy=blank`, or `last=uneven` where no collective waits."
+            )
+        return EpochOrder(
+            self._ordered(), start=start, rank=rank, world_size=world_size, batch_size=self.batch_size, last=self.last
+        )
+
+    def _numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What the reader asks the source for, where that is not the samples' numbers."""
+        rows = self._replay or self._rows
+        return None if rows is None else rows.numbers(epoch)
+
+    def _limited(self, batches: int, position: int) -> int:
+        if self.limit_batches is None:
+            return batches
+        _, world_size = distributed.rank_and_world(self._rank, self._world_size)
+        behind = -(-position // (self.batch_size * world_size))
+        return max(0, min(batches, self.limit_batches - behind))
+
+
+class _Pass(Iterator[Batch]):
+    """One way through an epoch; whatever is handed out counts as consumed."""
+
+    def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
+        self._loader, self._plan, self._count, self._done = loader, plan, count, 0
+        loader.waited = 0.0
+        loader._stages.start_pass()
+        numbers = loader._numbers(loader._epoch)
+        encoded: Any = loader._live.reader.batches(islice(iter(plan), count), numbers=numbers)
+        if loader.ahead is not None:
+            encoded = loader._live.ahead = Ahead(encoded, limit=loader.ahead)
+        items = _made(encoded, loader._stages, loader._epoch)
+        self._items = _Background(items, ahead=loader.prefetch) if loader.prefetch else items
+        loader._live.running = self._items
+
+    def __next__(self) -> Batch:
+        loader, stages = self._loader, self._loader._stages
+        while self._done < self._count:
+            if loader._live.running is not self._items:
+                raise GpuaugError(
+                    "this iterator has ended: after an error, or because its loader was closed or iterated anew. "
+                    "Use the newest iterator, or build a second loader."
+                )
+            begin = time.perf_counter()
+            try:
+                item: Any = next(self._items, _Background.END)
+                if item is _Background.END and loader._live.running is not self._items:
+                    continue  # ended from another thread
+                if item is _Background.END:
+                    raise GpuaugError(f"reading ended after {self._done} of {self._count} batches.")
+                if isinstance(item, _Decoded):
+                    item = stages.finish(item, loader._epoch)
+            except BaseException:
+                loader._live.stop()
+                raise
+            loader.waited += time.perf_counter() - begin
+            self._done += 1
+            loader._position = self._plan.position(self._done)
+            loader._finished = self._done == self._count
+            if loader._cached is not None:
+                loader._cached.tell()
+            if item is not None:  # None: policy `drop` left nothing of the batch
+                return stages.hand_over(item)
+        if loader._live.running is self._items:
+            loader._live.stop()
+            decoder = stages.decoder
+            loader.faults.end_of_epoch(loader._epoch, rescued=decoder.rescued, truncated=decoder.truncated)
+            loader._finished = True
+            loader._advance()
+        raise StopIteration
+
+    def __del__(self) -> None:
+        loader = getattr(self, "_loader", None)
+        if loader is not None and loader._live.running is getattr(self, "_items", loader):
+            loader._live.stop()
+
+
+def _made(encoded: Any, stages: _Stages, epoch: int) -> Iterator[Any]:
+    """Finished batches, or decoded ones where augmentation must run on the thread that iterates.
+
+    No part of it refers to the pass or the loader: the thread that runs it must not keep them alive.
+    """
+    try:
+        for batch in encoded:
+            decoded = stages.decode(batch, epoch)
+            yield decoded if stages.augment.main_thread else stages.finish(decoded, epoch)
+    finally:
+        encoded.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Pixels before augmentation, with everything that augmentation needs."""
+
+    encoded: EncodedBatch
+    images: list[Tensor]  # uint8 [B, H, W, 3] per view, device
+    drawn: Drawn
+    faults: list[Fault]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A finished batch and, on CUDA, the event after which it is there."""
+
+    batch: Batch
+    ready: torch.cuda.Event | None
+
+
+class _Stages:
+    """Decode, augment and mix of one batch, on the loader's own stream where the device has streams."""
+
+    def __init__(self, loader: Loader, decode: Decode) -> None:
+        # no reference to the loader: a thread that runs these stages must not keep it alive
+        self.augment: Augment | MultiView | Replay = loader._replay or loader.augment
+        self.mix, self.faults = loader.mix, loader.faults
+        self.device, self.dtype, self.memory_format = loader.device, loader.dtype, loader.memory_format
+        self.seed, self.num_classes, self.key_of = loader.seed, loader.num_classes, loader.source.key
+        self.settings: Decode | Replay = loader._replay or decode
+        self._decoder: Decoder | Replay | None = None
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self._consumed: torch.cuda.Event | None = None  # what the consumer had queued when it took its last batch
+        self._alive: deque[tuple[torch.cuda.Event, Any]] = deque()  # DALI's memory, until its last reader is done
+
+    @property
+    def decoder(self) -> Decoder | Replay:
+        """The decoder, opened at first use."""
+        with self._lock:
+            if self._decoder is None:
+                self._decoder = self.settings.open(self.device, accept_truncated=self.faults.truncated == "accept")
+            return self._decoder
+
+    def close(self) -> None:
+        """Give back the decoder's threads and memory."""
+        with self._lock:
+            if self._decoder is not None:
+                self._decoder.close()
+                self._decoder = None
+            self._alive.clear()
+
+    def start_pass(self) -> None:
+        """Order the loader's stream behind what the consumer has queued so far."""
+        if self.device.type == "cuda":
+            self._consumed = torch.cuda.current_stream(self.device).record_event()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        if self.device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        if self._consumed is not None:
+            self._stream.wait_event(self._consumed)
+        return torch.cuda.stream(self._stream)
+
+    def decode(self, encoded: EncodedBatch, epoch: int) -> _Decoded:
+        """Look at the headers, draw, and decode every image once, into one uint8 batch per view."""
+        indices = encoded.indices.numpy()
+        with self._on_stream():
+            look = self.decoder.look(encoded)
+            drawn = self.augment.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=encoded.repeats.numpy())
+            boxes = self.augment.boxes(drawn, look.height, look.width)
+            images, found = self.decoder.pixels(encoded, look, boxes)
+        faults = {fault.row: fault for fault in [*found, *look.faults, *encoded.faults]}
+        return _Decoded(encoded, images, drawn, [faults[row] for row in sorted(faults)])
+
+    def finish(self, decoded: _Decoded, epoch: int, *, mix: bool = True) -> _Made | None:
+        """Augment and mix; None where policy ``drop`` leaves nothing.
+
+        Raises:
+            DataError, FaultBudgetError: as the policy says.
+        """
+        encoded, faults = decoded.encoded, decoded.faults
+        valid, indices, labels = encoded.valid, encoded.indices, encoded.labels
+        self.faults.handle(
+            [fault for fault in faults if valid[fault.row]],  # what only fills the batch was met in its own place
+            indices=indices.tolist() if faults else [],
+            epoch=epoch,
+            samples=len(encoded),
+            key_of=self.key_of,
+        )
+        with self._on_stream():
+            images = self.augment.apply(
+                decoded.images, decoded.drawn, dtype=self.dtype, memory_format=self.memory_format
+            )
+            if faults:
+                bad = torch.tensor([fault.row for fault in faults])
+                valid = valid.index_fill(0, bad, False)
+                if self.faults.policy == "blank":
+                    images = [view.index_fill(0, bad.to(self.device), 0) for view in images]
+                else:
+                    keep = torch.ones(len(encoded), dtype=torch.bool).index_fill(0, bad, False).nonzero().flatten()
+                    if not len(keep):
+                        return None
+                    images = [
+                        view.index_select(0, keep.to(self.device)).contiguous(memory_format=self.memory_format)
+                        for view in images
+                    ]
+                    valid, indices = valid[keep], indices[keep]
+                    labels = None if labels is None else labels[keep]
+            if labels is not None:
+                labels = labels.to(self.device, non_blocking=True)
+            if self.mix is not None and mix:
+                images, labels = self.mix(
+                    images,
+                    labels,
+                    valid=valid,
+                    num_classes=self.num_classes,
+                    seed=self.seed,
+                    epoch=epoch,
+                    first_index=int(encoded.indices[0]),
+                )
+            batch = Batch(
+                images=images if len(images) > 1 else images[0],
+                labels=labels,
+                indices=indices,
+                valid=valid,
+                key_of=self.key_of,
+            )
+            return _Made(batch, self._keep_alive(decoded))
+
+    def _keep_alive(self, decoded: _Decoded) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = self._stream.record_event()
+        # torch's allocator does not know DALI's memory: hold it until the stream has passed its last reader
+        self._alive.append((event, decoded))
+        while self._alive and self._alive[0][0].query():
+            self._alive.popleft()
+        return event
+
+    def hand_over(self, made: _Made) -> Batch:
+        """Order the consumer's stream behind the batch, and the loader's stream behind what the consumer has queued."""
+        if made.ready is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(made.ready)
+            images = made.batch.images if isinstance(made.batch.images, list) else [made.batch.images]
+            for tensor in [*images, made.batch.labels]:
+                if tensor is not None:
+                    tensor.record_stream(current)  # allocated on the loader's stream, used on this one
+            self._consumed = current.record_event()
+        return made.batch
+
+
+class _Background:
+    """Runs an iterator in a thread, a few items ahead; exceptions arrive with their own type, in their turn."""
+
+    END = object()
+
+    def __init__(self, items: Iterator[Any], *, ahead: int) -> None:
+        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, args=(items,), name="gpuaug-loader", daemon=True)
+        self._thread.start()
+
+    def _run(self, items: Iterator[Any]) -> None:
+        try:
+            for item in items:
+                if not self._put((item, None)):
+                    return
+            self._put((self.END, None))
+        except BaseException as error:
+            self._put((self.END, error))
+        finally:
+            if (close := getattr(items, "close", None)) is not None:
+                close()
+
+    def _put(self, item: tuple[Any, BaseException | None]) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def __iter__(self) -> _Background:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            if self._ended:
+                raise StopIteration
+            try:
+                item, error = self._queue.get(timeout=0.2)
+                break
+            except queue.Empty:  # another thread may have ended it meanwhile
+                continue
+        if item is self.END:
+            self._ended = True
+            if error is not None:
+                raise error
+            raise StopIteration
+        return item
+
+    def stop(self) -> None:
+        """Ask the thread to end after the batch it is making."""
+        self._ended = True
+        self._stop.set()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread; True once it has ended."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+class _Live:
+    """What runs and must be ended: the pass under way, the workers, the decoder."""
+
+    def __init__(self, reader: Reader, stages: _Stages, cached: CachedSource | None) -> None:
+        self.reader, self.stages, self.cached = reader, stages, cached
+        self.running: Any = None
+        self.ahead: Ahead | None = None
+        self.closed = False
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise GpuaugError("this loader is closed. Build a new one.")
+
+    def stop(self) -> None:
+        """End the pass under way, and its thread, within seconds."""
+        running, self.running, self.ahead = self.running, None, None
+        if isinstance(running, _Background):
+            running.stop()
+            if not running.join(5.0):
+                self.reader.close()  # a read that does not return holds the thread; without workers it ends
+                running.join(5.0)
+        elif running is not None:
+            with suppress(ValueError):  # another thread is inside of it, and ends at its next batch
+                running.close()
+
+    def close(self) -> None:
+        """End everything, once."""
+        if not self.closed:
+            self.closed = True
+            self.stop()
+            self.reader.close()
+            self.stages.close()
+            if self.cached is not None:
+                self.cached.close()
+
+
+def _at_least(name: str, value: int, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"`{name}` must be a whole number >= {low}. Found: {value!r}.")
+    return value
+
+
+def _flag(name: str, value: bool | None) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"`{name}` must be true or false. Found: {value!r}.")
+    return value
+
+
+def _order(order: Any, shuffle: bool | None) -> Any:
+    if shuffle is None:
+        return "shuffle" if order is None else order
+    named = "shuffle" if shuffle else "sequential"
+    if order is not None and not (isinstance(order, str) and order == named):
+        raise ConfigError(f"`shuffle={str(shuffle).lower()}` means `order={named}`, and `order` is {order!r}. Set one.")
+    return named
+
+
+def _one_of(name: str, value: Any, known: dict[str, Any]) -> Any:
+    if isinstance(value, str):
+        value = known.get(value.removeprefix("torch."), value)
+    if value not in known.values():
+        raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.")
+    return value
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        if not torch.cuda.is_available():
+            log.info("device cpu: no CUDA device")
+            return torch.device("cpu")
+        device = "cuda"
+        log.info("device cuda:%d", distributed.local_rank())
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r}.") from error
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"`device` is {device!r}, and torch finds no CUDA device. Set `device=auto` or `device=cpu`."
+            )
+        if chosen.index is None:
+            chosen = torch.device("cuda", distributed.local_rank() % torch.cuda.device_count())
+    elif chosen.type != "cpu":
+        raise ConfigError(f"`device` must be a cpu or cuda device. Found: {device!r}.")
+    return chosen
+
+
+def _workers(source: Any) -> int:
+    if getattr(source, "mapped", False):
+        log.info("num_workers 0: the source is mapped into memory, and workers would only copy it once more")
+        return 0
+    cores = machine.usable_cpus()
+    # workers only read bytes: one keeps several decoding threads busy
+    workers = max(1, min(4, cores // (2 * distributed.local_world_size())))
+    log.info("num_workers %d: %d cores for %d processes", workers, cores, distributed.local_world_size())
+    return workers

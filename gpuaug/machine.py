@@ -1,0 +1,156 @@
+"""What this machine gives a process: CPUs, memory, shared memory, limits, NUMA nodes, NVIDIA devices.
+
+Read from /proc and /sys, so that nothing starts CUDA and nothing is imported. Where a file is missing (another system,
+a container that hides it) the answer is None or empty, never an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def read(path: Path | str) -> str | None:
+    """The text of a small file, stripped; None where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def cpus() -> int:
+    """CPUs that this process may run on, without regard to quotas."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on and has time for: a container's quota counts."""
+    quota = cgroup_cpus()
+    return cpus() if quota is None else max(1, min(cpus(), math.ceil(quota)))
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
+    return match[1] if match else os.uname().machine if hasattr(os, "uname") else "unknown"
+
+
+def memory() -> tuple[int, int] | None:
+    """Bytes of memory of the machine: (total, available)."""
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE))
+    if len(found) < 2:
+        return None
+    return int(found["MemTotal"]) * 1024, int(found["MemAvailable"]) * 1024
+
+
+def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, int] | None:
+    """(limit, in use) in bytes of the tightest control group above this process; None without a limit."""
+    found: list[tuple[int, int]] = []
+    for folder in _groups("memory", proc, Path(root)):
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            text = read(folder / limit)
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1 writes "no limit" as a number
+                found.append((int(text), int(read(folder / used) or 0)))
+    return min(found, default=None)
+
+
+def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
+    """CPUs' worth of time that the tightest control group allows; None without a quota."""
+    found: list[float] = []
+    for folder in _groups("cpu", proc, Path(root)):
+        quota, _, period = (read(folder / "cpu.max") or "").partition(" ")
+        if not quota:
+            quota, period = read(folder / "cpu.cfs_quota_us") or "", read(folder / "cpu.cfs_period_us") or ""
+        if quota.isdigit() and period.isdigit() and int(period):
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
+    """Folders of this process's control group and of all above it, in both versions of the file system.
+
+    Inside a container the path that /proc names often is the host's and not mounted: then the root is the container's.
+    """
+    for line in (read(proc) or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            base = root
+        elif controller in controllers.split(","):
+            base = next((p for p in (root / controllers, root / controller) if p.is_dir()), root)
+        else:
+            continue
+        here = base / path.lstrip("/")
+        while here != base and base in here.parents:
+            yield here
+            here = here.parent
+        yield base
+
+
+def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
+    """Bytes of shared memory: (size, free)."""
+    try:
+        found = os.statvfs(path)
+    except (OSError, AttributeError):
+        return None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def limit(name: str) -> tuple[int, int] | None:
+    """(soft, hard) of a resource limit such as ``NOFILE``; -1 is unlimited."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
+
+
+def numa_nodes(root: str = "/sys/devices/system/node") -> dict[int, str]:
+    """NUMA nodes and their CPUs, as ``{0: "0-15", 1: "16-31"}``."""
+    found = {}
+    for folder in Path(root).glob("node[0-9]*"):
+        if text := read(folder / "cpulist"):
+            found[int(folder.name[4:])] = text
+    return dict(sorted(found.items()))
+
+
+def gpus(root: str = "/proc/driver/nvidia") -> list[str]:
+    """Models of the NVIDIA devices that the driver shows, without starting CUDA."""
+    found = []
+    for file in sorted(Path(root).glob("gpus/*/information")):
+        if match := re.search(r"^Model:\s*(.+)$", read(file) or "", re.MULTILINE):
+            found.append(match[1].strip())
+    if not found and root == "/proc/driver/nvidia" and Path("/dev/nvidia0").exists():
+        found = [line.partition(",")[0].strip() for line in _smi()]
+    return found
+
+
+def driver(root: str = "/proc/driver/nvidia") -> str | None:
+    """Version of NVIDIA's kernel driver."""
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", read(Path(root) / "version") or "")
+    if match:
+        return match[1]
+    if root == "/proc/driver/nvidia" and Path("/dev/nvidia0").exists():
+        return next((line.partition(",")[2].strip() for line in _smi()), None)
+    return None
+
+
+def _smi() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in found.stdout.splitlines() if line.strip()]
