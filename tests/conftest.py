@@ -1,0 +1,67 @@
+"""Photographs for the tests: windows of the ones inside scikit-image's and scikit-learn's wheels."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve the others
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def photographs() -> dict[str, np.ndarray]:
+    """Name to uint8 [H, W, 3]."""
+    from skimage import data
+    from sklearn.datasets import load_sample_image
+
+    return {
+        "astronaut": data.astronaut(),
+        "chelsea": data.chelsea(),
+        "china": load_sample_image("china.jpg"),
+        "coffee": data.coffee(),
+        "flower": load_sample_image("flower.jpg"),
+    }
+
+
+def window(photo: np.ndarray, rng: np.random.Generator) -> Image.Image:
+    """A part of a photograph, of random place and size."""
+    height, width = photo.shape[:2]
+    h, w = int(rng.integers(120, min(280, height))), int(rng.integers(120, min(360, width)))
+    y, x = int(rng.integers(0, height - h + 1)), int(rng.integers(0, width - w + 1))
+    return Image.fromarray(photo[y : y + h, x : x + w])
+
+
+def cut(root: Path, per_class: int, seed: int = 0) -> Path:
+    """An ImageFolder of JPEGs: 4:4:4 and 4:2:0, some progressive, some grayscale, some EXIF-rotated."""
+    rng = np.random.default_rng(seed)
+    for name, photo in photographs().items():
+        (root / name).mkdir(parents=True)
+        for k in range(per_class):
+            image, options = window(photo, rng), {"quality": int(rng.integers(75, 96)), "subsampling": 2 * (k % 2)}
+            if k % 5 == 1:
+                options["progressive"] = True
+            if k % 7 == 3:
+                image = image.convert("L")
+            if k % 6 == 2:
+                options["exif"] = Image.Exif()
+                options["exif"][274] = 1 + k % 8
+            image.save(root / name / f"{k:03d}.jpg", **options)
+    return root
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> Path:
+    """An ImageFolder of 5 classes with 13 photographs each."""
+    return cut(tmp_path_factory.mktemp("photos") / "train", 13)
+
+
+@pytest.fixture(scope="session")
+def photo_batch() -> torch.Tensor:
+    """uint8 [8, 64, 48, 3]: small photographs of one size."""
+    rng = np.random.default_rng(1)
+    images = [window(p, rng).resize((48, 64)) for p in [*photographs().values()] * 2]
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images[:8]]))

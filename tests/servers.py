@@ -1,0 +1,205 @@
+"""Real servers on the loopback for tests: S3 (moto), files over HTTP, and a proxy that delays, fails and cuts."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Proxy:
+    """Forwards to a server on the loopback, after ``latency`` seconds to the first byte.
+
+    ``trouble(path, count)`` says what happens to a request, the count-th one for its path and range from 0: None, an
+    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds).
+    """
+
+    def __init__(self, port, latency=0.0, trouble=None):
+        self.upstream, self.latency, self.trouble = port, latency, trouble or (lambda path, count: None)
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+        self.reset()
+
+    def reset(self):
+        self.now = self.most = 0
+        self.asked = []  # (method, path, range)
+        self.counts = Counter()
+
+    @property
+    def gets(self):
+        return [item for item in self.asked if item[0] == "GET"]
+
+    def answer(self, handler):
+        key = (handler.command, handler.path, handler.headers.get("Range"))
+        with self.lock:
+            self.asked.append(key)
+            self.now += 1
+            self.most = max(self.most, self.now)
+            count = self.counts[key]
+            self.counts[key] += 1
+        try:
+            what = self.trouble(handler.path, count)
+            time.sleep(self.latency)
+            if what == "hang":
+                self.stop.wait(30)
+                handler.close_connection = True
+                return
+            if isinstance(what, int):
+                handler.send_response(what)
+                handler.send_header("Content-Length", "0")
+                handler.end_headers()
+                return
+            body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+            connection = HTTPConnection("127.0.0.1", self.upstream, timeout=30)
+            connection.request(handler.command, handler.path, body=body, headers=dict(handler.headers))
+            response = connection.getresponse()
+            data = response.read()
+            connection.close()
+        finally:
+            with self.lock:
+                self.now -= 1
+        handler.send_response(response.status)
+        for name, value in response.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+                handler.send_header(name, value)
+        length = response.getheader("Content-Length") if handler.command == "HEAD" else str(len(data))
+        handler.send_header("Content-Length", length or "0")
+        handler.end_headers()
+        if what == "cut":
+            handler.wfile.write(data[: len(data) // 2])
+            handler.close_connection = True
+        elif handler.command != "HEAD":
+            handler.wfile.write(data)
+
+
+class _Forward(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, proxy, *args):
+        self.proxy = proxy
+        super().__init__(*args)
+
+    def do_GET(self):
+        self.proxy.answer(self)
+
+    do_HEAD = do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, *args):
+        pass
+
+
+class _Ranges(SimpleHTTPRequestHandler):
+    """Files and listings of a folder, with ranges of one part."""
+
+    def do_GET(self):
+        path = self.translate_path(self.path)
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if asked is None or not os.path.isfile(path):
+            super().do_GET()
+            return
+        size = os.path.getsize(path)
+        begin, end = int(asked[1]), min(size, int(asked[2] or size - 1) + 1)
+        if begin >= size:
+            self.send_error(416)
+            return
+        data = Path(path).read_bytes()[begin:end]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, *args):  # clients that go away
+        pass
+
+
+@contextmanager
+def serving(handler):
+    """Port of a server in a thread."""
+    server = _Server(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def proxied(port, **more):
+    """(proxy, URL) in front of a server."""
+    proxy = Proxy(port, **more)
+    with serving(partial(_Forward, proxy)) as own:
+        try:
+            yield proxy, f"http://127.0.0.1:{own}"
+        finally:
+            proxy.stop.set()
+
+
+@contextmanager
+def files(folder, ranges=True):
+    """Port of a server of the folder's files."""
+
+    class Plain(SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with serving(partial(_Ranges if ranges else Plain, directory=str(folder))) as port:
+        yield port
+
+
+@contextmanager
+def s3():
+    """Port of moto's server, in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    with open(os.devnull, "w") as nowhere:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=nowhere, stderr=nowhere)
+    try:
+        for _ in range(600):
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None, "moto's server ended"
+                time.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def bucket_of(port, folder, bucket, prefix="train"):
+    """Put all files of a folder into a new bucket; the URL."""
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+                          aws_access_key_id="x", aws_secret_access_key="x")  # fmt: skip
+    client.create_bucket(Bucket=bucket)
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file():
+            client.put_object(Bucket=bucket, Key=f"{prefix}/{path.relative_to(folder)}", Body=path.read_bytes())
+    return f"s3://{bucket}/{prefix}"
+
+
+def options(url):
+    """Of s3fs for this endpoint."""
+    return {"endpoint_url": url, "key": "x", "secret": "x", "client_kwargs": {"region_name": "us-east-1"}}

@@ -1,0 +1,244 @@
+"""A buffer of encoded batches: bounded in bytes, in order, refilled below its low mark, and gone when it is let go."""
+
+import gc
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpuaug
+from gpuaug.ahead import LOW, Ahead
+from gpuaug.batch import EncodedBatch
+from gpuaug.errors import ConfigError
+from gpuaug.read import Reader
+from gpuaug.source import adapt
+
+
+def batch(number, size):
+    return EncodedBatch(
+        data=torch.full((size,), number % 256, dtype=torch.uint8),
+        offsets=torch.tensor([0, size]),
+        labels=torch.tensor([number]),
+        indices=torch.tensor([number]),
+        repeats=torch.zeros(1, dtype=torch.int64),
+        valid=torch.ones(1, dtype=torch.bool),
+    )
+
+
+class Feed:
+    """A generator of batches that notes how many were asked for, and whether it was closed."""
+
+    def __init__(self, sizes, error=None):
+        self.given, self.closed, self.sizes, self.error = 0, threading.Event(), sizes, error
+
+    def __call__(self):
+        try:
+            for number, size in enumerate(self.sizes):
+                self.given += 1
+                yield batch(number, size)
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed.set()
+
+
+def settled(look, patience=5.0):
+    """The value of ``look()`` once it has not changed for a while."""
+    value, since, deadline = look(), time.monotonic(), time.monotonic() + patience
+    while time.monotonic() < deadline and time.monotonic() - since < 0.1:
+        time.sleep(0.005)
+        if (now := look()) != value:
+            value, since = now, time.monotonic()
+    return value
+
+
+def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
+    sizes = [(37 * k) % 500 + 1 for k in range(200)]
+    ahead = Ahead(Feed(sizes)(), limit=2000)
+    for number, size in enumerate(sizes):
+        assert ahead.level <= 2000
+        found = next(ahead)
+        assert found.data.tolist() == [number % 256] * size
+        assert found.labels.item() == found.indices.item() == number
+    assert next(ahead, None) is None
+    assert next(ahead, None) is None
+    assert ahead.level == 0
+
+
+def test_it_is_filled_again_only_below_the_low_mark():
+    feed = Feed([100] * 100)
+    ahead = Ahead(feed(), limit=1000)
+    assert settled(lambda: feed.given) == 11  # ten wait, one is in hand
+    assert ahead.level == 1000
+    next(ahead), next(ahead)  # 800: above the mark of 750
+    assert settled(lambda: feed.given) == 11
+    next(ahead)
+    assert LOW == 0.75  # 700: below it
+    assert settled(lambda: feed.given) == 14
+    assert ahead.level == 1000
+    ahead.close()
+
+
+def test_a_batch_larger_than_the_bound_waits_alone():
+    feed = Feed([10, 5000, 10, 5000])
+    ahead = Ahead(feed(), limit=100)
+    assert settled(lambda: ahead.level) == 10
+    assert len(next(ahead).data) == 10
+    assert settled(lambda: ahead.level) == 5000
+    assert [len(next(ahead).data) for _ in range(3)] == [5000, 10, 5000]
+    assert next(ahead, None) is None
+
+
+def test_an_exception_arrives_in_its_turn():
+    ahead = Ahead(Feed([10] * 5, error=ConnectionError("cut"))(), limit=1000)
+    assert [next(ahead).indices.item() for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(ConnectionError, match="cut"):
+        next(ahead)
+    assert next(ahead, None) is None
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_its_thread_and_what_it_reads_from_end_with_it(how):
+    feed = Feed([100] * 100)
+    ahead = Ahead(feed(), limit=1000)
+    next(ahead)
+    thread = ahead._thread
+    if how == "close":
+        ahead.close()
+        assert ahead.level == 0
+        assert next(ahead, None) is None
+    else:
+        del ahead
+    thread.join(5)
+    assert not thread.is_alive()
+    assert feed.closed.is_set()
+
+
+class Samples:
+    labels = None
+
+    def __init__(self, number, length):
+        self.number, self.length = number, length
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        return bytes(self.length), 0
+
+
+def mapped(word):
+    """Bytes of this process's mappings whose line holds the word."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if word in line:
+            begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+            total += end - begin
+    return total
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads /proc")
+def test_what_waits_is_private_memory_and_goes_back_to_the_system():
+    length, rows = 100_000, 10
+    reader = Reader(adapt(Samples(400, length)), num_workers=2)
+    numbers = torch.arange(400).split(rows)
+    encoded = reader.batches([(c, c * 0, c == c) for c in numbers])
+    first = next(encoded)
+    del first
+    before, private = mapped("/dev/shm"), resident()
+    ahead = Ahead(encoded, limit=20 * length * rows)
+    assert settled(lambda: ahead.level) == 20 * length * rows
+    # at most the one in hand; the workers' own prefetch is not mapped here
+    assert mapped("/dev/shm") - before <= 2 * length * rows
+    assert 0.9 < (resident() - private) / ahead.level < 1.2
+    assert sum(len(found) for found in ahead) == 390
+    assert resident() - private < 0.2 * 20 * length * rows
+    reader.close()
+
+
+def resident():
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+# -- in the loader
+
+
+def built(photos, **more):
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), backend="kornia")
+    settings = {"batch_size": 8, "num_workers": 1, "device": "cpu", **more}
+    return gpuaug.Loader(gpuaug.FolderSource(photos), augment=augment, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 0}, {"prefetch": 0}, {"num_workers": 2, "ahead": 1}])
+def test_no_pixel_changes_and_every_epoch_is_whole(photos, settings):
+    with built(photos) as plain, built(photos, **{"ahead": "1MiB", **settings}) as buffered:
+        for _ in range(2):
+            for a, b in zip(plain, buffered, strict=True):
+                assert torch.equal(a.images, b.images)
+                assert torch.equal(a.indices, b.indices)
+        assert buffered.ahead_level == 0
+
+
+def test_the_level_can_be_read_and_a_state_counts_only_what_was_handed_out(photos):
+    with built(photos, ahead="1GiB") as loader:
+        assert loader.ahead == 1 << 30
+        assert loader.ahead_level == 0
+        batches = iter(loader)
+        next(batches)
+        level = settled(lambda: loader.ahead_level)
+        assert level > 0
+        assert loader.state_dict()["position"] == 8
+        state = loader.state_dict()
+        iter(loader)  # ends the pass
+        loader.load_state_dict(state)
+        assert sum(len(found) for found in loader) == 57
+
+
+def test_an_abandoned_loader_ends_its_threads(photos):
+    before = threading.active_count()
+    loader = built(photos, ahead="1GiB")
+    iterator = iter(loader)
+    next(iterator)
+    alive = weakref.ref(loader)
+    del loader, iterator
+    gc.collect()
+    assert alive() is None
+    assert settled(threading.active_count) == before
+
+
+class Stalling:
+    labels = None
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index >= 32:
+            time.sleep(30)
+        return b"x", 0
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_closing_takes_seconds_even_while_a_read_stalls(workers):
+    loader = gpuaug.Loader(Stalling(), augment=gpuaug.Augment(crop=gpuaug.Resize(8), backend="kornia"), device="cpu",
+                           batch_size=8, num_workers=workers, order="sequential", ahead="1MiB",
+                           faults=gpuaug.Faults(policy="blank"))  # fmt: skip
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("value", [0, -5, "much", True])
+def test_a_bound_that_is_none_is_refused(photos, value):
+    with pytest.raises(ConfigError, match="`ahead` must be a size of memory"):
+        built(photos, ahead=value)

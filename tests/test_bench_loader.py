@@ -1,0 +1,113 @@
+"""bench/loader.py: that it runs, and that its ratios and table say what was measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(BENCH))
+    try:
+        import loader
+    finally:
+        sys.path.remove(str(BENCH))
+    return loader
+
+
+def quick(tmp_path, *more):
+    file = tmp_path / "report.json"
+    code = subprocess.run(
+        [sys.executable, str(BENCH / "loader.py"), "--quick", "--data", str(tmp_path), "--json", str(file), *more],
+        capture_output=True, text=True, timeout=500, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert code.returncode == 0, code.stderr
+    return json.loads(file.read_text())
+
+
+def test_a_quick_run_measures_ours_its_stages_and_their_ceiling(tmp_path, bench):
+    report = quick(tmp_path, "--set", "photos", "--recipe", "flip", "--who", "ours", "read", "decode", "augment")
+    rows = {row["who"]: row for row in report["results"]}
+    assert set(rows) == {"ours", "read", "decode", "augment", "ceiling"}
+    for who in ("ours", "read", "decode", "augment"):
+        assert rows[who]["lowest"] <= rows[who]["images_per_second"] <= rows[who]["highest"]
+        assert rows[who]["peak_pss"] > 50 << 20
+    alone = sum(1 / rows[who]["images_per_second"] for who in ("read", "decode", "augment"))
+    assert rows["ceiling"]["images_per_second"] == pytest.approx(1 / alone)
+    found = report["ratios"]["flip"]
+    assert found["ceiling"] == pytest.approx(rows["ours"]["images_per_second"] * alone)
+    peers = {"torchvision", "kornia_eager", "dali_reader", "dali_proxy", "ffcv", "spdl"}
+    assert set(found) == {*peers, "ceiling", "decode"}
+    assert found["torchvision"] is None
+    assert report["ratios"]["flip_packed"] == {"ffcv_raw": None}
+    text = bench.table(report)
+    assert text.count("| photos | flip |") == 5
+    assert f"{rows['ours']['images_per_second']:,.0f}" in text
+
+
+@pytest.mark.long
+def test_everybody_who_can_run_here_does(tmp_path):
+    report = quick(tmp_path)
+    reasons = {(row["set"], row["recipe"], row["who"]): row["reason"] for row in report["results"] if "reason" in row}
+    assert {who for _, _, who in reasons} <= {"torchvision", "torchvision_v2", "ffcv", "ffcv_raw", "spdl"}, reasons
+    assert report["ratios"]["standard"]["kornia_eager"] > 0
+    assert report["ratios"]["standard_s3"]["local"] > 0
+
+
+def test_ratios_are_ours_over_the_faster_torchvision(bench):
+    def row(who, rate, kind="photos", recipe="standard"):
+        return {"set": kind, "recipe": recipe, "who": who, "images_per_second": rate}
+
+    rows = [row("ours", 900.0), row("torchvision", 300.0), row("torchvision_v2", 450.0), row("dali_reader", 600.0),
+            row("ours_s3", 810.0), row("ours_packed", 2000.0, recipe="flip"), row("ffcv_raw", 1000.0, recipe="flip"),
+            {"set": "photos", "recipe": "standard", "who": "spdl", "reason": "no"},
+            row("ours", 80.0, kind="large"), row("torchvision", 40.0, kind="large")]  # fmt: skip
+    found = bench.ratios(rows)
+    assert found["standard"]["torchvision"] == 2.0
+    assert found["standard"]["dali_reader"] == 1.5
+    assert found["standard"]["spdl"] is None
+    assert found["standard_large"]["torchvision"] == 2.0
+    assert found["flip_packed"] == {"ffcv_raw": 2.0}
+    assert found["standard_s3"] == {"local": pytest.approx(0.9)}
+
+
+def test_on_a_gpu_reading_has_cores_of_its_own(bench):
+    rows = [{"who": w, "images_per_second": r} for w, r in (("read", 1000.0), ("decode", 3000.0), ("augment", 6000.0))]
+    (gpu,) = bench._derived(rows, "photos", "flip", on_gpu=True)
+    (cpu,) = bench._derived(rows, "photos", "flip", on_gpu=False)
+    assert gpu["images_per_second"] == pytest.approx(1000.0)
+    assert cpu["images_per_second"] == pytest.approx(1 / (1 / 1000 + 1 / 3000 + 1 / 6000))
+
+
+def test_the_table_goes_between_its_marks_and_touches_nothing_else(bench):
+    text = "# Measurements\n\nhand-written\n"
+    once = bench.insert(text, "| a |")
+    assert once.startswith("# Measurements\n\nhand-written\n\n## loader.py")
+    twice = bench.insert(once + "\nmore\n", "| b |")
+    assert "| a |" not in twice
+    assert "| b |" in twice
+    assert twice.endswith("\nmore\n")
+    assert twice.count(bench.BEGIN) == 1
+
+
+def test_the_small_s3_server_lists_and_serves_ranges(bench, tmp_path):
+    for name in ("train/a/1.jpg", "train/a/2.jpg", "train/b/3.jpg", "other"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    status, body, _ = bench._object(tmp_path, "/bucket?list-type=2&prefix=train/", {})
+    assert status == "200 OK"
+    assert body.count(b"<Contents>") == 3
+    _, body, _ = bench._object(tmp_path, "/bucket?list-type=2&prefix=train/&delimiter=/", {})
+    assert body.count(b"<Contents>") == 0
+    assert body.count(b"<CommonPrefixes>") == 2
+    assert bench._object(tmp_path, "/bucket/train/a/1.jpg", {})[1] == b"train/a/1.jpg"
+    status, body, more = bench._object(tmp_path, "/bucket/train/a/1.jpg", {"range": "bytes=6-8"})
+    assert (status, body) == ("206 Partial Content", b"a/1")
+    assert "Content-Range: bytes 6-8/13" in more
+    assert bench._object(tmp_path, "/bucket/nothing", {})[0] == "404 Not Found"

@@ -1,0 +1,228 @@
+"""The command line itself: help, names, keys, errors, the user's own configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from PIL import Image
+
+from gpuaug.cli import COMMANDS, conf_dir, main
+from gpuaug.cli.request import Request
+from gpuaug.errors import ConfigError, SourceError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("blue", "red"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for n in range(4):
+            color = (200, 30, 10 * n) if name == "red" else (10 * n, 30, 200)
+            Image.new("RGB", (40, 30), color).save(tmp_path / "images" / name / f"{n}.png")
+    return tmp_path / "images"
+
+
+def request(*overrides: str, command: str = "train", **more: object) -> Request:
+    return Request(command=command, overrides=overrides, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_is_quick_and_imports_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys; from gpuaug.cli import main; status = main(sys.argv[1:]); "
+        "heavy = {'torch', 'hydra', 'kornia', 'nvidia.dali', 'numpy', 'PIL'} & set(sys.modules); "
+        "assert not heavy, heavy; sys.exit(status)"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    seconds = time.perf_counter() - begin
+    assert done.returncode == 0, done.stderr
+    assert seconds < 1.0
+    if len(words) == 1:
+        assert all(f"  {name} " in done.stdout for name in COMMANDS)
+        assert "--trust" in done.stdout
+    else:
+        keys = OmegaConf.load(conf_dir() / "command" / f"{words[0]}.yaml")
+        assert all(f"  {key}:" in done.stdout for key in keys)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
+    from importlib import import_module
+
+    module = import_module(f"gpuaug.cli.{name}")
+    settings = request(command=name).settings()
+    assert set(settings) == set(module.Settings.__dataclass_fields__)
+    made, default = module.Settings(**settings), module.Settings()
+    for key, value in settings.items():
+        assert getattr(made, key) == value
+        assert key == "model" or getattr(default, key) == value, f"{key}: YAML and dataclass differ"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trian"], "Did you mean `train`?"),
+        (["source.root=/data"], "The command comes first: gpuaug train source.root=/data"),
+        (["xyz"], "Commands: train"),
+        (["train", "epocks=3"], "Did you mean `epochs`?"),
+        (["train", "bach_size=3"], "Did you mean 'batch_size'?"),
+        (["train", "source.root=x", "augment=simcrl"], "Did you mean augment=simclr?"),
+        (["train", "optimiser=sgd"], "Did you mean `optimizer`?"),
+        (["train", "optimizer=sgdd"], "`optimizer` must be one of sgd, adamw. Found: 'sgdd'."),
+        (["train", "epochs=0"], "`epochs` must be a whole number >= 1. Found: 0."),
+        (["train", "lr=high"], "`lr` must be a number in [0, inf]. Found: 'high'."),
+        (["train", "model.widht=3"], "`model.widht`"),
+        (["train", "oops"], "`oops` is no override: expected key=value."),
+        (["train", "--at", "train_data"], "--config-name"),
+        (["train"], "source.root"),
+        (["train", "source.root=/no/such/folder"], "/no/such/folder"),
+        (["train", "out=2024"], "Quote it: \"out='2024'\"."),
+        (["train", "json=3"], "`json` must be text or null. Found: 3."),
+        (["preview", "out=null"], "`out` must be text. Found: None."),
+        (["preview", "draws=0"], "`draws` must be a whole number >= 1. Found: 0."),
+        (["preview", "indices=[1,x]"], "`indices` must be a list of sample numbers"),
+        (["preview", "epoch=-1"], "`epoch` must be a whole number >= 0"),
+        (["preview", "samples=many"], "`samples` must be a whole number >= 1. Found: 'many'."),
+    ],
+)
+def test_errors_are_one_clean_message(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert "Traceback" not in err
+    assert "command.train" not in err  # how the keys are composed is no business of the user's
+
+
+def test_held_out_overrides_are_named_as_the_user_wrote_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"source.root={folder}", "val.bach=3", "num_workers=0"]) == 2
+    assert "Behind `val.`: `bach`" in capsys.readouterr().err
+    assert main(["train", f"source.root={folder}", "val=held_out", "num_workers=0"]) == 2
+    assert "val.source.root=DIR" in capsys.readouterr().err
+
+
+def test_tracebacks_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["train", "epochs=0", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("GPUAUG_DEBUG", "1")
+    assert main(["train", "epochs=0"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_overrides_go_where_they_belong() -> None:
+    asked = request(
+        *("epochs=3", "model._target_=my.Net", "+model.depth=2", "source.root=/a", "~augment.ops.gray", "batch_size=7"),
+        *("val.source.root=/b", "val.augment=none", "val.num_workers=0"),
+    )
+    settings, loader = asked.settings(), asked.loader()
+    assert settings["epochs"] == 3
+    assert settings["model"] == {"_target_": "my.Net", "depth": 2}
+    assert loader.source.root == "/a"
+    assert "gray" not in loader.augment.ops
+    assert not {"epochs", "model", "val"} & set(loader)
+    held_out = asked.held_out(loader)
+    assert held_out is not None
+    assert (held_out.source.root, held_out.batch_size, held_out.num_workers) == ("/b", 7, 0)
+    assert held_out.augment.crop._target_ == "gpuaug.Resize"
+    assert request("source.root=/a").held_out(loader) is None
+
+
+def test_names_of_classes_are_data_and_not_configuration(tmp_path: Path) -> None:
+    names = ["${oc.env:HOME}", "${nowhere}", "???", "a,b=[c]"]
+    for part, held in (("train", names), ("val", names[:2])):
+        for name in held:
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / part / name / "0.png")
+    asked = request(
+        f"source.root={tmp_path}/train",
+        f"val.source.root={tmp_path}/val",
+        "num_workers=0",
+        "device=cpu",
+        "decode.backend=pillow",
+    )
+    train = asked.loader()
+    held_out = asked.held_out(train)
+    assert held_out is not None
+    with asked.build(train) as loader, asked.build_held_out(held_out, classes=loader.source.classes) as val:
+        assert val.source.classes == loader.source.classes == sorted(names)
+        assert val.source.labels.tolist() == [sorted(names).index(n) for n in sorted(names[:2])]
+    held_out.source.root = "/no/such/folder"
+    with pytest.raises(SourceError, match="no/such/folder"):
+        asked.build_held_out(held_out, classes=names)
+    held_out.source.labels = "???"
+    with pytest.raises(ConfigError, match=r"`source\.labels` must be given"):
+        asked.build_held_out(held_out, classes=names)
+
+
+def test_own_configuration(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text(
+        "defaults:\n  - gpuaug@train_data: train\n  - gpuaug@val_data: eval\n  - _self_\n"
+        f"batch: 5\ntrain_data:\n  batch_size: ${{batch}}\n  source: {{root: {folder}}}\n"
+        f"val_data:\n  batch_size: 3\n  source: {{root: {folder}}}\n"
+    )
+    own = {"config_dir": str(tmp_path / "conf"), "config_name": "app"}
+    asked = request(
+        "epochs=2", "val=val_data", "batch=6", "gpuaug/augment@train_data.augment=flip", at="train_data", **own
+    )
+    loader = asked.loader()
+    assert asked.settings()["epochs"] == 2
+    assert "jitter" not in loader.augment.ops
+    with asked.build(loader) as built:
+        assert built.batch_size == 6
+    held_out = asked.held_out(loader, at="val_data")
+    assert held_out is not None
+    with asked.build_held_out(held_out, classes=["red", "blue"]) as built:
+        assert built.batch_size == 3
+        assert built.source.classes == ["red", "blue"]
+    with pytest.raises(ConfigError, match="`train_date` must be the place of a loader"):
+        request(at="train_date", **own).loader()
+    with pytest.raises(ConfigError, match="exclude each other"):
+        request("val.batch_size=3", at="train_data", **own).held_out(loader, at="val_data")
+    with pytest.raises(ConfigError, match="--config-dir"):
+        request(config_name="app")
+    (tmp_path / "conf" / "augment").mkdir()
+    (tmp_path / "conf" / "augment" / "mine.yaml").write_text("_target_: gpuaug.Augment\ncopies: 3\n")
+    assert request("augment=mine", config_dir=own["config_dir"]).loader().augment.copies == 3
+    main_words = ["preview", "--config-dir", own["config_dir"], "--config-name", "app", "--at", "train_data"]
+    assert main([*main_words, f"out={tmp_path / 'own.png'}", "samples=1", "draws=1"]) == 0
+    assert (tmp_path / "own.png").exists()
+
+
+def test_json_holds_what_was_printed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "report.json"
+    out = tmp_path / "p.png"
+    assert main(["preview", f"source.root={folder}", f"json={file}", f"out={out}", "samples=2", "draws=1"]) == 0
+    values = json.loads(file.read_text())
+    assert values["preview"] in capsys.readouterr().out
+    assert values["keys"] == ["blue/2.png", "red/1.png"]
+
+
+@pytest.mark.parametrize("key", ["json", "out"])
+def test_a_file_that_cannot_be_written_is_found_out_first(
+    key: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["preview", f"source.root={folder}", f"{key}={tmp_path}"]) == 2
+    assert f"`{key}` must name a file that can be written" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["preview", f"source.root={folder}", f"{key}={tmp_path}/file/x"]) == 2
+    assert f"`{key}` must name a file that can be written" in capsys.readouterr().err
+
+
+def test_logging_is_as_before_afterwards(folder: Path, tmp_path: Path) -> None:
+    import logging
+
+    log = logging.getLogger("gpuaug")
+    before = log.level, log.propagate, list(log.handlers)
+    main(["preview", f"source.root={folder}", f"out={tmp_path}/p.png", "samples=1", "draws=1"])
+    assert (log.level, log.propagate, list(log.handlers)) == before

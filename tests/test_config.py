@@ -1,0 +1,608 @@
+"""Composing configurations and building objects from them: what works, and what every mistake is told."""
+
+import inspect
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import kornia.augmentation as K
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
+from omegaconf import OmegaConf
+
+import gpuaug
+from gpuaug.config import _at, build, compose
+from gpuaug.errors import ConfigError, SourceError
+
+CONF = Path(gpuaug.__file__).parent.parent / "conf"
+
+
+def recipe(*overrides, **more):
+    return build(compose("train", overrides).augment, **more)
+
+
+def refused(*overrides, name="train", cfg=None, **more):
+    """The message that composing or building ends with."""
+    with pytest.raises(ConfigError) as caught:
+        found = compose(name, overrides) if cfg is None else cfg
+        build(found, **more)
+    return str(caught.value)
+
+
+# -- the shipped files
+
+
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
+    cfg = compose(name)
+    groups = {"source", "order", "cache", "decode", "augment", "mix", "faults"}
+    parameters = inspect.signature(gpuaug.Loader).parameters
+    assert set(cfg) - {"_target_"} == set(parameters)
+    words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
+    for key in set(parameters) - groups:
+        assert cfg[key] == words.get(parameters[key].default, parameters[key].default), key
+
+
+@pytest.mark.parametrize("path", ["source/folder", "order/weighted", "order/repeated", "decode/default",
+                                  "faults/default", "mix/mixup"])  # fmt: skip
+def test_every_key_of_a_stage_stands_in_its_group_with_its_default(path):
+    node = OmegaConf.load(CONF / "gpuaug" / f"{path}.yaml")
+    parameters = inspect.signature(getattr(gpuaug, node._target_.removeprefix("gpuaug."))).parameters
+    assert set(node) - {"_target_"} == set(parameters)
+    for key, parameter in parameters.items():
+        if parameter.default is not parameter.empty and key not in ("mixup_alpha", "remote"):
+            default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            assert node[key] == default, key
+
+
+def test_groups_are_relative_so_that_they_can_be_composed_anywhere():
+    files = sorted(CONF.rglob("*.yaml"))
+    assert len(files) > 20
+    for file in files:
+        text = file.read_text()
+        assert text.startswith("# "), file
+        assert "@package" not in text, file
+        assert all(part.startswith("${.") for part in text.split("$")[1:] if part.startswith("{")), file
+        for default in OmegaConf.load(file).get("defaults", []):
+            assert default == "_self_" or all(not str(group).startswith("/") for group in default), file
+        assert max(map(len, text.splitlines())) <= 120, file
+        assert len(text.splitlines()) <= 50, file
+
+
+def test_operation_names_are_the_same_in_every_recipe():
+    names = {
+        "RandomHorizontalFlip": "flip", "RandomVerticalFlip": "vflip", "ColorJitter": "jitter",
+        "RandomGrayscale": "gray", "RandomGaussianBlur": "blur", "RandomSolarize": "solarize",
+        "RandAugment": "randaugment", "TrivialAugment": "trivialaugment", "OneOf": "choice",
+    }  # fmt: skip
+
+    def ops(node, name=None):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                if name == "ops":
+                    yield key, value["_target_"].rsplit(".", 1)[1]
+                yield from ops(value, key)
+
+    for file in (CONF / "gpuaug" / "augment").glob("*.yaml"):
+        for key, kind in ops(OmegaConf.to_container(OmegaConf.load(file))):
+            assert names[kind] == key, file
+
+
+# -- compose
+
+
+def test_overrides_reach_views_ops_and_groups():
+    cfg = compose(
+        "train",
+        ["source.root=/data", "augment=dino", "augment.views.local.ops.jitter.p=0.3", "~augment.views.local.ops.gray",
+         "augment.views.global2.ops.blur=null", "mix=mixup_cutmix", "order=weighted", "batch_size=256"],
+    )  # fmt: skip
+    assert cfg.batch_size == 256
+    assert cfg.order._target_ == "gpuaug.Weighted"
+    assert cfg.mix.cutmix_alpha == 1.0
+    built = build(cfg.augment)
+    assert [(v.name, v.copy) for v in built.views] == [("global1", 0), ("global2", 0)] + [
+        ("local", i) for i in range(6)
+    ]
+    assert "hydra" not in cfg
+    # an anchor in the file is no link: only the local view has changed
+    assert cfg.augment.views.global1.ops.jitter.p == cfg.augment.views.global2.ops.jitter.p == 0.8
+    assert cfg.augment.views.local.ops.jitter.p == 0.3
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("augment=simcrl", ["`augment` must be one of", "Found: simcrl", "Did you mean augment=simclr?"]),
+        ("augmnt=simclr", ["`augmnt`", "Did you mean 'augment'?"]),
+        ("batchsize=3", ["`batchsize`", "Did you mean 'batch_size'?"]),
+        ("augment.ops.jitter.brigthness=0.3", ["`augment.ops.jitter.brigthness`", "ColorJitter",
+                                               "Did you mean 'brightness'?"]),
+        ("~augment.ops.foo", ["`augment.ops.foo`", "It has: vflip, flip, jitter, gray"]),
+        ("augment.op.jitter.p=1", ["`augment.op.jitter.p`", "Did you mean 'ops'?"]),
+        ("mix=null", ["`mix` must be one of", "Found: null", "Did you mean mix=none?"]),
+        ("order.weights=class", ["`order.weights`", "gpuaug.Shuffle"]),
+        ("source.root=/data/a=b", ["source.root=/data/a=b", "quotes"]),
+        ("augment.ops.jitter={p", ["augment.ops.jitter={p", "quotes"]),
+        ("batch_size=1,2", ["`batch_size`", "Found: 1,2"]),
+    ],
+)  # fmt: skip
+def test_an_override_that_does_not_fit_is_told_the_nearest(override, expected):
+    message = refused("augment=standard", override) if not override.startswith("augment=") else refused(override)
+    for part in expected:
+        assert part in message, message
+
+
+def test_an_unknown_configuration_is_told_the_nearest():
+    message = refused(name="trian")
+    assert "'trian'" in message
+    assert "Did you mean 'train'?" in message
+
+
+def test_one_override_still_comes_in_a_list():
+    with pytest.raises(ConfigError, match="`overrides` must be a list of strings"):
+        compose("train", "augment=simclr")
+
+
+def test_a_quoted_value_may_hold_anything():
+    assert compose("train", ["source.root='/data/a=b, c'"]).source.root == "/data/a=b, c"
+
+
+def test_replacing_an_operation_with_what_would_keep_old_arguments_is_refused():
+    new = "augment.ops.jitter={_target_: kornia.augmentation.RandomGrayscale, rgb_weights: null}"
+    message = refused(new)
+    assert "`augment.ops.jitter` was kornia.augmentation.ColorJitter" in message
+    assert "brightness, contrast, saturation, hue, order, p would stay" in message  # RandomGrayscale would take p
+    assert "'~augment.ops.jitter'" in message
+    rest = [f"~augment.ops.jitter.{key}" for key in ("brightness", "contrast", "saturation", "hue")]
+    assert "order, p would stay" in refused(new, *rest)
+    cfg = compose("train", ["~augment.ops.jitter", "+" + new.replace("null", "null, p: 0.2")])
+    assert list(cfg.augment.ops) == ["vflip", "flip", "gray", "jitter"]
+    assert cfg.augment.ops.jitter == {
+        "_target_": "kornia.augmentation.RandomGrayscale", "rgb_weights": None, "p": 0.2,
+    }  # fmt: skip
+    # the same class again is a merge that can be meant, and so is giving each old argument anew
+    same = "augment.ops.jitter={_target_: kornia.augmentation.ColorJitter, p: 0.2}"
+    assert compose("train", [same]).augment.ops.jitter.hue == 0.1
+    gray = "augment.ops.gray={_target_: kornia.augmentation.RandomInvert}"
+    assert compose("train", [gray, "augment.ops.gray.p=0.5"]).augment.ops.gray.p == 0.5
+
+
+def test_shuffle_is_another_word_for_the_order():
+    assert compose("train", ["shuffle=false"]).order == {"_target_": "gpuaug.Sequential"}
+    assert compose("eval", ["shuffle=true"]).order == {"_target_": "gpuaug.Shuffle"}
+    assert compose("train", ["shuffle=false"]).shuffle is None
+    assert compose("train", ["shuffle=false", "order=sequential"]).order._target_ == "gpuaug.Sequential"
+    assert "`order` (gpuaug.Weighted)" in refused("shuffle=false", "order=weighted")
+    assert "`shuffle` must be true, false or null. Found: 'maybe'" in refused("shuffle=maybe")
+
+
+@pytest.mark.parametrize("command", ["train", "preview"])
+def test_a_commands_keys_can_be_composed_in(command):
+    cfg = compose("train", [f"+command@_global_={command}", "augment=simclr"])
+    own = OmegaConf.load(CONF / "gpuaug" / "command" / f"{command}.yaml")
+    assert own
+    assert all(cfg[key] == own[key] for key in own)
+    assert not set(own) & set(inspect.signature(gpuaug.Loader).parameters)
+
+
+def test_groups_of_a_users_folder_come_first(tmp_path):
+    (tmp_path / "augment").mkdir()
+    (tmp_path / "augment" / "mine.yaml").write_text(
+        "_target_: gpuaug.Augment\nops: {flip: {_target_: kornia.augmentation.RandomHorizontalFlip, p: 0.25}}\n"
+    )
+    (tmp_path / "augment" / "flip.yaml").write_text("_target_: gpuaug.Augment\ncopies: 3\n")
+    (tmp_path / "app.yaml").write_text("defaults: [gpuaug@train_data: train, _self_]\n")
+    cfg = compose("train", ["augment=mine"], config_dir=tmp_path)
+    assert cfg.augment.ops.flip.p == 0.25
+    assert cfg.decode._target_ == "gpuaug.Decode"
+    assert compose("train", ["augment=flip"], config_dir=tmp_path).augment.copies == 3
+    assert "mine" in refused_in(tmp_path, "train", "augment=mien")
+    app = compose("app", ["gpuaug/augment@train_data.augment=simclr"], config_dir=str(tmp_path))
+    assert app.train_data.augment.copies == 2
+    message = refused_in(tmp_path, "app", "gpuaug/augment@train_data.augment=simcrl")
+    assert "`gpuaug/augment@train_data.augment` must be one of" in message
+    assert "gpuaug/augment=simclr" not in message.replace("gpuaug/augment@train_data.augment=simclr", "")
+    assert "Did you mean 'train_data'" in refused_in(tmp_path, "app", "train_dat.seed=1")
+    with pytest.raises(ConfigError, match="`config_dir` must be a folder"):
+        compose("train", config_dir=tmp_path / "nowhere")
+
+
+def refused_in(folder, name, override):
+    with pytest.raises(ConfigError) as caught:
+        compose(name, [override], config_dir=folder)
+    return str(caught.value)
+
+
+def test_a_running_hydra_application_keeps_its_state(tmp_path):
+    import hydra
+
+    (tmp_path / "app.yaml").write_text("x: 1\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.2", job_name="app"):
+        before, version = GlobalHydra.instance(), VersionBase.instance().version_base
+        running = before.hydra
+        assert compose("train").batch_size == 64
+        assert refused("augment=simcrl")
+        assert GlobalHydra.instance() is before
+        assert GlobalHydra.instance().hydra is running
+        assert VersionBase.instance().version_base == version
+        assert JobRuntime.instance().get("name") == "app"
+        assert hydra.compose("app").x == 1
+    assert not GlobalHydra.instance().is_initialized()
+    compose("train")
+    assert not GlobalHydra.instance().is_initialized()
+
+
+# -- build: what may be named
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "builtins.eval",
+        "torch.load",
+        "kornia.augmentation._2d.base.torch.load",
+        "kornia.augmentation._2d.base.torch.nn.Linear",
+        "kornia.augmentation",
+        "kornia.augmentation.RandomHorizontalFlip.__init__",
+        "kornia.augmentation.RandomHorizontalFlip.__class__",
+        "kornia.geometry.transform.Rotate",
+        "kornia.augmentation._2d.intensity.jpeg.JPEGCodecDifferentiable",
+        "gpuaug.config.Path",
+        "gpuaug.build",
+        "gpuaug.loader.threading.Thread",
+        "gpuaug.draw.Stream",
+        "gpuaug.augment.parameters.Prepared",
+        "",
+        ".os.system",
+        "gpuaug..Loader",
+        "gpuaug.Loader ",
+        "kornia.augmentation.os",
+        42,
+    ],
+)
+@pytest.mark.parametrize("place", ["top", "op", "list", "args", "nested"])
+def test_a_target_out_of_bounds_is_refused_wherever_it_stands(target, place):
+    bad = {"_target_": target}
+    tree = {
+        "top": bad,
+        "op": {"_target_": "gpuaug.Augment", "ops": {"x": bad}},
+        "list": {"_target_": "gpuaug.Augment", "ops": {"x": [1, [bad]]}},
+        "args": {"_target_": "gpuaug.RandomResizedCrop", "_args_": [bad]},
+        "nested": {"_target_": "gpuaug.Augment", "ops": {"x": {"_target_": "gpuaug.OneOf", "ops": {"y": bad}}}},
+    }[place]
+    with pytest.raises(ConfigError) as caught:
+        build(tree)
+    key = {"top": "", "op": "ops.x.", "list": "ops.x[1][0].", "args": "_args_[0].", "nested": "ops.x.ops.y."}[place]
+    assert f"`{key}_target_`" in str(caught.value)
+    assert repr(target) in str(caught.value)
+
+
+def test_everything_is_checked_before_anything_is_made(tmp_path, monkeypatch):
+    made = []
+    (tmp_path / "recorder.py").write_text("class Op:\n    made = []\n    def __init__(self): self.made.append(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ops = {"a": {"_target_": "recorder.Op"}, "z": {"_target_": "os.system"}}
+    with pytest.raises(ConfigError, match="os.system"):
+        build({"_target_": "gpuaug.Augment", "ops": ops}, trust=["recorder."])
+    from recorder import Op
+
+    assert Op.made == made
+    ops["z"] = {"_target_": "recorder.Op", "what": 1}
+    with pytest.raises(ConfigError, match="takes no argument 'what'"):
+        build({"_target_": "gpuaug.Augment", "ops": ops}, trust=["recorder."])
+    assert Op.made == made
+
+
+def test_a_module_that_is_not_trusted_is_not_even_imported(tmp_path, monkeypatch):
+    (tmp_path / "sideeffect.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="sideeffect"):
+        build({"_target_": "sideeffect.Op"})
+    assert "sideeffect" not in sys.modules
+
+
+def test_trust_admits_a_users_own_classes_and_nothing_they_import(tmp_path, monkeypatch):
+    (tmp_path / "my_pkg.py").write_text(
+        "from kornia.augmentation import RandomInvert\nimport os\n"
+        "class Invert(RandomInvert):\n    pass\ndef function(): pass\n"
+    )
+    (tmp_path / "my_pkg_evil.py").write_text("class Invert: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def one(target, **more):
+        return build({"_target_": "gpuaug.Augment", "ops": {"x": {"_target_": target}}}, **more)
+
+    for trust in (["my_pkg."], "my_pkg.", ["my_pkg"], ["my_pkg.Invert"]):
+        assert one("my_pkg.Invert", trust=trust).views
+    assert one("my_pkg.RandomInvert", trust=["my_pkg."]).views  # Kornia's own
+    for target in ("my_pkg.os.system", "my_pkg.function", "my_pkg_evil.Invert", "my_pkg.Inverted"):
+        with pytest.raises(ConfigError, match=r"`ops.x._target_`"):
+            one(target, trust=["my_pkg."])
+    for trust in ([""], ["."], [3]):
+        with pytest.raises(ConfigError, match="`trust` must hold"):
+            one("my_pkg.Invert", trust=trust)
+
+
+def test_a_misspelt_target_is_told_the_nearest():
+    message = refused("+augment.ops.x._target_=kornia.augmentation.RandomErasng", "source.root=/x")
+    assert "`augment.ops.x._target_`: kornia.augmentation has no 'RandomErasng'" in message
+    assert "Did you mean 'RandomErasing'?" in message
+
+
+# -- build: arguments
+
+
+def test_hydras_special_keys():
+    flip = {"_target_": "kornia.augmentation.RandomHorizontalFlip"}
+
+    def one(**more):
+        return build({"_target_": "gpuaug.Augment", "ops": {"flip": {**flip, **more}}})
+
+    for special in ({"_partial_": True}, {"_partial_": False}, {"_recursive_": False}, {"_convert_": "none"},
+                    {"_args_": 3}):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"`ops.flip.{next(iter(special))}`"):
+            one(**special)
+    assert one(_convert_="all", _recursive_=True).views
+    crop = build({"_target_": "gpuaug.RandomResizedCrop", "_args_": [32], "scale": [0.5, 1.0]})
+    assert crop.size == (32, 32)
+    with pytest.raises(ConfigError, match="_args_"):
+        build({"_target_": "gpuaug.Augment", "ops": {"flip": {"_args_": [1]}}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["+augment.ops.jitter.brigthness=0.3"], ["`augment.ops.jitter.brigthness`", "Did you mean 'brightness'?"]),
+        (["~augment.crop.size"], ["`augment.crop.size` must be given", "gpuaug.RandomResizedCrop"]),
+        (["augment.ops.jitter.p=high"], ["`augment", "'high'"]),
+        (["augment.ops.jitter.p=2"], ["`augment.ops.jitter", "2"]),
+        (["augment.crop.scale=[0.5,0.1]"], ["`augment.crop.scale`", "0.1"]),
+        (["augment.backend=fast"], ["`augment.backend`", "fast"]),
+        (["+augment.ops.jitter.same_on_batch=true"], ["`augment.ops.jitter.same_on_batch`"]),
+        (["+augment.ops.x={p: 0.1}"], ["`augment.ops.x` needs a `_target_`", "Found keys: p"]),
+        (["augment.ops.jitter._target_=kornia.augmentation.RandomInvert"],
+         ["`augment.ops.jitter.brightness`", "takes no argument 'brightness'", "~augment.ops.jitter"]),
+        (["augment=dino", "augment.views.local.copies=0"], ["`augment.views.local.copies`", "0"]),
+        (["augment=dino", "augment.views.local.normalize.std=[0,1,1]"], ["`augment.views.local.normalize.std`"]),
+        (["augment=dino", "+augment.views.local.ops.flip.p_batch=0.5"], ["`augment.views.local.ops.flip.p_batch`"]),
+        (["augment=threeaugment", "augment.ops.choice.p=2"], ["`augment.ops.choice.p`", "2"]),
+        (["+epochs=3"], ["`epochs`", "gpuaug.Loader takes no argument 'epochs'"]),
+        (["faults.policy=ignore"], ["`faults.policy`", "ignore"]),
+        (["decode.backend=opencv"], ["`decode.backend`", "opencv"]),
+        (["mix=mixup", "mix.p=2"], ["`mix.p`", "2"]),
+        (["+mix.p=2"], ["`mix.p`", "`mix` is switched off"]),
+        (["order=repeated", "order.repeats=0"], ["`order.repeats`", "0"]),
+        (["batch_size=0"], ["`batch_size`", "0"]),
+        (["faults.max='5'"], ["`faults.max` must be", "Found: '5'."]),
+        (["faults.max=.nan"], ["`faults.max` must be", "Found: nan."]),
+        (["faults.window=null"], ["`faults.window` must be", "Found: None."]),
+        (["timeout=abc"], ["`timeout` must be a number", "Found: 'abc'."]),
+        (["timeout=null"], ["`timeout` must be a number", "Found: None."]),
+        (["seed=null"], ["`seed` must be", "Found: None."]),
+        (["device=[cpu]"], ["`device`", "cpu"]),
+        (["rank=a"], ["`rank`", "Found: rank="]),
+        (["drop_last=no"], ["`drop_last` must be true or false. Found: 'no'."]),
+        (["drop_last=maybe"], ["`drop_last` must be true or false. Found: 'maybe'."]),
+        (["+augment.ops.jitter.keepdim=no"], ["`augment.ops.jitter.keepdim` must be true or false. Found: 'no'."]),
+        (["augment.ops.jitter.p=null"], ["`augment.ops.jitter.p` must be a probability", "None"]),
+        (["augment.ops.jitter.brightness=[a,b]"], ["`augment.ops.jitter.brightness` must be a number or a list."]),
+        (["+augment.ops.n={_target_: gpuaug.Normalize, mean: [0,0,0], std: [1,1,1]}"],
+         ["`augment.ops.n`", "Normalize", "Use `normalize` instead"]),
+        (["+augment.ops.n={_target_: gpuaug.Augment}"], ["`augment.ops.n`", "a whole recipe", "MultiView"]),
+    ],
+)  # fmt: skip
+def test_an_argument_that_does_not_fit_names_its_full_key(photos, overrides, expected):
+    for cfg, root in (
+        (compose("train", [f"source.root='{photos}'", *overrides]), ""),
+        (OmegaConf.create({"train_data": compose("train", [f"source.root='{photos}'", *overrides])}).train_data, "t"),
+    ):
+        message = refused(cfg=cfg)
+        for part in expected:
+            if root and part.startswith("`"):
+                part = part.replace("`", "`train_data.", 1)
+            if "~augment" in part and root:
+                part = part.replace("~", "~train_data.")
+            if "`mix` is" in part and root:
+                part = "`train_data.mix` is"
+            assert part in message, message
+
+
+def test_a_missing_root_is_asked_for():
+    assert "`source.root` must be given" in refused()
+    cfg = OmegaConf.create({"train_data": compose("train")})
+    assert "Set it: train_data.source.root=..." in refused(cfg=cfg.train_data)
+
+
+def test_the_cause_is_chained_and_other_errors_keep_their_type(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        recipe("augment.ops.gray.p=high")
+    assert caught.value.__cause__ is not None
+    with pytest.raises(SourceError) as caught:
+        build(compose("train", [f"source.root={tmp_path}/nowhere"]))
+    assert "raised while building `source`" in caught.value.__notes__
+
+
+def test_null_and_deletion_switch_an_operation_or_view_off():
+    for overrides in (["augment.ops.jitter=null"], ["~augment.ops.jitter"]):
+        assert [s.op for s in recipe(*overrides).streams if s.op != "crop"] == ["vflip", "flip", "gray"]
+    assert len(recipe("augment=dino", "augment.views.local=null").views) == 2
+    assert recipe("augment.normalize=null").normalize is None
+
+
+def test_lists_arrive_as_plain_lists():
+    found = build(compose("train", ["augment=simclr"]).augment.crop)
+    assert tuple(found.scale) == (0.08, 1.0)
+    assert type(recipe("augment=simclr").prepared[3].op) is K.RandomGaussianBlur
+
+
+def test_mix_none_is_nothing(photos):
+    with build(compose("train", [f"source.root='{photos}'", "num_workers=0", "device=cpu"])) as loader:
+        assert loader.mix is None
+    with build(compose("train", [f"source.root='{photos}'", "num_workers=0", "device=cpu", "mix=cutmix"])) as loader:
+        assert loader.mix == gpuaug.Mix(cutmix_alpha=1.0)
+
+
+def test_ready_objects_take_the_place_of_arguments_and_are_not_copied(photos):
+    source = gpuaug.FolderSource(photos)
+    cfg = compose("train", ["num_workers=0", "device=cpu"])  # its source.root is missing, and not needed
+    with build(cfg, source=source) as loader:
+        assert loader.source is source
+    with pytest.raises(ConfigError, match=r"`sorce`.*Did you mean 'source'\?"):
+        build(cfg, sorce=source)
+
+
+def test_a_part_of_an_application_is_built_with_its_interpolations(photos):
+    cfg = OmegaConf.create(
+        {
+            "seed": 7,
+            "size": 48,
+            "train_data": compose("train", [f"source.root='{photos}'", "num_workers=0", "device=cpu"]),
+        }
+    )
+    OmegaConf.set_struct(cfg, False)
+    cfg.train_data.seed = "${..seed}"
+    cfg.train_data.augment.crop.size = "${size}"
+    cfg.train_data.augment.ops.vflip.p = "${..flip.p}"
+    cfg.train_data.shuffle = False
+    with build(cfg.train_data) as loader:
+        assert loader.seed == 7
+        assert loader.augment.crop.size == (48, 48)
+        assert type(loader.order) is gpuaug.Sequential
+    assert cfg.train_data.shuffle is False  # a user's configuration is left as it was
+    cfg.train_data.augment.ops.vflip.p = "${nowhere}"
+    assert "`train_data.augment.ops.vflip.p`" in refused(cfg=cfg.train_data)
+    assert "build(cfg.train_data)" in refused(cfg=cfg)
+
+
+def test_plain_dictionaries_may_hold_objects():
+    flip = K.RandomHorizontalFlip(p=0.5)
+    built = build({"_target_": "gpuaug.Augment", "ops": {"flip": flip}})
+    assert built.prepared[0].op is flip
+    for nothing in ({}, None, OmegaConf.create({}), [1], "train"):
+        with pytest.raises(ConfigError, match="_target_"):
+            build(nothing)
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "of_loader", "expected"),
+    [
+        ("train_data.augment", "`augment.ops.jitter.p` is", False, "`train_data.augment.ops.jitter.p` is"),
+        ("augment.views.local", "`augment.ops.jitter.p` is", False, "`augment.views.local.ops.jitter.p` is"),
+        ("augment.views.a.normalize", "`augment.normalize.std` is", False, "`augment.views.a.normalize.std` is"),
+        ("augment.crop", "`scale` is", False, "`augment.crop.scale` is"),
+        ("my_recipe", "`augment.copies` is", False, "`my_recipe.copies` is"),
+        ("", "`batch_size` is", True, "`batch_size` is"),
+        ("train_data", "`batch_size` is", True, "`train_data.batch_size` is"),
+        ("source", "no images", False, "`source`: no images"),
+    ],
+)
+def test_where_a_constructors_message_points(key, message, of_loader, expected):
+    assert _at(key, message, of_loader=of_loader) == expected
+
+
+def test_importing_gpuaug_imports_no_hydra():
+    code = "import gpuaug, sys; gpuaug.FolderSource; print({'hydra', 'omegaconf'} & set(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=CONF.parent, env={**os.environ}, check=True
+    )
+    assert run.stdout.strip() == "set()"
+
+
+def test_a_typo_is_named_though_another_key_is_still_missing():
+    with pytest.raises(ConfigError, match=r"bach_size.*batch_size"):
+        gpuaug.compose("train", ["bach_size=3"])
+
+
+RUNS = """
+import sys
+sys.argv = ["app", "train", "source.root=/no/such/folder"]
+import gpuaug
+targets = (
+    "gpuaug gpuaug.cli.__main__ gpuaug.cli.train gpuaug.parity gpuaug.on_ray gpuaug.cli.train.Settings "
+    "gpuaug.augment.recipe.Augment kornia.core.external.diffusers.X kornia.core.external.onnx.load kornia.__main__ "
+    "kornia.onnx.utils.ONNXLoader kornia.feature.loftr.LoFTR kornia.augmentation.__main__"
+)
+for target in targets.split():
+    try:
+        gpuaug.build({"_target_": "gpuaug.Augment", "ops": {"x": {"_target_": target}}})
+    except gpuaug.ConfigError as error:
+        assert str(error).startswith("`ops.x._target_`"), error
+        assert repr(target) in str(error), error
+    else:
+        raise SystemExit(f"{target} was taken")
+print([m for m in ("gpuaug.cli", "gpuaug.parity", "gpuaug.on_ray", "diffusers", "onnx") if m in sys.modules])
+"""
+
+
+def test_resolving_a_target_runs_nothing():
+    done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, cwd=CONF.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""
+
+
+def test_the_nearest_public_name_is_told():
+    assert "Did you mean 'gpuaug.Shuffle'?" in refused(cfg={"_target_": "gpuaug.Shufle"})
+
+
+def test_whatever_a_trusted_module_raises_names_the_key(tmp_path, monkeypatch):
+    package = tmp_path / "my_broken"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for name, text in (("a", "raise RuntimeError('boom')"), ("b", "raise SystemExit(3)"), ("c", "import no_such_thing"),
+                       ("d", "class Lazy:\n    def __getattr__(self, name): raise OSError('asked')\nlazy = Lazy()"),
+                       ("e", "def __getattr__(name): raise OSError('asked')"), ("f", "x = ("),
+                       ("__main__", "raise OSError('run')")):  # fmt: skip
+        (package / f"{name}.py").write_text(text + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path, said in {
+        "a.X": "boom", "b.X": "SystemExit: 3", "c.X": "no_such_thing", "d.lazy.X": "neither a module nor a class",
+        "e.X": "asked", "f.X": "SyntaxError", "__main__": "must name", "g.X": "has no 'g'",
+    }.items():  # fmt: skip
+        message = refused(
+            cfg={"_target_": "gpuaug.Augment", "crop": {"_target_": f"my_broken.{path}"}}, trust="my_broken"
+        )
+        assert message.startswith("`crop._target_`")
+        assert said in message
+
+
+@pytest.mark.parametrize(("text", "value"), [(".inf", math.inf), ("-.Inf", -math.inf), ("inf", math.inf), ("1.5", 1.5)])
+def test_numbers_may_be_written_as_in_yaml(text, value):
+    assert compose("train", [f"timeout={text}"]).timeout == value
+    assert compose("train", [f"source.root='{text}'"]).source.root == text  # quoted, it is text
+
+
+class Own:
+    def __init__(self, *, a: int | None = None, b: "Unseen" = None) -> None:  # noqa: F821
+        raise TypeError("raw")
+
+
+class Plain:
+    def __init__(
+        self, many, *, a: int | None = None, b: tuple[float, float] = (0, 1), c: Literal["x", "y"] = "x"
+    ) -> None:
+        raise TypeError("raw")
+
+
+def test_the_argument_that_a_constructor_did_not_name_is_found_by_its_annotation():
+    plain, own = (f"{__name__}.{kind.__name__}" for kind in (Plain, Own))
+    for arguments, expected in (
+        ({"a": "1"}, "`crop.a` must be a whole number or null. Found: '1'."),
+        ({"a": True}, "`crop.a` must be a whole number or null. Found: True."),
+        ({"b": [1, "2"]}, "`crop.b` must be a list. Found: [1, '2']."),
+        ({"b": "01"}, "`crop.b` must be a list. Found: '01'."),
+        ({"c": "z"}, "`crop.c` must be x or y. Found: 'z'."),
+        ({"a": 1, "b": [1, 2.5], "c": "y"}, f"`crop`: {plain} refused its arguments: TypeError: raw"),
+    ):
+        crop = {"_target_": plain, "many": {"x": 1}, **arguments}
+        assert refused(cfg={"_target_": "gpuaug.Augment", "crop": crop}, trust=[__name__]) == expected
+    crop = {"_target_": own, "a": "1"}  # its annotations cannot be read
+    assert "refused its arguments" in refused(cfg={"_target_": "gpuaug.Augment", "crop": crop}, trust=[__name__])

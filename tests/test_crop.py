@@ -1,0 +1,236 @@
+"""Crops against torchvision's algorithms, written out per image with the same uniforms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuaug.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
+from gpuaug.errors import ConfigError
+
+SIDES = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=20)
+SMALL = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6)
+some = settings(max_examples=60, deadline=None)
+
+
+def uniforms(crop, count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**24, (count, crop.count)).astype(np.float32) * np.float32(2**-24)
+
+
+def arrays(sides) -> tuple[np.ndarray, np.ndarray]:
+    h, w = np.array(sides, dtype=np.int64).reshape(-1, 2).T
+    return h, w
+
+
+def torchvision_resized_crop(u, height, width, scale, ratio):
+    """``RandomResizedCrop.get_params`` of torchvision 0.26, its random calls replaced by uniforms."""
+
+    def randint(value, high):
+        return min(int(value * high), high - 1)
+
+    area = height * width
+    log_ratio = math.log(ratio[0]), math.log(ratio[1])
+    for k in range(10):
+        target_area = area * (scale[0] + u[2 + 2 * k] * (scale[1] - scale[0]))
+        aspect_ratio = math.exp(log_ratio[0] + u[3 + 2 * k] * (log_ratio[1] - log_ratio[0]))
+        w = round(math.sqrt(target_area * aspect_ratio))
+        h = round(math.sqrt(target_area / aspect_ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return randint(u[0], height - h + 1), randint(u[1], width - w + 1), h, w
+    in_ratio = width / height
+    if in_ratio < min(ratio):
+        w = width
+        h = round(w / min(ratio))
+    elif in_ratio > max(ratio):
+        h = height
+        w = round(h * max(ratio))
+    else:
+        w = width
+        h = height
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@some
+@given(SIDES, st.integers(0, 10**6), st.sampled_from([((0.08, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (1.5, 3.0))]))
+def test_resized_crop_is_torchvisions(sides, seed, ranges):
+    scale, ratio = ranges
+    crop = RandomResizedCrop(224, scale=scale, ratio=ratio)
+    h, w = arrays(sides)
+    u = uniforms(crop, len(h), seed)
+    found = crop.boxes(u, h, w)
+    for k in range(len(h)):
+        want = torchvision_resized_crop([float(x) for x in u[k]], int(h[k]), int(w[k]), scale, ratio)
+        if want[2] >= 1 and want[3] >= 1:  # a one pixel wide fallback rounds to nothing, there torchvision fails
+            assert tuple(found.box[k].tolist()) == want
+    assert (found.resized == 224).all()
+    assert (found.offset == 0).all()
+    assert found.box.dtype == found.resized.dtype == found.offset.dtype == np.int32
+
+
+@some
+@given(SIDES, st.integers(0, 10**6))
+def test_every_box_lies_inside(sides, seed):
+    h, w = arrays(sides)
+    small = min(h.min(), w.min())
+    crops = [
+        RandomResizedCrop((64, 96)),
+        RandomResizedCrop(64, ratio=(20.0, 30.0)),
+        RandomCrop(int(small) + 3, padding=2),
+        ResizeCenterCrop(256, 224),
+        Resize((31, 17)),
+    ]
+    for crop in crops:
+        found = crop.boxes(uniforms(crop, len(h), seed), h, w)
+        top, left, height, width = found.box.astype(np.int64).T
+        for start, extent, side in ((top, height, h), (left, width, w)):
+            assert (start >= 0).all()
+            assert (extent >= 1).all()
+            assert (start + extent <= side).all()
+        assert (found.resized >= 1).all()
+
+
+def test_resized_crop_has_its_distribution():
+    crop = RandomResizedCrop(224, scale=(0.2, 0.5))
+    count = 20_000
+    h = w = np.full(count, 4000)
+    top, left, height, width = crop.boxes(uniforms(crop, count, 0), h, w).box.astype(np.float64).T
+    area = height * width / (h * w)
+    # a square holds every such part, so nothing is tried twice and both laws show undisturbed
+    assert np.abs(np.sort(area) - np.linspace(0.2, 0.5, count)).max() < 0.005
+    log_ratio = np.log(width / height)
+    assert np.abs(np.sort(log_ratio) - np.linspace(math.log(3 / 4), math.log(4 / 3), count)).max() < 0.01
+    for start, extent in ((top, height), (left, width)):
+        assert np.abs(np.sort(start / (4000 - extent)) - np.linspace(0, 1, count)).max() < 0.02
+    assert abs(np.corrcoef(area, log_ratio)[0, 1]) < 0.03
+
+
+def test_a_later_sample_moves_nothing():
+    crop = RandomResizedCrop(224)
+    h, w = arrays([(375, 500), (500, 333), (17, 900)])
+    u = uniforms(crop, 3, 5)
+    whole = crop.boxes(u, h, w)
+    for k in range(3):
+        alone = crop.boxes(u[k : k + 1], h[k : k + 1], w[k : k + 1])
+        assert (alone.box[0] == whole.box[k]).all()
+
+
+@some
+@given(SMALL, st.integers(0, 10**6), st.sampled_from([0, 4, (3, 1), (1, 2, 3, 4)]))
+def test_random_crop_is_torchvisions(sides, seed, padding):
+    h, w = arrays(sides)
+    left, top, right, bottom = {1: lambda p: p * 4, 2: lambda p: p * 2, 4: lambda p: p}[
+        1 if isinstance(padding, int) else len(padding)
+    ]((padding,) if isinstance(padding, int) else tuple(padding))
+    size = int((h + top + bottom).min()), int((w + left + right).min())
+    crop = RandomCrop(size, padding=padding, fill=7)
+    u = uniforms(crop, len(h), seed)
+    found = crop.boxes(u, h, w)
+    for k in range(len(h)):
+        image = np.arange(1, h[k] * w[k] + 1).reshape(h[k], w[k])
+        padded = np.pad(image, ((top, bottom), (left, right)), constant_values=7)
+        i = min(int(float(u[k, 0]) * (padded.shape[0] - size[0] + 1)), padded.shape[0] - size[0])
+        j = min(int(float(u[k, 1]) * (padded.shape[1] - size[1] + 1)), padded.shape[1] - size[1])
+        assert (placed(image, found, k) == padded[i : i + size[0], j : j + size[1]]).all()
+
+
+def placed(image: np.ndarray, boxes, k: int) -> np.ndarray:
+    """The rule of `Boxes`, for views that are not resized."""
+    canvas = np.full(boxes.size, boxes.fill, dtype=np.int64)
+    top, left, h, w = boxes.box[k].tolist()
+    y, x = boxes.offset[k].tolist()
+    assert (h, w) == tuple(boxes.resized[k].tolist())
+    b0, b1 = max(x, 0), min(x + w, boxes.size[1])
+    if b0 < b1:
+        for a in range(max(y, 0), min(y + h, boxes.size[0])):
+            canvas[a, b0:b1] = image[top + a - y, left + b0 - x : left + b1 - x]
+    return canvas
+
+
+def test_random_crop_reaches_every_place():
+    crop = RandomCrop(30, padding=2)
+    h = w = np.full(3000, 32)
+    found = crop.boxes(uniforms(crop, 3000, 1), h, w)
+    origin = found.box[:, :2] - found.offset
+    assert sorted(set(origin[:, 0].tolist())) == list(range(-2, 5))
+    assert sorted(set(origin[:, 1].tolist())) == list(range(-2, 5))
+
+
+@pytest.mark.parametrize(
+    ("shape", "resize", "resized"),
+    [
+        ((375, 500), 256, (256, 341)),  # int(256 * 500 / 375) truncates 341.33
+        ((500, 333), 256, (384, 256)),
+        ((256, 256), 256, (256, 256)),
+        ((100, 65_000), 224, (224, 145_600)),
+        ((375, 500), (100, 50), (100, 50)),
+        ((375, 500), [256], (256, 341)),
+    ],
+)
+def test_resize_is_torchvisions(shape, resize, resized):
+    h, w = arrays([shape])
+    assert tuple(ResizeCenterCrop(resize, 224).boxes(None, h, w).resized[0].tolist()) == resized
+    found = Resize(resize).boxes(None, h, w)
+    assert tuple(found.resized[0].tolist()) == found.size == resized
+
+
+@pytest.mark.parametrize("height", range(1, 12))
+@pytest.mark.parametrize("size", range(1, 12))
+def test_center_crop_is_torchvisions(height, size):
+    """torchvision pads by (size - height) // 2 in front, or crops from int(round((height - size) / 2.0))."""
+    found = ResizeCenterCrop(height, size).boxes(None, *arrays([(height, height)]))
+    offset = found.offset[0].tolist()
+    if size > height:
+        assert offset == [(size - height) // 2] * 2
+    else:
+        assert offset == [-round((height - size) / 2.0)] * 2
+
+
+def test_a_sample_without_size_disturbs_nobody():
+    h, w = arrays([(375, 500), (0, 0), (375, 500)])
+    for crop in (RandomResizedCrop(224), RandomCrop(300), ResizeCenterCrop(256, 224), Resize(256), Resize((8, 9))):
+        u = uniforms(crop, 3, 0)
+        found = crop.boxes(u, h, w)
+        alone = crop.boxes(u[:1], h[:1], w[:1])
+        assert found.size == alone.size
+        assert (found.box[0] == alone.box[0]).all()
+        assert crop.boxes(u[:0], h[:0], w[:0]).box.shape == (0, 4)
+
+
+def test_one_size_per_batch():
+    with pytest.raises(ConfigError, match=r"`size`.*256x341.*\(H, W\)"):
+        Resize(256).boxes(None, *arrays([(375, 500), (256, 256)]))
+    with pytest.raises(ConfigError, match=r"`size`.*100x200.*padding"):
+        RandomCrop(128).boxes(np.zeros((2, 2), np.float32), *arrays([(300, 300), (100, 200)]))
+    with pytest.raises(ConfigError, match=r"`u` must be float32 \[1, 22\]"):
+        RandomResizedCrop(8).boxes(None, *arrays([(300, 300)]))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: RandomResizedCrop(0), r"`size` must be a positive int.*Found: 0"),
+        (lambda: RandomResizedCrop("224"), r"`size` must be a positive int.*Found: '224'"),
+        (lambda: RandomResizedCrop((1, 2, 3)), r"`size`.*Found: \(1, 2, 3\)"),
+        (lambda: RandomResizedCrop(True), "`size`.*Found: True"),
+        (lambda: RandomResizedCrop(8, scale=(1.2, 0.5)), r"`scale` must satisfy 0 < min <= max <= 1. Found: \(1.2"),
+        (lambda: RandomResizedCrop(8, scale=0.5), "`scale`.*Found: 0.5"),
+        (lambda: RandomResizedCrop(8, scale=("a", "b")), "`scale`.*Found"),
+        (lambda: RandomResizedCrop(8, ratio=(0, 1)), r"`ratio` must satisfy 0 < min <= max. Found: \(0, 1\)"),
+        (lambda: RandomResizedCrop(8, ratio=(1, float("inf"))), "`ratio`.*Found"),
+        (lambda: RandomResizedCrop(8, ratio=(float("nan"), 2)), "`ratio`.*Found"),
+        (lambda: RandomResizedCrop(8, interpolation="nearest"), "`interpolation`.*Found: 'nearest'"),
+        (lambda: RandomCrop(8, padding=-1), "`padding`.*Found: -1"),
+        (lambda: RandomCrop(8, padding=(1, 2, 3)), r"`padding`.*Found: \(1, 2, 3\)"),
+        (lambda: RandomCrop(8, padding="12"), "`padding`.*Found: '12'"),
+        (lambda: RandomCrop(8, fill=256), "`fill`.*Found: 256"),
+        (lambda: ResizeCenterCrop(0, 8), "`resize`.*Found: 0"),
+        (lambda: Resize(1.5), "`size`.*Found: 1.5"),
+    ],
+)
+def test_errors_say_what_was_found(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()

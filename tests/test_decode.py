@@ -1,0 +1,863 @@
+"""Decode against Pillow (whole images) and torch (crop, then resize), on every codec and on bytes that are none."""
+
+from __future__ import annotations
+
+import io
+import logging
+import struct
+import subprocess
+import sys
+import zlib
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+
+from gpuaug import header
+from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.crop import Boxes, RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
+from gpuaug.decode import Decode, Decoder, _Mixed
+from gpuaug.errors import ConfigError, GpuaugError
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+BACKENDS = ["dali", "pillow"]
+
+
+# -- images --
+
+
+@cache
+def photograph(name: str = "china", size: tuple[int, int] = (251, 187)) -> Image.Image:
+    """A real photograph, at (width, height)."""
+    if name == "astronaut":
+        from skimage import data
+
+        image = Image.fromarray(data.astronaut())
+    else:
+        from sklearn.datasets import load_sample_image
+
+        image = Image.fromarray(load_sample_image(f"{name}.jpg"))
+    return image.resize(size)
+
+
+def encode(image: Image.Image, form: str = "JPEG", **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png16(array: np.ndarray) -> bytes:
+    """A 16-bit PNG of uint16 [h, w, 1..4], which Pillow cannot write in colour."""
+    h, w, channels = array.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    head = struct.pack(">IIBBBBB", w, h, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def exif(orientation: int) -> Image.Exif:
+    out = Image.Exif()
+    out[0x112] = orientation
+    return out
+
+
+def translucent() -> Image.Image:
+    pixels = np.asarray(photograph().convert("RGBA")).copy()
+    pixels[..., 3] = np.arange(pixels.shape[1]) % 256
+    return Image.fromarray(pixels)
+
+
+def animation(form: str, **options) -> bytes:
+    return encode(
+        photograph(), form, save_all=True, append_images=[photograph().rotate(20), photograph().rotate(40)], **options
+    )
+
+
+KINDS = {
+    "jpeg 4:4:4": lambda: encode(photograph(), subsampling=0, quality=90),
+    "jpeg 4:2:2": lambda: encode(photograph(), subsampling=1),
+    "jpeg 4:2:0": lambda: encode(photograph(), subsampling=2),
+    "jpeg 4:2:0 progressive": lambda: encode(photograph("flower"), subsampling=2, progressive=True),
+    "jpeg grayscale": lambda: encode(photograph().convert("L")),
+    "jpeg grayscale progressive": lambda: encode(photograph().convert("L"), progressive=True),
+    "jpeg optimized, restarts": lambda: encode(photograph("astronaut"), optimize=True, restart_marker_rows=1),
+    "jpeg of two images": lambda: animation("MPO"),
+    "jpeg with a thumbnail": lambda: with_thumbnail(),
+    "png": lambda: encode(photograph(), "PNG"),
+    "png RGBA": lambda: encode(translucent(), "PNG"),
+    "png P": lambda: encode(photograph().quantize(60), "PNG"),
+    "png P translucent": lambda: encode(photograph().quantize(60), "PNG", transparency=bytes(range(60))),
+    "png P one transparent": lambda: encode(photograph().quantize(60), "PNG", transparency=3),
+    "png P 4 bits": lambda: encode(photograph().quantize(13), "PNG", bits=4),
+    "png L": lambda: encode(photograph().convert("L"), "PNG"),
+    "png LA": lambda: encode(translucent().convert("LA"), "PNG"),
+    "png 1": lambda: encode(photograph().convert("1"), "PNG"),
+    "png RGB one transparent": lambda: encode(photograph(), "PNG", transparency=(1, 2, 3)),
+    "png animated": lambda: animation("PNG"),
+    "png animated, own first": lambda: animation("PNG", default_image=True),
+    "webp": lambda: encode(photograph(), "WEBP", quality=80),
+    "webp lossless": lambda: encode(photograph(), "WEBP", lossless=True),
+    "webp alpha": lambda: encode(translucent(), "WEBP", quality=80),
+    "webp alpha lossless": lambda: encode(translucent(), "WEBP", lossless=True),
+    "webp animated": lambda: animation("WEBP"),
+    "bmp": lambda: encode(photograph(), "BMP"),
+    "bmp L": lambda: encode(photograph().convert("L"), "BMP"),
+    "bmp P": lambda: encode(photograph().quantize(200), "BMP"),
+    "bmp 1": lambda: encode(photograph().convert("1"), "BMP"),
+    "bmp 32": lambda: encode(translucent(), "BMP"),
+    "gif": lambda: encode(photograph(), "GIF"),
+    "gif animated": lambda: animation("GIF"),
+}
+KINDS = {name: cache(make) for name, make in KINDS.items()}
+
+
+def with_thumbnail() -> bytes:
+    """A JPEG whose EXIF block holds another whole JPEG, end marker included."""
+    small = encode(photograph().resize((40, 30)))
+    block = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + small
+    data = encode(photograph())
+    return data[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 2) + block + data[2:]
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    image.info.pop("transparency", None)
+    return np.asarray(image.convert("RGB"))
+
+
+# -- batches --
+
+
+def pack(images: list[bytes], faults: tuple[Fault, ...] = ()) -> EncodedBatch:
+    count = len(images)
+    return EncodedBatch(
+        data=torch.frombuffer(bytearray(b"".join(images) or b"\0"), dtype=torch.uint8),
+        offsets=torch.tensor([0, *np.cumsum([len(x) for x in images]).tolist()]),
+        labels=None,
+        indices=torch.arange(count),
+        repeats=torch.zeros(count, dtype=torch.int64),
+        valid=torch.ones(count, dtype=torch.bool),
+        faults=faults,
+    )
+
+
+def uniforms(crop, count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((count, crop.count), dtype=np.float32)
+
+
+def views(decoder: Decoder, images: list[bytes], *crops, seed: int = 0):
+    """(one uint8 array per view, faults, boxes per view) of a batch."""
+    batch = pack(images)
+    look = decoder.look(batch)
+    boxes = [c.boxes(uniforms(c, len(images), seed + k), look.height, look.width) for k, c in enumerate(crops)]
+    found, faults = decoder.pixels(batch, look, boxes)
+    assert all(x.dtype == torch.uint8 and x.device == decoder.device for x in found)
+    return [x.cpu().numpy() for x in found], [*look.faults, *faults], boxes
+
+
+def whole(decoder: Decoder, data: bytes) -> np.ndarray:
+    batch = pack([data])
+    return decoder.full(batch, decoder.look(batch))[0].cpu().numpy()
+
+
+def expected(image: np.ndarray, boxes: Boxes, k: int) -> np.ndarray:
+    """The rule of `Boxes`, with torch's own resize of the cropped pixels."""
+    top, left, height, width = boxes.box[k].tolist()
+    (h, w), (y, x), (H, W) = boxes.resized[k].tolist(), boxes.offset[k].tolist(), boxes.size
+    part = torch.from_numpy(image[top : top + height, left : left + width].copy()).permute(2, 0, 1)[None]
+    if (height, width) != (h, w):
+        part = F.interpolate(part, (h, w), mode=boxes.interpolation, antialias=True)
+    source = part[0].permute(1, 2, 0).numpy()
+    out = np.full((H, W, 3), boxes.fill, dtype=np.uint8)
+    y0, y1, x0, x1 = max(y, 0), min(y + h, H), max(x, 0), min(x + w, W)
+    if y0 < y1 and x0 < x1:
+        out[y0:y1, x0:x1] = source[y0 - y : y1 - y, x0 - x : x1 - x]
+    return out
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def decoder(request):
+    out = Decode(backend=request.param, num_threads=2).open("cpu")
+    yield out
+    out.close()
+
+
+@pytest.fixture(scope="module")
+def dali():
+    out = Decode(backend="dali", num_threads=2).open("cpu")
+    yield out
+    out.close()
+
+
+# -- whole images --
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_image_is_pillows(decoder, kind):
+    data = KINDS[kind]()
+    found, want = whole(decoder, data), by_pillow(data)
+    assert found.shape == want.shape
+    assert (found == want).all()
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_cmyk_is_pillows_within_one(decoder, progressive):
+    data = encode(photograph().convert("CMYK"), progressive=progressive)
+    assert np.abs(whole(decoder, data).astype(int) - by_pillow(data)).max() <= 1
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied_for_every_codec(decoder, form, orientation):
+    data = encode(photograph(), form, exif=exif(orientation), **({"lossless": True} if form == "WEBP" else {}))
+    want = by_pillow(data)
+    assert want.shape[:2] == ((251, 187) if orientation > 4 else (187, 251))
+    found, faults, boxes = views(decoder, [data] * 3, RandomResizedCrop(64), RandomCrop(50), ResizeCenterCrop(70, 80))
+    assert not faults
+    for view, box in zip(found, boxes, strict=True):
+        for k in range(3):
+            assert (view[k] == expected(want, box, k)).all()
+    assert (whole(decoder, data) == want).all()
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 300])
+def test_an_orientation_that_is_none_is_upright(decoder, orientation):
+    data = encode(photograph(), exif=exif(orientation))
+    assert (whole(decoder, data) == by_pillow(data)).all()
+
+
+def test_orientation_in_xmp_counts_where_exif_is_silent(decoder):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    for form in ("JPEG", "WEBP"):
+        data = encode(photograph(), form, xmp=xmp)
+        assert by_pillow(data).shape[:2] == (251, 187)
+        assert (whole(decoder, data) == by_pillow(data)).all()
+
+
+def test_sixteen_bits_are_scaled(decoder):
+    """Full range to full range, rounded. Pillow cuts gray ones at 255 and takes the high byte of colour."""
+    values = np.random.default_rng(0).integers(0, 65536, (40, 60, 4)).astype(np.uint16)
+    for channels in (1, 2, 3, 4):
+        want = np.round(values[..., : channels if channels > 2 else 1] / 257.0).astype(int)[..., :3]
+        found = whole(decoder, png16(values[..., :channels])).astype(int)
+        exact = decoder.backend == "dali" or channels == 1
+        assert np.abs(found - want).max() <= (0 if exact else 1)
+
+
+def test_codecs_on_request():
+    data = {form: encode(photograph(), form) for form in ("TIFF", "JPEG2000")}
+    refused = Decode().open("cpu")
+    for form in data:
+        _, faults, _ = views(refused, [data[form]], Resize((8, 8)))
+        assert f"{form.lower()} is not among `decode.codecs`" in faults[0].reason
+    asked = Decode(codecs=["tiff", "jpeg2000"]).open("cpu")
+    for form in data:
+        assert (whole(asked, data[form]) == by_pillow(data[form])).all()
+    tiff = encode(photograph(), "TIFF", exif=exif(6))
+    assert (whole(asked, tiff) == by_pillow(tiff)).all()
+
+
+# -- views --
+
+MIXED = ("jpeg 4:2:0", "png P", "jpeg grayscale", "webp", "gif", "jpeg 4:2:0 progressive", "bmp", "jpeg 4:4:4")
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_view_is_torchs_resize_of_the_crop(decoder, interpolation):
+    images = [KINDS[k]() for k in MIXED]
+    crops = [
+        RandomResizedCrop((97, 64), interpolation=interpolation),
+        RandomResizedCrop(300, scale=(0.01, 0.1), interpolation=interpolation),
+        ResizeCenterCrop(100, (90, 120), interpolation=interpolation),
+        Resize((33, 350), interpolation=interpolation),
+    ]
+    found, faults, boxes = views(decoder, images, *crops)
+    assert not faults
+    for view, box in zip(found, boxes, strict=True):
+        for k, data in enumerate(images):
+            assert (view[k] == expected(by_pillow(data), box, k)).all()
+
+
+def raw(data: bytes) -> bytes:
+    """The pixels of an encoded image as `gpuaug pack` writes them."""
+    image = by_pillow(data)
+    return header.raw_header(*image.shape[:2]) + image.tobytes()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_raw_pixels_give_the_views_that_their_images_give(decoder, interpolation):
+    """Bit for bit, alone and among encoded ones; what is cut short or too long is a fault."""
+    images = [KINDS[k]() for k in MIXED]
+    raws = [raw(data) for data in images]
+    mixed = [a if k % 2 else b for k, (a, b) in enumerate(zip(images, raws, strict=True))]
+    crops = [
+        RandomResizedCrop((97, 64), interpolation=interpolation),
+        ResizeCenterCrop(100, (90, 120), interpolation=interpolation),
+        RandomCrop((60, 40), padding=3, fill=7),
+    ]
+    want, _, _ = views(decoder, images, *crops)
+    before = decoder.rescued
+    for batch in (raws, mixed):
+        found, faults, _ = views(decoder, batch, *crops)
+        assert not faults
+        assert all((a == b).all() for a, b in zip(found, want, strict=True))
+    assert decoder.rescued == before
+    found, faults, _ = views(decoder, [raws[0], raws[1][:-1], raws[2] + b"\0", header.raw_header(0, 5)], *crops)
+    assert [fault.row for fault in faults] == [1, 2, 3]
+    assert (found[0][0] == want[0][0]).all()
+    assert not found[0][1:].any()
+    assert (whole(decoder, raws[0]) == by_pillow(images[0])).all()
+
+
+def test_raw_images_obey_the_limits():
+    data = raw(KINDS["png"]())
+    for settings, reason in (({"max_pixels": 1000}, "larger than"), ({"codecs": ["jpeg"]}, "raw is not among")):
+        small = Decode(**settings).open("cpu")
+        faults = small.look(pack([data])).faults
+        small.close()
+        assert reason in faults[0].reason
+
+
+@pytest.mark.parametrize(("interpolation", "bound"), [("bilinear", 1), ("bicubic", 8)])
+def test_a_view_is_pillows_resize_of_the_crop(decoder, interpolation, bound):
+    """Bicubic overshoots at sharp edges, and where it does the two clip differently: 6 was seen on photographs."""
+    images = [KINDS["jpeg 4:2:0"](), encode(photograph("astronaut", (512, 512)), quality=95)] * 8
+    method = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[interpolation]
+    (view,), _, (box,) = views(decoder, images, RandomResizedCrop(160, interpolation=interpolation))
+    for k, data in enumerate(images):
+        top, left, h, w = box.box[k].tolist()
+        part = Image.fromarray(by_pillow(data)[top : top + h, left : left + w])
+        want = np.asarray(part.resize((160, 160), method)).astype(int)
+        difference = np.abs(view[k] - want)
+        assert difference.max() <= bound
+        assert (difference > 1).mean() < 1e-3
+        assert difference.mean() < 0.2
+
+
+def test_no_pixel_outside_the_box_is_read(decoder):
+    """White inside the box and black outside stays white to the edge, reduced and enlarged."""
+    pixels = np.zeros((200, 300, 3), dtype=np.uint8)
+    pixels[50:130, 70:190] = 255
+    images = [encode(Image.fromarray(pixels), form) for form in ("PNG", "BMP")]
+    for interpolation in ("bilinear", "bicubic"):
+        for size in ((17, 31), (400, 500)):
+            batch = pack(images)
+            box = np.tile(np.array([[50, 70, 80, 120]], dtype=np.int32), (2, 1))
+            shape = np.tile(np.array([size], dtype=np.int32), (2, 1))
+            boxes = Boxes(box, shape, np.zeros_like(shape), size, interpolation)
+            (view,), faults = decoder.pixels(batch, decoder.look(batch), [boxes])
+            assert not faults
+            assert (view == 255).all()
+
+
+def test_same_size_is_a_copy(decoder):
+    data = encode(photograph())
+    (view,), _, (box,) = views(decoder, [data] * 4, RandomCrop((100, 120)))
+    image = by_pillow(data)
+    for k in range(4):
+        top, left = box.box[k, :2].tolist()
+        assert (view[k] == image[top : top + 100, left : left + 120]).all()
+
+
+def test_padding_is_filled(decoder):
+    data = encode(photograph(size=(40, 30)))
+    crops = RandomCrop((36, 50), padding=(6, 5, 7, 4), fill=9), ResizeCenterCrop(30, (50, 60))
+    found, _, boxes = views(decoder, [data] * 9, *crops)
+    for view, box in zip(found, boxes, strict=True):
+        for k in range(9):
+            assert (view[k] == expected(by_pillow(data), box, k)).all()
+    assert {9} == set(np.unique(found[0][:, 0, 0])) | {9}
+    assert (found[1][:, 0] == 0).all()
+
+
+def test_a_window_beside_the_image_is_all_fill(decoder):
+    batch = pack([encode(photograph())])
+    one = np.array([[0, 0, 1, 1]], dtype=np.int32)
+    boxes = Boxes(one, one[:, 2:], np.array([[70, -5]], dtype=np.int32), (20, 20), fill=3)
+    (view,), _ = decoder.pixels(batch, decoder.look(batch), [boxes])
+    assert (view == 3).all()
+
+
+def test_others_in_the_batch_change_nothing(decoder):
+    images = [KINDS[k]() for k in MIXED] * 3
+    crops = RandomResizedCrop(64), RandomResizedCrop(96, interpolation="bicubic", scale=(0.05, 0.3))
+    batch = pack(images)
+    look = decoder.look(batch)
+    boxes = [c.boxes(uniforms(c, len(images)), look.height, look.width) for c in crops]
+    together, _ = decoder.pixels(batch, look, boxes)
+    for keep in ([0], [5], [3, 1, 4], list(range(7, 23)), list(range(23, -1, -1))):
+        part = pack([images[k] for k in keep])
+        taken = [Boxes(b.box[keep], b.resized[keep], b.offset[keep], b.size, b.interpolation) for b in boxes]
+        apart, _ = decoder.pixels(part, decoder.look(part), taken)
+        for a, b in zip(apart, together, strict=True):
+            assert torch.equal(a, b[keep])
+    one_view, _ = decoder.pixels(batch, look, boxes[:1])
+    assert torch.equal(one_view[0], together[0])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_chunks_change_nothing(decoder, threads):
+    images = [KINDS[k]() for k in MIXED] * 2
+    want, _, _ = views(decoder, images, RandomResizedCrop(64), RandomCrop(50))
+    other = Decode(backend=decoder.backend, num_threads=threads, max_bytes=200_000).open("cpu")
+    found, faults, _ = views(other, images, RandomResizedCrop(64), RandomCrop(50))
+    assert not faults
+    assert all((a == b).all() for a, b in zip(found, want, strict=True))
+    other.close()
+
+
+def test_results_outlive_the_next_batch(decoder):
+    first, _, _ = views(decoder, [KINDS["png"]()] * 4, RandomResizedCrop(64))
+    copy = first[0].copy()
+    for seed in range(5):
+        views(decoder, [KINDS["jpeg 4:2:0"]()] * 4, RandomResizedCrop(64), seed=seed)
+    assert (first[0] == copy).all()
+
+
+def test_boxes_outside_the_image_are_refused(decoder):
+    batch = pack([encode(photograph())])
+    box = np.array([[0, 0, 400, 100]], dtype=np.int32)
+    with pytest.raises(ConfigError, match=r"inside the image.*187x251"):
+        decoder.pixels(batch, decoder.look(batch), [Boxes(box, box[:, 2:], np.zeros_like(box[:, :2]), (8, 8))])
+
+
+def test_an_empty_batch(decoder):
+    batch = pack([])
+    look = decoder.look(batch)
+    (view,), faults = decoder.pixels(batch, look, [Resize((4, 5)).boxes(None, look.height, look.width)])
+    assert view.shape == (0, 4, 5, 3)
+    assert faults == []
+
+
+# -- bytes that are no images --
+
+
+def bomb(height: int = 65535, width: int = 65535) -> bytes:
+    """A JPEG of 200 bytes that claims to be large."""
+    data = bytearray(encode(Image.new("RGB", (8, 8))))
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+HOPELESS = {
+    "empty": b"",
+    "one byte": b"\xff",
+    "text": b"hello, this is no image at all\n" * 20,
+    "html": b"<!DOCTYPE html><html><body>404</body></html>",
+    "jpeg marker only": b"\xff\xd8\xff",
+    "jpeg, two markers": b"\xff\xd8\xff\xd9",
+    "jpeg of ff": b"\xff\xd8" + b"\xff" * 200_000,
+    "jpeg of zeros": b"\xff\xd8\xff" + b"\0" * 100_000,
+    "jpeg bomb": bomb(),
+    "jpeg of no height": bomb(0, 100),
+    "png signature only": b"\x89PNG\r\n\x1a\n",
+    "png bomb": b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)),
+    "webp cut": b"RIFF\x10\0\0\0WEBPVP8 ",
+    "bmp cut": b"BM\0\0",
+    "gif cut": b"GIF89a\x01",
+    "gif without frame": b"GIF89a\x08\0\x08\0\0\0\0;",
+}
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_hopeless_bytes_are_a_fault_and_hurt_nobody(decoder, name):
+    good = KINDS["jpeg 4:2:0"]()
+    data = HOPELESS[name]
+    want, _, _ = views(decoder, [good] * 4, RandomResizedCrop(48))
+    (view,), faults, _ = views(decoder, [good, data, good, good], RandomResizedCrop(48))
+    (fault,) = faults
+    assert (fault.row, fault.stage, fault.size, fault.head) == (1, "decode", len(data), data[:16])
+    assert fault.reason
+    assert "\n" not in fault.reason
+    assert (view[1] == 0).all()
+    assert (view[[0, 2, 3]] == want[0][[0, 2, 3]]).all()
+
+
+def test_a_large_claim_allocates_nothing(decoder):
+    import tracemalloc
+
+    batch = pack([bomb(), HOPELESS["png bomb"], bomb(65535, 3000)])
+    tracemalloc.start()
+    look = decoder.look(batch)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [f.row for f in look.faults] == [0, 1, 2]
+    assert all("`decode.max_pixels`" in f.reason for f in look.faults)
+    assert peak < 2**20
+
+
+def test_a_chunk_longer_than_its_file_allocates_nothing(decoder):
+    """DALI's PNG reader takes memory for what a chunk claims: 4 GB, for a file of 2 kB."""
+    import resource
+
+    data = bytearray(KINDS["png P"]())
+    at = data.index(b"PLTE") - 4
+    data[at : at + 4] = b"\x7f\xff\xff\xff"
+    views(decoder, [KINDS["png P"]()], Resize((8, 8)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, faults, _ = views(decoder, [bytes(data)], Resize((8, 8)))
+    assert [f.row for f in faults] == [0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_a_long_thin_image_cannot_be_blown_up(decoder):
+    data = encode(Image.new("RGB", (60_000, 1)), "PNG")
+    (view,), faults, _ = views(decoder, [data, KINDS["png"]()], ResizeCenterCrop(256, 224))
+    assert [f.row for f in faults] == [0]
+    assert "resizing 1x60000" in faults[0].reason
+    assert (view[0] == 0).all()
+    assert view[1].any()
+
+
+def test_truncated_images_are_faults(decoder):
+    """Cut anywhere: a fault whatever the box, or, where nothing that matters is missing, the whole image."""
+    generator = np.random.default_rng(0)
+    for kind in ("jpeg 4:2:0", "jpeg 4:2:0 progressive", "png", "png P", "webp", "webp alpha lossless", "bmp", "gif"):
+        data = KINDS[kind]()
+        cuts = [*generator.integers(1, len(data), 12).tolist(), len(data) // 2, len(data) - 2]
+        want = by_pillow(data)
+        for interlude in (Resize((32, 40)), RandomCrop(20)):
+            (view,), faults, (box,) = views(decoder, [data[:n] for n in cuts], interlude)
+            bad = {f.row for f in faults}
+            assert len(bad) >= len(cuts) - 2, kind
+            for k in set(range(len(cuts))) - bad:
+                assert cuts[k] > len(data) - 40, (kind, cuts[k], len(data))
+                assert (view[k] == expected(want, box, k)).all()
+
+
+def test_a_truncated_run_length_bmp_is_a_fault(decoder):
+    head = struct.pack("<IiiHHIIIIII", 40, 100, 80, 1, 8, 1, 0, 0, 0, 256, 0)
+    data = b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + head + bytes(1024) + b"\x20\x01" * 30
+    _, faults, _ = views(decoder, [data], Resize((8, 8)))
+    assert "cannot be decoded" in faults[0].reason
+
+
+def test_faults_of_reading_are_left_alone(decoder):
+    good = KINDS["jpeg 4:2:0"]()
+    batch = pack([good, b"", good], (Fault(1, "read", "gone"),))
+    look = decoder.look(batch)
+    assert look.faults == []
+    assert look.height.tolist() == [187, 0, 187]
+    boxes = Resize((8, 8)).boxes(None, look.height, look.width)
+    (view,), faults = decoder.pixels(batch, look, [boxes])
+    assert faults == []
+    assert not view[1].any()
+
+
+@cache
+def failing_in_decode() -> bytes:
+    """Passes every parser, and fails in the middle of its pixels: a PNG whose compressed data is broken."""
+    data = bytearray(encode(photograph(), "PNG"))
+    at = data.index(b"IDAT") + 4
+    (length,) = struct.unpack(">I", data[at - 8 : at - 4])
+    data[at + length // 2 : at + length // 2 + 40] = b"\0" * 40
+    data[at + length : at + length + 4] = struct.pack(">I", zlib.crc32(data[at - 4 : at + length]))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("bad", [[3], [0, 7], list(range(16))])
+def test_failures_while_decoding_name_their_rows(decoder, bad):
+    good = [KINDS[k]() for k in MIXED] * 2
+    want, _, _ = views(decoder, good, RandomResizedCrop(48))
+    images = [failing_in_decode() if k in bad else x for k, x in enumerate(good)]
+    (view,), faults, _ = views(decoder, images, RandomResizedCrop(48))
+    assert sorted(f.row for f in faults) == bad
+    assert not view[bad].any()
+    # where a bad image is of another size than what it stands for, only its own box differs
+    rest = [k for k in range(16) if k not in bad]
+    assert (view[rest] == want[0][rest]).all()
+
+
+def test_the_second_chance(dali):
+    """What DALI refuses and Pillow decodes to its end is no fault, and is counted."""
+    jpeg = KINDS["jpeg 4:2:0"]()
+    junk = jpeg[:2] + b"\xff\xe2\x00\x0acorrupt!" + b"\x12\x34\x56" + jpeg[2:]  # bytes between two segments
+    broken = jpeg[:2] + b"\xff\xe1\x00\x04Ex" + b"\xff\xe1\x00\x02" + jpeg[2:]  # APP1 too short for what it claims
+    before = dali.rescued
+    for data in (junk, broken):
+        assert (whole(dali, data) == by_pillow(data)).all()
+    rescued = dali.rescued - before
+    assert rescued >= 1
+    before = dali.rescued
+    whole(dali, KINDS["gif"]())  # Pillow's by design
+    whole(dali, jpeg)
+    assert dali.rescued == before
+
+
+def test_damaged_bytes_never_raise(decoder):
+    """Flipped bits, swapped blocks, repeated tails: a fault or pixels, and the good neighbour as ever."""
+    decoder = Decode(backend=decoder.backend, num_threads=2, max_pixels=2_000_000).open("cpu")
+    generator = np.random.default_rng(1)
+    good = KINDS["jpeg 4:4:4"]()
+    want, _, _ = views(decoder, [good], RandomResizedCrop(32))
+    for kind in ("jpeg 4:2:0", "jpeg 4:2:0 progressive", "png", "png P", "webp alpha", "webp lossless", "bmp P", "gif"):
+        images = [good]
+        for _ in range(20):
+            data = bytearray(KINDS[kind]())
+            reach = len(data) if generator.random() < 0.5 else min(len(data), 200)
+            for at in generator.integers(0, reach, generator.integers(1, 8)):
+                data[at] = generator.integers(0, 256)
+            images.append(bytes(data))
+        (view,), faults, _ = views(decoder, images, RandomResizedCrop(32))
+        assert (view[0] == want[0][0]).all()
+        assert all(f.row > 0 and f.reason for f in faults)
+
+
+def test_many_scans_are_refused(decoder):
+    data = encode(photograph(), progressive=True)
+    first = data.index(b"\xff\xda")
+    last = data.rindex(b"\xff\xda")
+    scan = data[last:-2]
+    many = data[:-2] + scan * 300 + b"\xff\xd9"
+    assert first < last
+    _, faults, _ = views(decoder, [many], Resize((8, 8)))
+    assert "scans" in faults[0].reason
+    few = Decode(backend=decoder.backend, max_pixels=187 * 251).open("cpu")
+    _, faults, _ = views(few, [data[:-2] + scan * 20 + b"\xff\xd9"], Resize((8, 8)))
+    assert "too much work" in faults[0].reason
+
+
+# -- the pipeline for CUDA, on the CPU --
+
+
+@pytest.fixture
+def as_on_cuda(dali):
+    """A decoder that runs the CUDA pipeline's graph, with DALI's CPU operators."""
+    out = Decode(backend="dali", num_threads=2).open("cpu")
+    out._dali = _Mixed(out, device="cpu")
+    yield out
+    out.close()
+
+
+def close_enough(found: np.ndarray, want: np.ndarray) -> None:
+    """DALI's resize is torch's within 1 inside; at the outermost ring it repeats the edge, where torch renormalises."""
+    difference = np.abs(found.astype(int) - want.astype(int))
+    assert difference.mean() < 0.5
+    assert (difference > 2).mean() < 0.02
+    assert difference.max() <= 40
+
+
+def test_raw_rows_beside_the_cuda_graph(dali, as_on_cuda):
+    """They are resized on the host and uploaded: the CPU's pixels, whatever is in the batch with them."""
+    encoded = [KINDS[k]() for k in MIXED]
+    raws = [raw(data) for data in encoded]
+    mixed = [a if k % 2 else b for k, (a, b) in enumerate(zip(encoded, raws, strict=True))]
+    crops = RandomResizedCrop((64, 80)), ResizeCenterCrop(70, (90, 60))
+    want, _, _ = views(dali, raws, *crops)
+    for batch, rows in ((raws, slice(None)), (mixed, slice(None, None, 2))):
+        found, faults, _ = views(as_on_cuda, batch, *crops)
+        assert not faults
+        assert all((a[rows] == b[rows]).all() for a, b in zip(found, want, strict=True))
+
+
+def test_cuda_graph_agrees_with_the_cpu(dali, as_on_cuda):
+    kinds = [k for k in MIXED if k not in ("gif",)]
+    images = [KINDS[k]() for k in kinds]
+    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
+    for count in (len(images), 3, 40):  # 40: another capacity
+        some = (images * 7)[:count]
+        want, _, _ = views(dali, some, *crops)
+        found, faults, _ = views(as_on_cuda, some, *crops)
+        assert not faults
+        for a, b in zip(found, want, strict=True):
+            close_enough(a, b)
+    assert (found[1] == want[1]).all()  # nothing resized, so nothing differs
+    bicubic = RandomResizedCrop(64, interpolation="bicubic")
+    close_enough(views(as_on_cuda, images, bicubic)[0][0], views(dali, images, bicubic)[0][0])
+
+
+def test_cuda_graph_with_orientations_faults_and_rescues(dali, as_on_cuda):
+    images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
+    images[3:3] = [b"rubbish", KINDS["gif"](), failing_in_decode(), KINDS["png animated, own first"]()]
+    crops = RandomCrop((100, 70)), ResizeCenterCrop(187, (170, 120))
+    want, faults_want, _ = views(dali, images, *crops)
+    found, faults, _ = views(as_on_cuda, images, *crops)
+    assert sorted(f.row for f in faults) == sorted(f.row for f in faults_want) == [3, 5]
+    for a, b in zip(found, want, strict=True):
+        assert (a == b).all()
+    batch = pack(images)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(as_on_cuda.full(batch, as_on_cuda.look(batch)), dali.full(batch, dali.look(batch)), strict=True)
+    )
+
+
+# -- CUDA --
+
+
+@pytest.mark.gpu
+@gpu
+def test_mixed_agrees_with_the_cpu(dali):
+    cuda = Decode(backend="dali").open("cuda")
+    images = [KINDS[k]() for k in KINDS]
+    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
+    for count in (len(images), 3, 80):
+        some = (images * 3)[:count]
+        want, _, _ = views(dali, some, *crops)
+        found, faults, _ = views(cuda, some, *crops)
+        assert not faults
+        for a, b in zip(found, want, strict=True):
+            close_enough(a, b)
+        assert np.abs(found[1].astype(int) - want[1]).max() <= 4  # decode alone
+    cuda.close()
+
+
+@pytest.mark.gpu
+@gpu
+def test_mixed_repeats_itself_and_survives_faults():
+    cuda = Decode(backend="dali").open("cuda")
+    good = [KINDS[k]() for k in MIXED] * 2
+    (first,), _, _ = views(cuda, good, RandomResizedCrop(48))
+    (alone,), _, _ = views(cuda, good[:1], RandomResizedCrop(48))
+    assert (first[0] == alone[0]).all()
+    bad = [failing_in_decode() if k in (2, 5) else x for k, x in enumerate(good)]
+    (view,), faults, _ = views(cuda, bad, RandomResizedCrop(48))
+    assert sorted(f.row for f in faults) == [2, 5]
+    rest = [k for k in range(16) if k not in (2, 5)]
+    assert (view[rest] == first[rest]).all()
+    cuda.close()
+
+
+@pytest.mark.gpu
+@gpu
+def test_mixed_orientation_and_full_images(dali):
+    cuda = Decode(backend="dali").open("cuda")
+    images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
+    batch = pack(images)
+    for a, b in zip(cuda.full(batch, cuda.look(batch)), dali.full(batch, dali.look(batch)), strict=True):
+        assert a.device.type == "cuda"
+        assert (a.cpu().int() - b.int()).abs().max() <= 4
+    cuda.close()
+
+
+# -- settings --
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_threads": 0}, "`num_threads`.*Found: 0"),
+        ({"num_threads": True}, "`num_threads`.*Found: True"),
+        ({"backend": "opencv"}, "`backend`.*Found: 'opencv'"),
+        ({"hardware_load": 1.5}, "`hardware_load`.*Found: 1.5"),
+        ({"hardware_load": "all"}, "`hardware_load`.*Found: 'all'"),
+        ({"max_pixels": 0}, "`max_pixels`.*Found: 0"),
+        ({"max_bytes": -1}, "`max_bytes`.*Found: -1"),
+        ({"codecs": ["avif"]}, r"`codecs`.*Found: \['avif'\]"),
+        ({"codecs": "jpeg"}, "`codecs`.*Found: 'jpeg'"),
+    ],
+)
+def test_settings_say_what_was_found(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        Decode(**settings)
+
+
+def test_devices_that_are_not_there():
+    with pytest.raises(ConfigError, match="`device` must be cpu or cuda"):
+        Decode().open("mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            Decode().open("cuda")
+
+
+def test_choices_are_logged(caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        Decode().open().close()
+        if not torch.cuda.is_available():
+            assert "decode on cpu: no CUDA device" in caplog.text
+        assert "decode with num_threads=" in caplog.text
+        monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+        found = Decode().open("cpu")
+        assert found.backend == "pillow"
+        assert "decode with pillow: DALI cannot be imported" in caplog.text
+        with pytest.raises(ConfigError, match="nvidia-dali-cuda120"):
+            Decode(backend="dali").open("cpu")
+        data = KINDS["jpeg 4:2:0"]()
+        assert (whole(found, data) == by_pillow(data)).all()
+
+
+def test_a_closed_decoder_says_so():
+    closed = Decode().open("cpu")
+    closed.close()
+    closed.close()
+    with pytest.raises(GpuaugError, match="closed"):
+        views(closed, [KINDS["png"]()], Resize((8, 8)))
+
+
+def test_nothing_global_is_touched(decoder):
+    from PIL import ImageFile
+
+    def state():
+        return (
+            torch.get_rng_state().tolist(),
+            np.random.get_state()[1].tolist(),
+            torch.get_num_threads(),
+            Image.MAX_IMAGE_PIXELS,
+            ImageFile.LOAD_TRUNCATED_IMAGES,
+        )
+
+    before = state()
+    views(decoder, [KINDS["jpeg 4:2:0"](), KINDS["gif"](), b"rubbish"], RandomResizedCrop(32))
+    assert state() == before
+
+
+def test_import_is_light():
+    code = (
+        "import sys, gpuaug.decode; sys.exit(any(m in sys.modules for m in ('nvidia.dali', 'PIL', 'kornia', 'hydra')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("failures", [1, 3, 4])
+def test_a_pipeline_that_failed_is_built_again(failures, monkeypatch, caplog):
+    """The failure is planted, as a device error cannot be had on request; the pipelines before and after are real."""
+    from gpuaug import decode as module
+
+    images = pack([encode(photograph(name), quality=90) for name in ("china", "flower", "china")])
+    decoder = Decode(num_threads=1, backend="dali").open("cpu")
+    left, real = [failures], module._Slices.run
+
+    def failing(self, part):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("CUDA runtime API error cudaErrorLaunchFailure (719)")
+        return real(self, part)
+
+    look = decoder.look(images)
+    expected, _ = decoder.pixels(images, look, [Resize((64, 48)).boxes(None, look.height, look.width)])
+    monkeypatch.setattr(module._Slices, "run", failing)
+    first = decoder._dali
+    boxes = Resize((64, 48)).boxes(None, look.height, look.width)
+    if failures > 3:
+        with pytest.raises(GpuaugError, match="LaunchFailure"):
+            decoder.pixels(images, look, [boxes])
+        return
+    found, faults = decoder.pixels(images, look, [boxes])
+    assert not faults
+    assert torch.equal(found[0], expected[0])
+    assert decoder._dali is not first
+    assert caplog.text.count("built again") == failures
+
+
+def test_a_webp_chunk_longer_than_its_file_allocates_nothing():
+    data = bytearray(encode(photograph(), "WEBP", exif=exif(6)))
+    at = data.index(b"EXIF")
+    data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)
+    code = (
+        "import sys, resource, torch; from gpuaug.decode import Decode; from gpuaug.batch import EncodedBatch;"
+        "from gpuaug.crop import Resize; data = sys.stdin.buffer.read(); one = torch.zeros(1, dtype=torch.int64);"
+        "batch = EncodedBatch(data=torch.frombuffer(bytearray(data), dtype=torch.uint8),"
+        "offsets=torch.tensor([0, len(data)]), labels=None, indices=one, repeats=one, valid=one == 0);"
+        "d = Decode(backend='dali').open('cpu'); look = d.look(batch);"
+        "d.pixels(batch, look, [Resize((32, 32)).boxes(None, look.height, look.width)]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=bytes(data), capture_output=True, check=True)
+    assert int(done.stdout) < 1_500_000  # kB

@@ -1,0 +1,90 @@
+"""Real processes under torchrun with gloo: disjoint shards, equal steps, disagreement, kill and resume."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("ddp_worker.py")
+
+
+def run(world_size, *args, check=True):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    done = subprocess.run([*command, str(WORKER), *map(str, args)], capture_output=True, text=True, timeout=240)
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def seen(out, *, steps=None, valid=True):
+    """The multiset of (index, digest), of the first batches, of all ranks in a folder."""
+    lines = [json.loads(line) for path in sorted(out.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
+    return Counter(
+        (index, digest) for step, index, digest, ok in lines if (steps is None or step <= steps) and (ok or not valid)
+    )
+
+
+def folder(path):
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(photos, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    run(1, photos, out, "--batch-size", 16)
+    found = seen(out)
+    assert len(found) == found.total() == 65
+    return found
+
+
+def test_two_ranks_see_every_sample_once(photos, whole, tmp_path):
+    run(2, photos, tmp_path)
+    assert seen(tmp_path) == whole
+    assert len(list(tmp_path.glob("state0_*"))) == 9  # 33 and 32 samples in batches of 4
+    assert len(list(tmp_path.glob("state1_*"))) == 8
+
+
+def test_ranks_that_disagree_find_out_at_the_start(photos, tmp_path):
+    run(2, photos, tmp_path, "--seed-of-rank-1", 6)
+    for rank in range(2):
+        message = (tmp_path / f"error{rank}.txt").read_text()
+        assert "seed" in message
+        assert "5 on rank 0, 6 on rank 1" in message
+    assert not seen(tmp_path)
+
+
+@pytest.mark.long
+def test_ranks_with_other_samples_find_out_at_the_start(photos, tmp_path):
+    run(2, photos, tmp_path, "--subset-of-rank-1", 30)
+    for rank in range(2):
+        assert "order of the epoch" in (tmp_path / f"error{rank}.txt").read_text()
+    assert not seen(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "resume_with", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("start_with", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_killed_and_resumed_with_other_ranks(photos, whole, tmp_path, start_with, resume_with):
+    first, second = folder(tmp_path / "first"), folder(tmp_path / "second")
+    assert run(start_with, photos, first, "--kill-after", 3, "--collective", check=False).returncode != 0
+    consumed = seen(first, steps=3)
+    assert consumed.total() == 3 * 4 * start_with
+    state = next(
+        first.glob("state*_3.json")
+    )  # any rank's serves all; the others may have died before they wrote theirs
+    run(resume_with, photos, second, "--state", state, "--batch-size", 5)
+    assert consumed + seen(second) == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_equal_steps_with_collectives(photos, whole, tmp_path, last):
+    run(3, photos, tmp_path, "--last", last, "--collective")
+    steps = {len(list(tmp_path.glob(f"state{rank}_*"))) for rank in range(3)}
+    assert steps == ({5} if last == "drop" else {6})
+    assert seen(tmp_path) == whole if last == "pad" else not seen(tmp_path) - whole
+    assert seen(tmp_path, valid=False).total() == (72 if last == "pad" else 60)

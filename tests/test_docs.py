@@ -1,0 +1,165 @@
+"""What is written beside the code: every public name says what it takes, and what the README shows is there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpuaug
+from gpuaug.cli import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public name, and what is public of every public class, with its own docstring only."""
+    for name in gpuaug.__all__:
+        thing = getattr(gpuaug, name)
+        yield name, thing
+        if inspect.isclass(thing):
+            for base in thing.__mro__:
+                if not base.__module__.startswith("gpuaug"):
+                    continue
+                for member, value in vars(base).items():
+                    called = inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
+                    if called and not member.startswith("_"):
+                        yield f"{name}.{member}", value
+
+
+PUBLIC = dict(public())
+
+
+def parameters(thing: Any) -> list[str]:
+    """Names that a caller can give."""
+    if isinstance(thing, property):
+        return []
+    if isinstance(thing, classmethod | staticmethod):
+        thing = thing.__func__
+    if inspect.isclass(thing) and (issubclass(thing, Exception) or thing.__init__ is object.__init__):
+        return []
+    if dataclasses.is_dataclass(thing):
+        return [f.name for f in dataclasses.fields(thing) if f.init]
+    return [name for name in inspect.signature(thing).parameters if name not in ("self", "cls")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_says_what_it_is_and_takes(name: str) -> None:
+    thing = PUBLIC[name]
+    text = thing.__doc__ or ""
+    assert text.strip(), f"{name} has no docstring"
+    promise = text.strip().partition("\n\n")[0]
+    assert promise.endswith((".", ":")), f"the first sentence of {name} has no end: {promise!r}"
+    absent = [p for p in parameters(thing) if not re.search(rf"\b{p}\b", text)]
+    assert not absent, f"{name} does not say what these are: {', '.join(absent)}"
+
+
+def test_type_checkers_see_the_names_that_are_imported_lazily() -> None:
+    source = ast.parse((ROOT / "gpuaug" / "__init__.py").read_text(encoding="utf-8"))
+    guarded = [n for n in source.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    seen = {
+        alias.asname: node.module
+        for block in guarded
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name  # `as` itself: re-exported, not merely used
+    }
+    assert seen == gpuaug._WHERE
+    assert sorted(seen) == gpuaug.__all__
+
+
+@pytest.mark.parametrize("number", range(README.count("```python\n")))
+def test_python_in_the_readme_compiles(number: int) -> None:
+    block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
+    compile(block if not block.rstrip().endswith(":") else f"{block.rstrip()} ...", f"README.md block {number}", "exec")
+
+
+def test_what_the_readme_names_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
+    assert set(re.findall(r"^(?:.*\s)?gpuaug ([a-z]+)\s+[a-z_.]+=", README, re.MULTILINE)) <= set(COMMANDS)
+    for name in re.findall(r"\bgpuaug\.([A-Za-z]\w*)\(", README):
+        assert name in gpuaug.__all__, f"README uses gpuaug.{name}"
+    tree = README.partition("## What is where")[2].partition("```")[2].partition("```")[0]
+    folder = ""
+    for line in tree.strip().splitlines():
+        path = line.split()[0]
+        folder = "" if not line.startswith(" ") else folder
+        assert (ROOT / folder / path).exists(), f"README lists {folder}{path}"
+        folder = path if not line.startswith(" ") else folder
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_and_files_that_are_named_are_there(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (ROOT / link).exists()] == []
+    named = [
+        path for path in re.findall(r"`((?:gpuaug|tests|conf|examples|bench)/[\w./]+)`", text) if "NAME" not in path
+    ]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"\n## {gpuaug.__version__} — " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_contributing_names_the_tables_of_the_tests() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tables = {"test_recipes": ("INTERPOLATION", "SHAPES"), "test_parameters": ("OPS",)}
+    tables["test_fused"] = ("POINTWISE", "JUMPS", "SPATIAL")
+    for test, names in tables.items():
+        source = (ROOT / "tests" / f"{test}.py").read_text(encoding="utf-8")
+        assert f"tests/{test}.py" in text
+        assert all(f"`{name}`" in text and f"\n{name} = {{" in source for name in names)
+
+
+def fastest(*arguments: str, bound: float) -> tuple[float, str]:
+    """Seconds of the fastest of at most five runs (the first within the bound ends it), and what it printed."""
+    best, text = float("inf"), ""
+    for _ in range(5):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=True)
+        best, text = min(best, time.perf_counter() - begin), done.stdout
+        if best < bound:
+            break
+    return best, text
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_is_quick(words: list[str]) -> None:
+    seconds, text = fastest("-m", "gpuaug.cli", *words, bound=1.0)
+    assert seconds < 1.0
+    assert text.startswith("usage: gpuaug")
+
+
+def test_import_is_quick_and_light() -> None:
+    code = (
+        "import sys, gpuaug; print(sorted({'torch', 'numpy', 'kornia', 'hydra', 'PIL', 'nvidia'} & set(sys.modules)))"
+    )
+    seconds, text = fastest("-c", code, bound=0.5)
+    assert seconds < 0.5
+    assert text == "[]\n"
+
+
+def test_python_in_docstrings_compiles() -> None:
+    for name, thing in PUBLIC.items():
+        for block in re.findall(r">>> (.*)", inspect.getdoc(thing) or ""):
+            compile(block, name, "single")
+
+
+def test_errors_are_ours() -> None:
+    errors = [e for e in map(gpuaug.__getattr__, gpuaug.__all__) if inspect.isclass(e) and issubclass(e, Exception)]
+    assert all(issubclass(e, gpuaug.GpuaugError) for e in errors)
+    assert issubclass(gpuaug.Augment, torch.nn.Module)

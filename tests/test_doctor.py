@@ -1,0 +1,478 @@
+"""`gpuaug doctor`: planted crashes, time-outs, missing compilers and small limits are found, named and remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuaug import doctor, machine, probes
+from gpuaug.cli import doctor as command
+from gpuaug.cli import main
+from gpuaug.doctor import Verdict
+from gpuaug.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    doctor._remembered.cache_clear()
+    yield tmp_path / "cache" / "gpuaug"
+    doctor._remembered.cache_clear()
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+# --- tests in processes
+
+
+def test_a_crash_is_a_verdict() -> None:
+    found = doctor.probe("planted", command=python("import os; os.kill(os.getpid(), 11)"))
+    assert found.good is False
+    assert found.text == "crashed: killed by SIGSEGV"
+
+
+def test_killed_for_want_of_memory_is_a_verdict() -> None:
+    found = doctor.probe("planted", command=python("import os; os.kill(os.getpid(), 9)"))
+    assert found.good is False
+    assert "SIGKILL (perhaps for want of memory)" in found.text
+
+
+def test_silence_is_a_verdict_and_nothing_stays_behind(tmp_path: Path) -> None:
+    """Also the children are ended, even where they hold the output open."""
+    file = tmp_path / "pid"
+    child = "import subprocess; p = subprocess.Popen(['sleep', '600'])"
+    code = f"{child}; open({str(file)!r}, 'w').write(str(p.pid)); p.wait()"
+    start = time.perf_counter()
+    found = doctor.probe("planted", timeout=1.0, command=python(code))
+    assert time.perf_counter() - start < 10
+    assert found.good is False
+    assert "did not answer within 1 s" in found.text
+    seen = Path("/proc") / file.read_text() / "stat"
+    for _ in range(50):
+        state = (machine.read(seen) or "gone) Z").rpartition(") ")[2][0]
+        if state in "ZX":  # ended; whoever adopted it has not asked yet
+            break
+        time.sleep(0.05)
+    assert state in "ZX"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "raise RuntimeError('the device is on fire')",
+            "failed with exit status 1: RuntimeError: the device is on fire",
+        ),
+        ("print('no json')", "failed with exit status 0: it said nothing"),
+        ('print(\'{"good": 1, "text": "yes"}\')', "failed with exit status 0"),
+        ("print('{\"good\": true}')", "failed with exit status 0"),
+        ("print('[]')", "failed with exit status 0"),
+    ],
+)
+def test_what_is_no_answer_is_a_failure(code: str, text: str) -> None:
+    found = doctor.probe("planted", command=python(code))
+    assert found.good is False
+    assert text in found.text
+
+
+def test_the_last_line_is_the_answer() -> None:
+    code = 'print(\'chatter\'); print(\'{"good": true, "text": "well", "value": [1]}\')'
+    found = doctor.probe("planted", command=python(code))
+    assert (found.good, found.text, found.value) == (True, "well", [1])
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    """Planted: a PATH without any."""
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("CXX", None)
+    code = "from gpuaug.probes import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "compiler"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["good"] is False
+    assert "no C++ compiler found" in answer["text"]
+
+
+def test_no_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    first, second = command.compilers(cuda=True)
+    assert (first.status, second.status) == (command.SLOW, command.SLOW)
+    assert "no g++, clang++ or c++ on PATH" in first.text
+    assert "a C compiler" in second.text
+    assert next(iter(command.compilers(cuda=False))).status == command.SLOW
+    monkeypatch.setenv("CXX", "icpc-2040")
+    assert "CXX is 'icpc-2040'" in next(iter(command.compilers(cuda=False))).text
+
+
+# --- verdicts
+
+
+def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def planted(name: str, *, timeout: float) -> Verdict:
+        asked.append(name)
+        return Verdict(name=name, good=name != "roi", text="planted", seconds=1.5)
+
+    monkeypatch.setattr(doctor, "probe", planted)
+    assert doctor.verdict("roi") is None
+    first = doctor.examine(["roi", "stream", "compiler"], cuda=True)
+    assert [v.good for v in first] == [False, True, True]
+    assert doctor.verdict("roi") is False
+    assert doctor.verdict("stream") is True
+    assert doctor.verdict("hardware") is None
+    second = doctor.examine(["roi", "stream", "compiler"], cuda=True)
+    assert asked == ["roi", "stream", "compiler", "compiler"]  # what changes from day to day is asked again
+    assert [v.kept for v in second] == [True, True, False]
+    doctor.examine(["roi"], cuda=True, fresh=True)
+    assert asked[-1] == "roi"
+    (file,) = cache.iterdir()
+    values = json.loads(file.read_text())
+    assert values["verdicts"]["roi"] == {"good": False, "text": "planted", "seconds": 1.5}
+    assert values["machine"]["packages"]["torch"]
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor.keep(Verdict(name="roi", good=True, text="planted"))
+    assert doctor.verdict("roi") is True
+    for name, planted in (
+        ("driver", lambda: "999.1"),
+        ("gpus", lambda: ["NVIDIA Planted"]),
+        ("cpu_model", lambda: "another"),
+    ):
+        with monkeypatch.context() as here:
+            here.setattr(machine, name, planted)
+            doctor._remembered.cache_clear()
+            assert doctor.verdict("roi") is None
+    with monkeypatch.context() as here:
+        here.setattr(doctor, "version", lambda package: "9.9")
+        doctor._remembered.cache_clear()
+        assert doctor.verdict("roi") is None
+    doctor._remembered.cache_clear()
+    assert doctor.verdict("roi") is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "null",
+        '{"version": 99, "verdicts": {"roi": {"good": true, "text": "", "seconds": 1}}}',
+        '{"version": 1, "verdicts": []}',
+        '{"version": 1, "verdicts": {"roi": true}}',
+        '{"version": 1, "verdicts": {"roi": {"good": "yes", "text": "", "seconds": 1}}}',
+        '{"version": 1, "verdicts": {"roi": {"text": ""}}}',
+        '{"version": 1, "verdicts": {"rm": {"good": true, "text": "", "seconds": 1}}}',
+    ],
+)
+def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:
+    cache.mkdir(parents=True)
+    doctor.cache_file().write_text(text)
+    assert doctor.load() == {}
+    assert doctor.verdict("roi") is None
+    doctor.keep(Verdict(name="roi", good=False, text="planted"))
+    assert doctor.verdict("roi") is False
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level("INFO", logger="gpuaug"):
+        doctor.keep(Verdict(name="roi", good=True, text="planted"))
+    assert "are not kept" in caplog.text
+    (finding,) = [f for f in command.place() if f.name == "cache folder"]
+    assert finding.status == command.SLOW
+    doctor._remembered.cache_clear()
+
+
+def test_an_unknown_verdict_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`rio` is no test whose verdict is kept. Those are: .*roi"):
+        doctor.verdict("rio")
+
+
+def test_without_cuda_nothing_is_claimed(cache: Path) -> None:
+    found = doctor.examine(doctor.CUDA, cuda=False)
+    assert all(v.good is None and v.text == "not testable here: no CUDA device" for v in found)
+    assert doctor.load() == {}
+
+
+def test_asking_imports_nothing_heavy(tmp_path: Path) -> None:
+    heavy = "{'torch', 'nvidia.dali'} & set(sys.modules)"
+    code = f"import sys; from gpuaug.doctor import verdict; verdict('roi'); print({heavy})"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        python(code), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
+# --- the tests themselves, where no GPU is needed
+
+
+def test_parts_of_images_equal_the_whole() -> None:
+    pytest.importorskip("nvidia.dali")
+    good, text, value = probes._parts("cpu")
+    assert good, text
+    assert value["largest"] <= 1
+
+
+def test_wrong_pixels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nvidia.dali")
+    real = probes._truth
+    monkeypatch.setattr(probes, "_truth", lambda data: real(data) ^ 16)
+    good, text, _ = probes.decoder_cpu()
+    assert not good
+    assert "differs from Pillow by 16 levels where 1 are expected" in text
+
+
+def test_wrong_sizes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = probes._truth
+    monkeypatch.setattr(probes, "_truth", lambda data: real(data)[1:])
+    assert probes.header()[0] is False
+
+
+def test_every_test_is_told_about() -> None:
+    assert set(command.TESTS) | {"cuda", "workers"} == set(probes.TESTS)
+    assert set(doctor.KEPT) | set(doctor.FRESH) == set(probes.TESTS)
+    assert set(doctor.CUDA) < set(doctor.KEPT)
+
+
+# --- the machine
+
+
+def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
+    group = tmp_path / "sys" / "a" / "b"
+    group.mkdir(parents=True)
+    proc = tmp_path / "cgroup"
+    proc.write_text("0::/a/b\n")
+    where = {"proc": str(proc), "root": str(tmp_path / "sys")}
+    assert machine.cgroup_memory(**where) is None
+    assert machine.cgroup_cpus(**where) is None
+    (group / "memory.max").write_text("max\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    assert machine.cgroup_memory(**where) is None
+    assert machine.cgroup_cpus(**where) is None
+    (group.parent / "memory.max").write_text("8000000\n")
+    (group.parent / "memory.current").write_text("1000\n")
+    (group.parent / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "sys" / "memory.max").write_text("9000000\n")
+    assert machine.cgroup_memory(**where) == (8000000, 1000)
+    assert machine.cgroup_cpus(**where) == 1.5
+
+
+def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
+    """In a container the path is the host's and the mounted root is the container's."""
+    proc = tmp_path / "cgroup"
+    proc.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n")
+    for controller, files in (
+        ("memory", {"memory.limit_in_bytes": "4096000", "memory.usage_in_bytes": "5"}),
+        ("cpu,cpuacct", {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}),
+    ):
+        (tmp_path / "sys" / controller).mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / "sys" / controller / name).write_text(text)
+    where = {"proc": str(proc), "root": str(tmp_path / "sys")}
+    assert machine.cgroup_memory(**where) == (4096000, 5)
+    assert machine.cgroup_cpus(**where) == 0.5
+    (tmp_path / "sys" / "memory" / "memory.limit_in_bytes").write_text(str((1 << 63) - 4096))
+    assert machine.cgroup_memory(**where) is None
+
+
+def test_driver_and_devices_without_cuda(tmp_path: Path) -> None:
+    assert machine.gpus(str(tmp_path)) == []
+    assert machine.driver(str(tmp_path)) is None
+    for k in range(2):
+        (tmp_path / "gpus" / f"0000:0{k}:00.0").mkdir(parents=True)
+        (tmp_path / "gpus" / f"0000:0{k}:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 3\n")
+    for text in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.2\n",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build\n",
+    ):
+        (tmp_path / "version").write_text(text)
+        assert machine.driver(str(tmp_path)) == "535.104.05"
+    assert machine.gpus(str(tmp_path)) == ["NVIDIA H200"] * 2
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    for node in (0, 1, 10):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text("0-1,4\n" if node == 0 else f"{node + 100}\n")
+    nodes = machine.numa_nodes(str(tmp_path))
+    assert nodes == {0: "0-1,4", 1: "101", 10: "110"}
+    assert command._cpus_of("0-1,4") == {0, 1, 4}
+    first = min(command._affinity())
+    assert command.numa({0: f"{first}", 1: "100000-100003"}).status == command.OK
+    everywhere = command.numa({0: f"{first}", 1: f"{first}"})
+    assert everywhere.status == command.NOTE
+    assert "numactl" in everywhere.advice
+    assert command.numa({}).status == command.OK
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("finding", "status", "word"),
+    [
+        (command.shared_memory((64 * 2**20, 64 * 2**20)), command.SLOW, "--shm-size"),
+        (command.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "bus error"),
+        (command.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
+        (command.shared_memory(None), command.NOTE, ""),
+        (command.open_files((64, 4096)), command.BROKEN, "ulimit -n 4096"),
+        (command.open_files((256, -1)), command.SLOW, "ulimit -n 65536"),
+        (command.open_files((-1, -1)), command.OK, ""),
+        (command.open_files(None), command.NOTE, ""),
+        (command.processes((100, 900)), command.SLOW, "ulimit -u 900"),
+        (command.processes((-1, -1)), command.OK, ""),
+        (command.cpus(64, 6.5), command.SLOW, "decode.num_threads=6 num_workers=3"),
+        (command.cpus(8, 8.0), command.OK, ""),
+        (command.cpus(8, None), command.OK, ""),
+        (command.memory((64 * GIB, 32 * GIB), (4 * GIB, 3 * GIB)), command.SLOW, "num_workers"),
+        (command.memory((64 * GIB, 32 * GIB), (128 * GIB, 3 * GIB)), command.OK, ""),
+        (command.memory((64 * GIB, GIB), None), command.SLOW, "num_workers"),
+        (command.memory(None, None), command.NOTE, ""),
+    ],
+)
+def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> None:
+    assert finding.status == status
+    assert word in finding.advice
+    assert bool(finding.advice) == (status in (command.SLOW, command.BROKEN))
+
+
+def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packaging.specifiers import SpecifierSet
+
+    monkeypatch.setattr(doctor, "version", lambda package: None if package == "kornia" else "1.0")
+    monkeypatch.setattr(command, "_needed", lambda: {"torch": SpecifierSet(">=2.11,<2.14")})
+    found = {f.name: f for f in command.versions()}
+    assert found["kornia"].status == command.BROKEN
+    assert "pip install kornia" in found["kornia"].advice
+    assert found["torch"].status == command.SLOW
+    assert "made for <2.14,>=2.11" in found["torch"].advice
+    assert found["pillow"].status == command.OK
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status"),
+    [
+        (Verdict(name="cuda", good=False, text="torch is a build without CUDA", value=[]), command.SLOW),
+        (Verdict(name="cuda", good=False, text="crashed: killed by SIGABRT"), command.BROKEN),
+        (
+            Verdict(name="cuda", good=True, text="", value=[{"name": "X", "memory": GIB, "capability": "9.0"}]),
+            command.OK,
+        ),
+    ],
+)
+def test_devices_that_are_there(verdict: Verdict, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(machine, "driver", lambda: "535.104.05")
+    monkeypatch.setattr(command, "_SEEN", {5.0: verdict})
+    driver, cuda = command.devices(command.Settings(timeout=5.0))
+    assert driver.status == command.OK
+    assert cuda.status == status
+
+
+# --- the command
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("nvidia.dali")
+    (tmp_path / "gpuaug").mkdir(mode=0o700)
+    for built in doctor.folder().glob("augment-*.so"):
+        shutil.copy(built, tmp_path / "gpuaug")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    doctor._remembered.cache_clear()
+    status = main(["doctor", f"json={tmp_path}/d.json"])
+    printed = capsys.readouterr().out
+    values = json.loads((tmp_path / "d.json").read_text())
+    found = {f["name"]: f for f in values["findings"]}
+    assert status == (0 if values["usable"] else 1)
+    assert values["usable"] == all(f["status"] != command.BROKEN for f in found.values())
+    for name in ("header parser", "DALI on the CPU", "start methods", "torch"):
+        assert found[name]["status"] == command.OK, found[name]
+    for finding in found.values():
+        assert re.search(rf"^  {re.escape(finding['name'])} +{finding['status']} ", printed, re.MULTILINE)
+        if finding["status"] in (command.SLOW, command.BROKEN):
+            assert finding["advice"]
+    if not machine.gpus():
+        assert found["ROI decode on GPU"]["text"] == "not testable here: no CUDA device"
+    assert doctor.verdict("decoder_cpu") is True
+    doctor._remembered.cache_clear()
+
+
+def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
+    """Planted: few files, and no time for any test; exit status 1."""
+    words = f"ulimit -n 90; exec {sys.executable} -m gpuaug.cli doctor timeout=0.01 json={tmp_path}/d.json"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    found = {f["name"]: f for f in json.loads((tmp_path / "d.json").read_text())["findings"]}
+    assert found["open files"]["status"] == command.BROKEN
+    assert "90 per process" in found["open files"]["text"]
+    assert "did not answer within 0.01 s" in found["header parser"]["text"]
+    assert found["start methods"]["status"] == command.BROKEN
+    assert "gpuaug cannot be relied on here. Broken: " in done.stdout
+
+
+def test_overrides_of_the_loader_have_no_effect_and_are_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda name, **more: Verdict(name=name, good=True, text="planted", value=[]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
+    assert "no effect of source.root=/data, augment=simclr" in capsys.readouterr().err
+    doctor._remembered.cache_clear()
+    assert main(["doctor", "agument=simclr"]) == 2
+    assert "agument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("timeout=0", "`timeout` must be a number of seconds above 0"),
+        ("timeout=soon", "`timeout` must be a number of seconds above 0"),
+        ("fresh=maybe", "`fresh` must be true or false"),
+        ("json=/proc/none/d.json", "`json` must name a file"),
+    ],
+)
+def test_mistakes_are_named(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", word]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    assert main(["doctor", "--help"]) == 0
+    assert time.perf_counter() - start < 1
+    assert "fresh: false" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", doctor.CUDA)
+def test_on_a_gpu(name: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    found = doctor.probe(name)
+    assert found.good is not False or name in ("roi", "hardware", "stream_hardware"), found.text

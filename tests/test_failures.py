@@ -1,0 +1,220 @@
+"""Dying and stalling: within a bounded time it goes on or says what to change, and nothing is left behind."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import gpuaug
+
+ROOT = Path(__file__).parents[1]
+SHM = Path("/dev/shm")
+
+BUILD = """
+import json, os, signal, sys, time
+import torch
+import gpuaug
+
+def build(root, **settings):
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), backend="kornia")
+    source = gpuaug.FolderSource(root) if isinstance(root, str) else root
+    return gpuaug.Loader(source, augment=augment, batch_size=4, device="cpu", **{"num_workers": 2, **settings})
+"""
+
+
+def build(root, **settings):
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), backend="kornia")
+    source = gpuaug.FolderSource(root) if isinstance(root, Path) else root
+    return gpuaug.Loader(source, augment=augment, batch_size=4, device="cpu", **{"num_workers": 2, **settings})
+
+
+def children_of(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def nothing_left():
+    """Processes, shared memory and open descriptors are afterwards as before."""
+    before = {path.name for path in SHM.iterdir()}, set(children_of(os.getpid()))
+    yield
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        left = {path.name for path in SHM.iterdir()} - before[0], set(children_of(os.getpid())) - before[1]
+        if not any(left):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"left behind: shared memory {left[0]}, processes {left[1]}")
+
+
+def start(code, *args, prefix=(), **options):
+    source = BUILD + textwrap.dedent(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", source, *map(str, args)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options,
+    )  # fmt: skip
+
+
+def indices(batches, steps=None):
+    seen = []
+    for step, batch in enumerate(batches, start=1):
+        seen += batch.indices.tolist()
+        if step == steps:
+            break
+    return seen
+
+
+def test_a_killed_worker_is_an_error_from_which_one_goes_on(photos, nothing_left):
+    others = set(children_of(os.getpid()))
+    with build(photos, prefetch=1) as loader:
+        batches = iter(loader)
+        seen = indices(batches, 2)
+        os.kill(min(set(children_of(os.getpid())) - others), signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(gpuaug.ReadError, match="worker") as info:
+            for batch in batches:
+                seen += batch.indices.tolist()
+        assert time.monotonic() - begin < 30
+        assert "num_workers" in str(info.value) or "memory" in str(info.value)
+        loader.load_state_dict(loader.state_dict())
+        seen += indices(loader)
+    assert sorted(seen) == list(range(65))
+
+
+class Stuck:
+    """A source one of whose reads never returns."""
+
+    def __init__(self, file):
+        self.data = file.read_bytes()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        while i == 30:
+            time.sleep(1)
+        return self.data, 0
+
+
+def test_a_read_that_never_returns(photos, nothing_left):
+    with build(Stuck(photos / "china" / "000.jpg"), timeout=2, order="sequential") as loader:
+        begin = time.monotonic()
+        seen = []
+        with pytest.raises(gpuaug.ReadError, match="timeout"):
+            for batch in loader:
+                seen += batch.indices.tolist()
+        assert time.monotonic() - begin < 20
+    assert seen == list(range(len(seen)))
+    assert len(seen) <= 28
+
+
+def test_an_exception_in_the_training_loop(photos, nothing_left):
+    with pytest.raises(ZeroDivisionError), build(photos) as loader:
+        for step, _ in enumerate(loader):
+            1 / (2 - step)
+    assert not multiprocessing.active_children()
+
+
+def test_descriptors_do_not_pile_up(photos, nothing_left):
+    def once():
+        with build(photos) as loader:
+            indices(loader, 3)
+
+    once()
+    before = descriptors()
+    for _ in range(3):
+        once()
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_start_methods(photos, method, nothing_left):
+    code = """
+        if __name__ == "__main__":
+            with build(sys.argv[1], start_method=sys.argv[2]) as loader:
+                print(json.dumps(sorted(i for batch in loader for i in batch.indices.tolist())))
+    """
+    process = start(code, photos, method)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert json.loads(out) == list(range(65))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted(photos, how, nothing_left):
+    code = """
+        loader = build(sys.argv[1])
+        for epoch in range(10**6):
+            for batch in loader:
+                print(epoch, flush=True)
+                time.sleep(0.02)
+    """
+    process = start(code, photos)
+    assert process.stdout.readline()
+    workers = children_of(process.pid)
+    assert len(workers) >= 2
+    begin = time.monotonic()
+    process.send_signal(how)
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 30
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in error
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() - begin < 60:
+        time.sleep(0.1)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_few_descriptors(photos, nothing_left):
+    code = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[2])))
+        try:
+            with build(sys.argv[1], num_workers=2) as loader:
+                kept = [batch for batch in loader]
+            print("done", len(kept))
+        except gpuaug.GpuaugError as error:
+            print("error", error)
+    """
+    for limit in (64, 30, 14):
+        process = start(code, photos, limit)
+        out, error = process.communicate(timeout=120)
+        assert out.startswith("done 17") or ("error" in out and "ulimit" in out), (limit, out, error[-2000:])
+
+
+def test_shared_memory_full(photos, nothing_left):
+    code = """
+        loader = build(sys.argv[1], timeout=20)
+        try:
+            print("done", sum(len(batch) for batch in loader))
+        except gpuaug.ReadError as error:
+            print("error", error)
+        loader.close()
+    """
+    mount = 'mount -t tmpfs -o size=16k tmpfs /dev/shm && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no right to mount a small /dev/shm")
+    process = start(code, photos, prefix=prefix)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error[-2000:]
+    assert out.startswith("error"), out
+    assert "/dev/shm" in out

@@ -1,0 +1,491 @@
+"""The fused backend equals Kornia: per operation over its whole range, on photographs and on adversarial images."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gpuaug
+from gpuaug.augment import batched, native
+from gpuaug.augment.fused import FusedBackend
+from gpuaug.augment.parameters import Chosen, prepare
+from gpuaug.augment.recipe import Normalize, OneOf
+from gpuaug.augment.reference import ReferenceBackend
+
+ROOT = Path(__file__).parent.parent
+NORMALIZE = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+POINT, SPACE = 2e-5, 2e-3  # normalised units: pointwise; with resampling or a convolution
+
+POINTWISE = {
+    "hflip": lambda: K.RandomHorizontalFlip(p=0.5),
+    "vflip": lambda: K.RandomVerticalFlip(p=0.5),
+    "jitter": lambda: K.ColorJitter(0.9, 0.9, 0.9, 0.5, p=0.8),
+    "jitter_fixed": lambda: K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8, order=(3, 2, 1, 0)),
+    "jitter_partial": lambda: K.ColorJitter(0.4, 0.0, 0.4, 0.0, p=0.8),
+    "jiggle": lambda: K.ColorJiggle(0.9, 0.9, 0.9, 0.5, p=0.8),
+    "brightness": lambda: K.RandomBrightness((0.0, 2.0), p=0.8),
+    "contrast": lambda: K.RandomContrast((0.0, 3.0), p=0.8),
+    "saturation": lambda: K.RandomSaturation((0.0, 5.0), p=0.8),
+    "hue": lambda: K.RandomHue((-0.5, 0.5), p=0.8),
+    "gray": lambda: K.RandomGrayscale(p=0.5),
+    "gray_weights": lambda: K.RandomGrayscale(rgb_weights=torch.tensor([0.2, 0.9, 0.4]), p=0.5),
+    "invert": lambda: K.RandomInvert(p=0.5),
+    "gamma": lambda: K.RandomGamma((0.05, 5.0), (0.2, 2.0), p=0.8),
+    "rgb_shift": lambda: K.RandomRGBShift(0.5, 0.3, 0.9, p=0.8),
+    "planckian": lambda: K.RandomPlanckianJitter("blackbody", p=0.8),
+    "shuffle": lambda: K.RandomChannelShuffle(p=0.8),
+    "erase": lambda: K.RandomErasing((0.02, 0.5), (0.3, 3.3), value=0.7, p=0.8),
+    "noise": lambda: K.RandomGaussianNoise(0.1, 0.3, p=0.8),
+    "autocontrast": lambda: K.RandomAutoContrast(p=0.8),
+    "autocontrast_open": lambda: K.RandomAutoContrast(clip_output=False, p=0.8),
+}
+JUMPS = {
+    "solarize": lambda: K.RandomSolarize(0.5, 0.5, p=0.8),
+    "posterize": lambda: K.RandomPosterize((0, 8), p=0.9),
+    "equalize": lambda: K.RandomEqualize(p=0.8),
+}
+SPATIAL = {
+    "sharpness": lambda: K.RandomSharpness((0.0, 3.0), p=0.8),
+    "blur": lambda: K.RandomGaussianBlur(23, (0.1, 2.0), p=0.8),
+    "blur_wide": lambda: K.RandomGaussianBlur((3, 5), (0.1, 9.0), border_type="replicate", p=0.8),
+    "blur_zero": lambda: K.RandomGaussianBlur((5, 7), (0.1, 2.0), border_type="constant", p=0.8),
+    "blur_circular": lambda: K.RandomGaussianBlur(5, (0.1, 2.0), border_type="circular", p=0.8),
+    "affine": lambda: K.RandomAffine(180.0, (0.5, 0.5), (0.3, 2.0), (-40.0, 40.0, -40.0, 40.0), p=0.8),
+    "affine_border": lambda: K.RandomAffine(30.0, (0.2, 0.2), (0.5, 2.0), padding_mode="border", p=0.8),
+    "affine_reflection": lambda: K.RandomAffine(30.0, (0.9, 0.9), (0.5, 2.0), padding_mode="reflection", p=0.8),
+    "affine_reflection_corners": lambda: K.RandomAffine(
+        30.0, (0.9, 0.9), (0.5, 2.0), padding_mode="reflection", align_corners=True, p=0.8
+    ),
+    "rotation": lambda: K.RandomRotation(180.0, p=0.8),
+    "rotation90": lambda: K.RandomRotation90((-2, 3), p=0.8),
+    "shear": lambda: K.RandomShear((-40.0, 40.0, -40.0, 40.0), p=0.8),
+    "translate": lambda: K.RandomTranslate((-0.5, 0.5), (-0.5, 0.5), p=0.8),
+    "perspective": lambda: K.RandomPerspective(0.6, p=0.8),
+}
+POLICIES = {
+    "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
+    "trivialaugment": lambda: K.auto.TrivialAugment(),
+    "autoaugment": lambda: K.auto.AutoAugment(),
+    "one_of": lambda: OneOf(
+        ops={
+            "gray": K.RandomGrayscale(p=1.0),
+            "blur": K.RandomGaussianBlur(5, (0.1, 2.0), p=1.0),
+            "s": JUMPS["solarize"](),
+        }
+    ),
+}
+UNKNOWN = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.5), "box": lambda: K.RandomBoxBlur((3, 3), p=0.5)}
+
+
+def draw(prepared: Any, batch: int, size: tuple[int, int], seed: int, extreme: bool = False) -> Chosen:
+    random = np.random.default_rng(seed)
+    u = random.random((batch, prepared.count), dtype=np.float32)
+    if extreme:  # the ends of every range, and what lies between
+        u = np.where(random.random(u.shape) < 0.4, random.integers(0, 2, u.shape) * np.float32(1 - 2**-24), u)
+    keys = random.integers(0, 2**32, (batch, 2)) if prepared.keyed else None
+    return prepared.draw(u.astype(np.float32), size, keys)
+
+
+def photographs(size: int) -> Tensor:
+    """uint8 [6, size, size, 3], cut out of photographs."""
+    from PIL import Image
+    from skimage import data
+
+    folder = Path(data.__file__).parent
+    names = ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg", "color.png", "ihc.png")
+    cut = [Image.open(folder / n).convert("RGB").resize((size, size)) for n in names]
+    return torch.from_numpy(np.stack([np.asarray(image) for image in cut]))
+
+
+def adversarial(height: int, width: int) -> Tensor:
+    """uint8 [12, H, W, 3]: constant, single bright pixel, gray, saturated, two values, noise."""
+    random = np.random.default_rng(5)
+    images = np.zeros((12, height, width, 3), dtype=np.uint8)
+    images[1] = 255
+    images[2, height // 2, width // 2] = 255
+    images[3] = random.integers(0, 256, (height, width, 1))  # gray
+    images[4] = random.choice([0, 255], (height, width, 3))  # saturated
+    images[5, ..., 0] = 255
+    images[6, ..., 1:] = 255
+    images[7] = random.integers(127, 129, (height, width, 3))
+    images[8:] = random.integers(0, 256, (4, height, width, 3))
+    images[9] //= 64
+    images[10] |= 192
+    return torch.from_numpy(images)
+
+
+def compare(ops: dict[str, Any], images: Tensor, tolerance: float, *, seed: int = 0, jumps: bool = False) -> Tensor:
+    prepared = [prepare(name, op) for name, op in ops.items()]
+    size = (images.shape[1], images.shape[2])
+    chosen = [draw(p, len(images), size, seed + k, extreme=seed % 2 == 1) for k, p in enumerate(prepared)]
+    expected = ReferenceBackend(prepared, NORMALIZE)(images, chosen)
+    found = FusedBackend(prepared, NORMALIZE)(images, chosen)
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    difference = (found - expected).abs()
+    if jumps:
+        far = (difference > tolerance).float().mean().item()
+        assert far <= 1e-4, f"{far:.1e} of the values differ, at most by {difference.max().item():.1e}"
+    else:
+        assert difference.max().item() <= tolerance, f"at most {difference.max().item():.1e}"
+    return found
+
+
+@pytest.fixture(params=["native", "torch"])
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native":
+        if native.library() is None:
+            pytest.skip("no C++ compiler")
+    else:
+        monkeypatch.setattr(native, "library", lambda: None)
+    return request.param
+
+
+KNOWN = POINTWISE | JUMPS | SPATIAL
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_operation_equals_kornia(name: str, execution: str) -> None:
+    tolerance = SPACE if name in SPATIAL else POINT
+    for seed in range(2):
+        compare({name: KNOWN[name]()}, photographs(64).repeat(3, 1, 1, 1), tolerance, seed=seed, jumps=name in JUMPS)
+        compare({name: KNOWN[name]()}, adversarial(33, 47), tolerance, seed=seed, jumps=name in JUMPS)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (1, 7)])
+@pytest.mark.parametrize("name", POINTWISE | JUMPS)
+def test_pointwise_on_odd_sizes(name: str, size: tuple[int, int], execution: str) -> None:
+    for seed in range(2):
+        compare({name: KNOWN[name]()}, adversarial(*size), POINT, seed=seed, jumps=name in JUMPS)
+
+
+@pytest.mark.parametrize("size", [(9, 1200), (1024, 3)])
+def test_rows_longer_than_a_block(size: tuple[int, int]) -> None:
+    names = ("hflip", "vflip", "jitter", "erase", "noise", "equalize", "blur", "rotation")
+    for seed in range(2):
+        compare(
+            {n: KNOWN[n]() for n in names if n != "blur" or min(size) > 11},
+            adversarial(*size),
+            SPACE,
+            seed=seed,
+            jumps=True,
+        )
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (5, 3)])
+@pytest.mark.parametrize(
+    "name", ["affine", "affine_border", "affine_reflection", "rotation", "shear", "translate", "perspective"]
+)
+def test_geometry_on_odd_sizes(name: str, size: tuple[int, int], execution: str) -> None:
+    for seed in range(2):
+        compare({name: KNOWN[name]()}, adversarial(*size), SPACE, seed=seed)
+
+
+def test_near_the_horizon_as_exact_as_kornia() -> None:
+    """There float32 has few digits left; ours is as far from float64 as Kornia's."""
+    prepared = prepare("op", K.RandomPerspective(0.95, p=1.0))
+    images = adversarial(33, 47).repeat(4, 1, 1, 1)
+    for seed in range(4):
+        chosen = draw(prepared, len(images), (33, 47), seed, extreme=True)
+        params = {k: torch.from_numpy(np.array(v)).double() for k, v in chosen.params[0][0].items()}
+        exact = prepared.op(images.permute(0, 3, 1, 2).double() / 255, params=params)
+        kornia = ReferenceBackend([prepared])(images, [chosen])
+        assert (FusedBackend([prepared])(images, [chosen]) - exact).abs().max() <= 2 * (kornia - exact).abs().max()
+
+
+@pytest.mark.parametrize(
+    "first", ["hue", "jiggle", "saturation", "sharpness", "blur", "affine", "rotation", "perspective"]
+)
+@pytest.mark.parametrize("jump", JUMPS)
+def test_what_jumps_later_jumps_at_the_same_pixels(first: str, jump: str, execution: str) -> None:
+    compare({first: KNOWN[first](), jump: JUMPS[jump]()}, photographs(64).repeat(2, 1, 1, 1), SPACE, jumps=True)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_equals_kornia(name: str, execution: str) -> None:
+    for seed in range(3):
+        compare({name: POLICIES[name]()}, photographs(64).repeat(8, 1, 1, 1), SPACE, seed=seed, jumps=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(names=st.lists(st.sampled_from(sorted(KNOWN)), min_size=2, max_size=5, unique=True), seed=st.integers(0, 99))
+def test_chains_equal_kornia(names: list[str], seed: int) -> None:
+    jumps = any(n in JUMPS for n in names)
+    tolerance = SPACE if any(n in SPATIAL for n in names) else POINT
+    if {"autocontrast", "autocontrast_open", "gamma", "saturation"} & set(names):
+        tolerance = SPACE  # they stretch small differences
+    compare({n: KNOWN[n]() for n in names}, photographs(64), tolerance, seed=seed, jumps=jumps)
+
+
+def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytest.LogCaptureFixture) -> None:
+    ops = {
+        "flip": K.RandomHorizontalFlip(),
+        "jpeg": UNKNOWN["jpeg"](),
+        "box": UNKNOWN["box"](),
+        "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1),
+    }
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        compare(ops, photographs(64), POINT)
+    assert [r.message for r in caplog.records if "through Kornia" in r.message] == [
+        "`jpeg` (RandomJPEG) runs through Kornia: no fused form of RandomJPEG with these settings",
+        "`box` (RandomBoxBlur) runs through Kornia: no fused form of RandomBoxBlur with these settings",
+    ]
+    compare({"box": UNKNOWN["box"]()}, photographs(64), POINT)
+
+
+@pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "conf/gpuaug/augment").glob("*.yaml")))
+def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
+    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
+    drawn = augment.draw(seed=3, epoch=1, indices=np.arange(6))
+    images = [photographs(40)] * len(augment.views)
+    found = augment.apply(images, drawn)
+    for one in {id(view.augment): view.augment for view in augment.views}.values():  # copies share theirs
+        assert all(part.lowering is not None for part in one._executor._parts)
+        one._executor = ReferenceBackend(one.prepared, one.normalize)
+    for x, y in zip(found, augment.apply(images, drawn), strict=True):
+        assert ((x - y).abs() > SPACE).float().mean() <= 1e-4
+
+
+def test_settings_without_a_lowering_run_through_kornia() -> None:
+    for op in (
+        K.RandomAffine(30.0, resample="nearest", p=0.5),
+        K.RandomAffine(30.0, padding_mode="fill", fill_value=0.3, p=0.5),
+        K.RandomContrast((0.5, 1.5), clip_output=False, p=0.5),
+    ):
+        assert FusedBackend([prepare("op", op)])._parts[0].lowering is None
+        compare({"op": op}, photographs(64), POINT)
+
+
+def test_a_filter_larger_than_the_image_is_refused() -> None:
+    for op in (K.RandomGaussianBlur(23, (0.1, 2.0), p=1.0), K.RandomSharpness(0.5, p=1.0)):
+        prepared = prepare("op", op)
+        images = adversarial(2, 2)
+        with pytest.raises(gpuaug.GpuaugError, match="Found: 2x2"):
+            FusedBackend([prepared])(images, [draw(prepared, len(images), (2, 2), 0)])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool, execution: str) -> None:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    prepared = [
+        prepare("jitter", K.ColorJitter(0.4, 0.4, 0.4, 0.1)),
+        prepare("blur", K.RandomGaussianBlur(5, (0.1, 2.0))),
+    ]
+    images = photographs(65)
+    chosen = [draw(p, len(images), (65, 65), k) for k, p in enumerate(prepared)]
+    fused = FusedBackend(prepared, NORMALIZE)
+    plain = fused(images, chosen)
+    found = fused(images, chosen, dtype=dtype, memory_format=memory_format)
+    assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=memory_format)
+    assert torch.equal(found, plain.to(dtype))  # one cast, rounded as torch rounds
+
+
+def rows(chosen: Chosen, at: Any) -> Chosen:
+    params = tuple(tuple({k: v[at] for k, v in a.items()} for a in slot) for slot in chosen.params)
+    return replace(
+        chosen, choice=chosen.choice[at], params=params, keys=None if chosen.keys is None else chosen.keys[at]
+    )
+
+
+def test_a_sample_does_not_depend_on_its_batch(execution: str) -> None:
+    ops = {
+        **{k: POINTWISE[k]() for k in ("hflip", "jitter", "gray", "noise")},
+        "blur": SPATIAL["blur"](),
+        **{"randaugment": POLICIES["randaugment"]()},
+    }
+    prepared = [prepare(name, op) for name, op in ops.items()]
+    images = photographs(64).repeat(3, 1, 1, 1)
+    chosen = [draw(p, len(images), (64, 64), k) for k, p in enumerate(prepared)]
+    fused = FusedBackend(prepared, NORMALIZE)
+    whole = fused(images, chosen)
+    for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
+        part = fused(images[index], [rows(c, index) for c in chosen])
+        if execution == "native":
+            assert torch.equal(part, whole[index])
+        else:
+            assert ((part - whole[index]).abs() > POINT).float().mean() <= 1e-4
+
+
+def test_nothing_chosen_and_no_operations(execution: str) -> None:
+    images = photographs(32)
+    assert torch.equal(FusedBackend([])(images, []), images.permute(0, 3, 1, 2).float() / 255)
+    prepared = [prepare("jitter", K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.0))]
+    found = FusedBackend(prepared)(images, [draw(prepared[0], 6, (32, 32), 0)])
+    assert torch.equal(found, images.permute(0, 3, 1, 2).float() / 255)
+    assert FusedBackend(prepared)(images[:0], [draw(prepared[0], 0, (32, 32), 0)]).shape == (0, 3, 32, 32)
+
+
+def test_input_is_left_alone_and_may_be_strided(execution: str) -> None:
+    prepared = [prepare("jitter", K.ColorJitter(0.4, 0.4, 0.4, 0.1))]
+    images = photographs(48)
+    before = images.clone()
+    chosen = [draw(prepared[0], 6, (48, 48), 0)]
+    fused = FusedBackend(prepared, NORMALIZE)
+    planar = images.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)  # the same pixels in other memory
+    assert torch.equal(fused(planar, chosen), fused(images, chosen))
+    assert torch.equal(images, before)
+
+
+def test_every_number_of_threads_gives_the_same(execution: str) -> None:
+    if execution != "native":
+        pytest.skip("torch splits its own sums")
+    prepared = [prepare("randaugment", POLICIES["randaugment"]())]
+    images = photographs(64)
+    chosen = [draw(prepared[0], 6, (64, 64), 0)]
+    fused, threads = FusedBackend(prepared, NORMALIZE), torch.get_num_threads()
+    try:
+        found = []
+        for n in (1, 2, 7):
+            torch.set_num_threads(n)
+            found.append(fused(images, chosen))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_without_a_compiler_it_says_so_and_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="gpuaug"):
+            for _ in range(2):
+                compare({"jitter": POINTWISE["jitter"]()}, photographs(32), POINT)
+        assert len([r for r in caplog.records if "no C++ compiler found" in r.message]) == 1
+    finally:
+        native.library.cache_clear()
+
+
+def test_the_build_is_kept_and_its_time_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        with caplog.at_level(logging.INFO, logger="gpuaug"):
+            for _ in range(2):
+                native.library.cache_clear()
+                assert native.library() is not None
+        assert len([r for r in caplog.records if "compiled" in r.message and " s with " in r.message]) == 1
+        assert len(list(tmp_path.glob("gpuaug/*.so"))) == 1
+    finally:
+        native.library.cache_clear()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "link", "group"])
+def test_a_build_that_is_damaged_or_not_ones_own_is_built_anew(
+    damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_FLAGS", ("-O0", "-std=c++17", "-shared", "-fPIC", "-pthread"))
+    native.library.cache_clear()
+    assert native.library() is not None
+    (file,) = (tmp_path / "gpuaug").glob("*.so")
+    whole = file.read_bytes()
+    file.unlink()  # a library that is loaded must not be written into
+    if damage == "link":
+        (tmp_path / "elsewhere.so").write_bytes(whole)
+        file.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        file.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "group": whole}[damage])
+        file.chmod(0o770 if damage == "group" else 0o700)
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="gpuaug"):
+            assert native.library() is not None
+    finally:
+        native.library.cache_clear()
+    assert "built anew" in caplog.text
+    assert file.stat().st_size == len(whole)
+    assert not file.is_symlink()
+    assert file.stat().st_mode & 0o022 == 0
+
+
+def test_the_build_is_not_kept_behind_a_link(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "gpuaug").symlink_to(tmp_path / "other")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        found = native._cache()
+    assert found.resolve() != (tmp_path / "other").resolve()
+    assert "is not kept" in caplog.text
+    found.rmdir()
+
+
+def test_a_broken_compiler_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ntest "$1" = --version && exit 0\necho no space left >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="gpuaug"):
+            assert native.library() is None
+        assert "no space left" in caplog.text
+    finally:
+        native.library.cache_clear()
+
+
+def test_groups_are_what_the_rows_need() -> None:
+    code = np.array([[1, 20], [0, 20], [1, 0]], dtype=np.int32)
+    args = np.zeros((3, 2, 12), dtype=np.float32)
+    args[:, 1, :4] = [[5, 5, 1, 1], [7, 7, 1, 1], [0, 0, 0, 0]]
+    found = [(g.code.name, g.column, g.rows.tolist()) for g in batched.groups(code, args, range(2))]
+    assert found == [("HFLIP", 0, [0, 2]), ("BLUR", 1, [0]), ("BLUR", 1, [1])]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_parameters_that_all_samples_share_are_no_warning(batch: int) -> None:
+    op = K.RandomAffine(10.0, p=1.0)
+    found = gpuaug.Augment(ops={"affine": op})(torch.zeros((batch, 8, 9, 3), dtype=torch.uint8))
+    assert found.shape == (batch, 3, 8, 9)
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        *((name, 0.0) for name in ("noise", "autocontrast", "blur", "posterize", "equalize", "jitter", "erase")),
+        ("sharpness", POINT),
+        *((name, SPACE) for name in ("affine", "rotation", "perspective")),  # Kornia's matrices are exacter in float64
+    ],
+)
+def test_the_default_dtype_of_torch_changes_nothing(name: str, tolerance: float, backend: Any, execution: str) -> None:
+    ops = {**POINTWISE, **JUMPS, **SPATIAL}
+
+    def pixels() -> Tensor:
+        recipe = gpuaug.Augment(ops={name: ops[name]()}, normalize=NORMALIZE, backend=backend)
+        return recipe(photographs(32), seed=3)
+
+    expected = pixels()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = pixels()
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() <= tolerance

@@ -1,0 +1,146 @@
+"""Headers against what Pillow reads, and against bytes made by hand."""
+
+from __future__ import annotations
+
+import io
+import struct
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from gpuaug import header
+from gpuaug.header import Header, HeaderError
+
+
+def encode(form: str, size: tuple[int, int] = (37, 21), **options) -> bytes:
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize(size).convert("RGB").save(out, form, **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+@pytest.mark.parametrize("size", [(1, 1), (37, 21), (300, 2), (2, 1000)])
+def test_sizes(form, size):
+    found = header.read(encode(form, size))
+    assert found == Header(form.lower(), size[1], size[0], scans=found.scans)
+
+
+@pytest.mark.parametrize(("options", "scans"), [({}, 1), ({"progressive": True}, 10)])
+def test_scans(options, scans):
+    assert header.read(encode("JPEG", **options)).scans == scans
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_webp_of_both_kinds(lossless):
+    for extra in ({}, {"exif": b"Exif\0\0"}):
+        found = header.read(encode("WEBP", lossless=lossless, **extra))
+        assert (found.height, found.width) == (21, 37)
+
+
+@pytest.mark.parametrize("form", ["TIFF", "JPEG2000"])
+def test_size_left_to_the_decoder(form):
+    assert header.read(encode(form)) == Header(form.lower(), 0, 0)
+
+
+def block(order: str, orientation: int, *, kind: int = 3, count: int = 1, others: int = 3) -> bytes:
+    """A TIFF block with some other entries before the orientation."""
+    mark = {"<": b"II*\0", ">": b"MM\0*"}[order]
+    out = mark + struct.pack(order + "IH", 8, others + 1)
+    for tag in range(others):
+        out += struct.pack(order + "HHII", 0x100 + tag, 4, 1, 7)
+    value = struct.pack(order + "HH", orientation, 0) if kind == 3 else struct.pack(order + "I", orientation)
+    return out + struct.pack(order + "HHI", 0x0112, kind, count) + value
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("prefix", [b"", b"Exif\0\0", b"Exif\0\0Exif\0\0"])
+def test_orientation(order, orientation, prefix):
+    assert header.exif_orientation(prefix + block(order, orientation)) == orientation
+    assert header.exif_orientation(prefix + block(order, orientation, kind=4)) == orientation
+
+
+def test_no_orientation():
+    whole = block("<", 6)
+    assert all(header.exif_orientation(whole[:n]) is None for n in range(len(whole) - 2))
+    assert header.exif_orientation(block("<", 0)) is None
+    assert header.exif_orientation(block("<", 9)) is None
+    assert header.exif_orientation(block("<", 6, count=2)) is None
+    assert header.exif_orientation(block("<", 6, kind=2)) is None
+    assert header.exif_orientation(b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"\0" * 20) is None
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_of_files(form, orientation):
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    exif[0x10E] = "a description, so that the block is longer"
+    assert header.read(encode(form, exif=exif)).orientation == orientation
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "empty"),
+        (b"GIF", "known codec"),
+        (b"\xff\xd8\xff", "cut short"),
+        (b"\xff\xd8\xff\xe0\x00\x10", "cut short"),
+        (b"\xff\xd8\xff\xd9", "ends before its first scan"),
+        (b"\xff\xd8\xff\xda\x00\x02", "without a frame header"),
+        (b"\xff\xd8" + b"\xff" * 100_000, "junk"),
+        (b"\xff\xd8\xff\xe0\x00\x02" + b"a" * 100_000, "without a scan"),
+        (encode("JPEG")[:-2], "truncated"),
+        (b"\x89PNG\r\n\x1a\n" + b"a" * 30, "IHDR"),
+        (encode("PNG")[:33] + b"\0\0\0\0abcdcrc!" * 140_000, "chunks"),
+        (b"RIFF\0\0\0\0WEBPVP8 " + b"a" * 20, "key frame"),
+        (b"RIFF\0\0\0\0WEBPABCD" + b"a" * 20, "unknown first chunk"),
+    ],
+)
+def test_bytes_that_are_refused(data, text):
+    with pytest.raises(HeaderError, match=text):
+        header.read(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF"]), st.data())
+def test_any_bytes_give_a_header_or_its_own_error(form, data):
+    encoded = bytearray(encode(form, **({} if form in ("BMP", "GIF") else {"exif": block("<", 6)})))
+    for _ in range(data.draw(st.integers(1, 6))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    encoded = encoded[: data.draw(st.integers(0, len(encoded)))]
+    try:
+        found = header.read(bytes(encoded))
+    except HeaderError:
+        return
+    assert found.codec in header.CODECS
+    assert 1 <= found.orientation <= 8
+    assert found.height >= 0
+    assert found.width >= 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8X", b"BM", b"GIF89a"]),
+    st.binary(max_size=300),
+)
+def test_any_bytes_after_a_signature(signature, rest):
+    with suppress(HeaderError):
+        header.read(signature + rest)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (21, 37), (300, 2)])
+def test_raw_is_its_size_and_its_pixels(size):
+    data = header.raw_header(*size) + bytes(size[0] * size[1] * 3)
+    assert len(header.raw_header(*size)) == header.RAW_HEADER
+    assert header.read(data) == header.read_raw(memoryview(data)) == Header("raw", *size)
+    for wrong in (data[:-1], data + b"\0", data[:12]):
+        with pytest.raises(HeaderError, match=r"raw of .* takes \d+ bytes, and has|raw header cut short"):
+            header.read(wrong)
+        with pytest.raises(HeaderError, match="raw"):
+            header.read_raw(memoryview(wrong))
+    assert header.read_raw(memoryview(encode("PNG"))) is None
+    assert header.read_raw(memoryview(b"")) is None

@@ -1,0 +1,120 @@
+"""A Hydra application in another folder composes our groups after an installation, from the wheel and editable."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gpuaug
+
+ROOT = Path(__file__).parent.parent
+
+APPLICATION = """\
+import sys
+import hydra
+
+assert not {"torch", "kornia", "nvidia"} & set(sys.modules), "Hydra's start imported something heavy"
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="app")
+def main(cfg):
+    assert not {"torch", "kornia"} & set(sys.modules), "composing imported something heavy"
+    import gpuaug
+    assert cfg.train_data.augment.copies == 2 and cfg.train_data.augment.crop.interpolation == "bicubic"
+    assert cfg.val_data.augment.crop.resize == 256 and cfg.val_data.order._target_ == "gpuaug.Sequential"
+    assert gpuaug.compose("train").batch_size == 64  # inside a running application
+    augment = gpuaug.build(cfg.train_data.augment)
+    print("views", len(augment.views), "seed", cfg.train_data.seed, gpuaug.__file__)
+
+main()
+"""
+CONFIGURATION = """\
+defaults:
+  - gpuaug@train_data: train
+  - gpuaug@val_data: eval
+  - _self_
+seed: 5
+train_data:
+  seed: ${seed}
+hydra:
+  run: {dir: .}
+  output_subdir: null
+  job_logging: {root: {handlers: []}}
+"""
+
+
+def application(folder: Path, python: str, *paths: str) -> str:
+    """What the application prints when it is run in ``folder`` with ``paths`` to import from."""
+    (folder / "conf").mkdir(parents=True)
+    (folder / "app.py").write_text(APPLICATION)
+    (folder / "conf" / "app.yaml").write_text(CONFIGURATION)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    run = subprocess.run(
+        [python, "app.py", "gpuaug/augment@train_data.augment=simclr", "train_data.source.root=/data"],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr + run.stdout
+    return run.stdout
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_wheel_holds_package_configuration_and_plugin(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    for file in (ROOT / "conf").rglob("*.yaml"):
+        assert f"gpuaug/conf/{file.relative_to(ROOT / 'conf')}" in names
+    for file in (ROOT / "gpuaug").rglob("*"):
+        assert file.is_dir() or "__pycache__" in file.parts or str(file.relative_to(ROOT)) in names
+    assert "hydra_plugins/gpuaug_searchpath.py" in names
+    assert "hydra_plugins/__init__.py" not in names  # a namespace that other distributions share
+    assert {name.split("/")[0] for name in names} == {
+        "gpuaug",
+        "hydra_plugins",
+        f"gpuaug-{gpuaug.__version__}.dist-info",
+    }
+    (entry,) = (n for n in names if n.endswith("entry_points.txt"))
+    text = zipfile.ZipFile(wheel).read(entry).decode()
+    assert "[hydra.plugins]\ngpuaug = hydra_plugins.gpuaug_searchpath:GpuaugSearchPathPlugin" in text
+
+
+def test_an_application_composes_from_the_checkout(tmp_path):
+    assert str(ROOT / "gpuaug") in application(tmp_path / "app", sys.executable, str(ROOT))
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_an_application_composes_after_pip_install(kind, wheel, tmp_path):
+    python = environment(tmp_path / "env")
+    what = [str(wheel)] if kind == "wheel" else ["--no-build-isolation", "--editable", str(ROOT)]
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet", *what)
+    printed = application(tmp_path / "app", python)
+    assert "views 2 seed 5" in printed
+    assert (str(ROOT) in printed) == (kind == "editable")
+    command = [str(Path(python).parent / "gpuaug"), "train", "--help"]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "epochs: 10" in printed
+
+
+def environment(folder: Path) -> str:
+    """The Python of a new environment that can import this one's dependencies, after its own packages."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    base = {"base": str(folder), "platbase": str(folder)}
+    # a path file and not PYTHONPATH, which would come before the environment's own packages
+    Path(sysconfig.get_path("purelib", vars=base), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "bin" / "python")

@@ -1,0 +1,585 @@
+"""Determinism, order and life cycle of the whole loader, on real photographs."""
+
+import hashlib
+import json
+import multiprocessing
+import threading
+import time
+
+import kornia.augmentation as K
+import pytest
+import torch
+
+import gpuaug
+from gpuaug.augment.mix import Mix
+from gpuaug.errors import ConfigError, DataError, GpuaugError, StateError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def recipe(**more):
+    ops = {
+        "vflip": K.RandomVerticalFlip(p=0.5),
+        "flip": K.RandomHorizontalFlip(p=0.5),
+        "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8),
+        "gray": K.RandomGrayscale(p=0.1),
+        **more,
+    }
+    return gpuaug.Augment(
+        crop=gpuaug.RandomResizedCrop(48), ops=ops, normalize=gpuaug.Normalize(mean=MEAN, std=STD), backend="kornia"
+    )
+
+
+def loader(photos, **settings):
+    settings = {"augment": recipe(), "batch_size": 7, "num_workers": 0, "seed": 3, "device": "cpu", **settings}
+    return gpuaug.Loader(gpuaug.FolderSource(photos), **settings)
+
+
+def pixels(batches):
+    """(index, repeat number) to a digest of the image's bytes and the label."""
+    seen, times = {}, {}
+    for batch in batches:
+        for row, index in enumerate(batch.indices.tolist()):
+            if not batch.valid[row]:
+                continue
+            times[index] = times.get(index, -1) + 1
+            views = batch.images if isinstance(batch.images, list) else [batch.images]
+            data = b"".join(view[row].contiguous().view(torch.uint8).numpy().tobytes() for view in views)
+            seen[index, times[index]] = hashlib.blake2b(data).hexdigest(), int(batch.labels[row])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def expected(photos):
+    with loader(photos, prefetch=0) as whole:
+        seen = pixels(whole)
+    assert len(seen) == 65
+    assert len(set(seen.values())) == 65
+    return seen
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_batch_size_changes_no_pixel(photos, expected, batch_size):
+    with loader(photos, batch_size=batch_size) as ours:
+        assert pixels(ours) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_workers_change_no_pixel(photos, expected, num_workers):
+    with loader(photos, num_workers=num_workers) as ours:
+        assert pixels(ours) == expected
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_prefetch_changes_no_pixel(photos, expected, prefetch):
+    with loader(photos, prefetch=prefetch) as ours:
+        assert pixels(ours) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_epoch(photos, expected, world_size):
+    seen = {}
+    for rank in range(world_size):
+        with loader(photos, rank=rank, world_size=world_size) as ours:
+            share = pixels(ours)
+        assert not seen.keys() & share.keys()
+        seen |= share
+    assert seen == expected
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_a_resume_goes_on_with_the_very_next_sample(photos, expected, stop):
+    with loader(photos) as first:
+        batches = iter(first)
+        seen = pixels([next(batches) for _ in range(stop)])
+        state = json.loads(json.dumps(first.state_dict()))
+    with loader(photos, batch_size=5, num_workers=1, prefetch=1) as second:
+        second.load_state_dict(state)
+        rest = pixels(second)
+        assert second.epoch == 1
+    assert not seen.keys() & rest.keys()
+    assert seen | rest == expected
+
+
+def test_a_resume_on_other_ranks_and_a_second_one(photos, expected):
+    seen, states = {}, []
+    for rank in range(2):
+        with loader(photos, rank=rank, world_size=2, batch_size=4) as part:
+            batches = iter(part)
+            seen |= pixels([next(batches) for _ in range(3)])
+            states.append(part.state_dict())
+    assert states[0] == states[1]
+    assert states[0]["position"] == 24
+    for rank in range(3):
+        with loader(photos, rank=rank, world_size=3, batch_size=2) as part:
+            part.load_state_dict(states[0])
+            batches = iter(part)
+            seen |= pixels([next(batches) for _ in range(4)])
+            state = part.state_dict()
+    assert state["position"] == 48
+    with loader(photos) as last:
+        last.load_state_dict(state)
+        seen |= pixels(last)
+    assert seen == expected
+    assert len(json.dumps(state)) < 8000
+
+
+def test_a_later_operation_changes_nothing_before_it(photos):
+    more = recipe(erase=K.RandomErasing(p=0.0))
+    with loader(photos) as ours, loader(photos, augment=more) as longer:
+        assert pixels(ours) == pixels(longer)
+    always = recipe(invert=K.RandomInvert(p=1.0))
+    always.normalize = None
+    plain = recipe()
+    plain.normalize = None
+    with loader(photos, augment=plain) as ours, loader(photos, augment=always) as inverted:
+        for a, b in zip(ours, inverted, strict=True):
+            assert torch.equal(1 - a.images, b.images)
+
+
+def test_epochs_differ_and_can_be_repeated(photos, expected):
+    with loader(photos) as ours:
+        assert pixels(ours) == expected
+        assert ours.epoch == 1
+        second = pixels(ours)
+        assert second.keys() == expected.keys()
+        assert not set(second.values()) & set(expected.values())
+        ours.set_epoch(0)
+        assert pixels(ours) == expected
+        ours.set_epoch(1)
+        assert pixels(ours) == second
+    with loader(photos, seed=4) as other:
+        assert not set(pixels(other).values()) & set(expected.values())
+
+
+def test_fetch_shows_what_training_sees(photos, expected):
+    with loader(photos) as ours:
+        batch = ours.fetch([5, 64, 11], epoch=0)
+        assert batch.indices.tolist() == [5, 64, 11]
+        assert {key: value for key, value in expected.items() if key[0] in (5, 64, 11)} == pixels([batch])
+
+
+def test_a_batch_is_images_and_labels(photos):
+    with loader(photos, dtype="bfloat16", memory_format="channels_last", order="sequential") as ours:
+        batch = next(iter(ours))
+        images, labels = batch
+    assert images.shape == (7, 3, 48, 48)
+    assert images.dtype == torch.bfloat16
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.tolist() == [0] * 7
+    assert batch.indices.tolist() == list(range(7))
+    assert batch.valid.all()
+    assert batch.keys[0] == "astronaut/000.jpg"
+    assert not images.requires_grad
+
+
+def test_multi_view(photos):
+    views = gpuaug.MultiView(
+        views={
+            "global": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(48), copies=2, backend="kornia"),
+            "local": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24), copies=3, backend="kornia"),
+        }
+    )
+    with loader(photos, augment=views) as ours:
+        images, _ = next(iter(ours))
+    assert [tuple(view.shape) for view in images] == [(7, 3, 48, 48)] * 2 + [(7, 3, 24, 24)] * 3
+    assert not torch.equal(images[0], images[1])
+
+
+def test_limit_batches_ends_the_epoch(photos):
+    with loader(photos, limit_batches=2) as ours:
+        assert len(ours) == 2
+        assert len(list(ours)) == 2
+        assert ours.epoch == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_breaking_out_and_starting_again(photos, expected, num_workers):
+    threads = threading.active_count()
+    with loader(photos, num_workers=num_workers) as ours:
+        for _ in range(3):
+            for _batch in ours:
+                break
+        assert pixels(ours) == expected
+    assert threading.active_count() == threads
+    assert not multiprocessing.active_children()
+
+
+def test_a_second_iterator_ends_the_first(photos, expected):
+    with loader(photos, num_workers=1) as ours:
+        first = iter(ours)
+        next(first)
+        second = iter(ours)
+        with pytest.raises(GpuaugError, match="iterator has ended"):
+            next(first)
+        assert pixels(second) == expected
+
+
+def test_an_abandoned_loader_leaves_nothing(photos):
+    threads = threading.active_count()
+    iterator = iter(loader(photos, num_workers=2))
+    next(iterator)
+    del iterator
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (multiprocessing.active_children() or threading.active_count() > threads):
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_errors_of_a_stage_arrive_with_their_own_type(photos, prefetch):
+    class Custom(Exception):
+        pass
+
+    class Broken:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, i):
+            if i == 11:
+                raise Custom("eleven")
+            return (photos / "china" / "000.jpg").read_bytes(), i % 3
+
+    with gpuaug.Loader(
+        Broken(), augment=recipe(), batch_size=4, order="sequential", num_workers=0, prefetch=prefetch, device="cpu"
+    ) as ours:
+        seen = []
+        with pytest.raises(Custom, match="eleven"):
+            for batch in ours:
+                seen += batch.indices.tolist()
+        assert seen == list(range(8))
+        assert ours.state_dict()["position"] == 8
+
+
+def test_closed_loader(photos):
+    ours = loader(photos)
+    ours.close()
+    ours.close()
+    with pytest.raises(GpuaugError, match="closed"):
+        iter(ours)
+
+
+def test_state_of_another_recipe_is_refused_inside_an_epoch(photos, caplog):
+    with loader(photos) as ours:
+        next(iter(ours))
+        inside = ours.state_dict()
+        list(ours)
+        boundary = ours.state_dict()
+    other = recipe(jitter=K.ColorJitter(0.5, 0.3, 0.3, 0.1, p=0.8))
+    with loader(photos, augment=other) as theirs:
+        with pytest.raises(StateError, match="jitter"):
+            theirs.load_state_dict(inside)
+        theirs.load_state_dict(boundary)
+        assert theirs.epoch == 1
+        assert "another configuration" in caplog.text
+        with pytest.raises(StateError, match="not a loader state"):
+            theirs.load_state_dict({"a": 1})
+        with pytest.raises(StateError, match="version"):
+            theirs.load_state_dict({**boundary, "version": 99})
+
+
+def test_state_after_the_last_batch_starts_the_next_epoch(photos):
+    with loader(photos) as ours:
+        sizes = []
+        for batch in ours:
+            sizes.append(len(batch))
+            state = ours.state_dict()
+        assert sizes == [7] * 9 + [2]
+        assert (state["epoch"], state["position"]) == (1, 0)
+        assert ours.state_dict() == state
+
+
+def test_set_epoch_keeps_a_loaded_position(photos, expected):
+    with loader(photos) as ours:
+        batches = iter(ours)
+        seen = pixels([next(batches), next(batches)])
+        state = ours.state_dict()
+    with loader(photos) as ours:
+        ours.load_state_dict(state)
+        ours.set_epoch(0)
+        assert seen | pixels(ours) == expected
+        ours.load_state_dict(state)
+        ours.set_epoch(5)
+        assert len(pixels(ours)) == 65
+
+
+def test_last(photos):
+    for last, steps, samples in [("uneven", {5, 6}, 65), ("drop", {5}, 60), ("pad", {6}, 65)]:
+        seen, counts = {}, []
+        for rank in range(3):
+            with loader(photos, batch_size=4, rank=rank, world_size=3, last=last) as ours:
+                batches = list(ours)
+                assert len(batches) == len(ours)
+                counts.append(len(batches))
+                seen |= pixels(batches)
+                if last == "pad":
+                    assert {len(batch) for batch in batches} == {4}
+        assert len(seen) == samples
+        assert set(counts) <= steps
+    with loader(photos, drop_last=True) as ours:
+        assert ours.last == "drop"
+
+
+def test_mix_gives_soft_labels(photos):
+    with loader(photos, mix=Mix(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1)) as ours:
+        images, labels = next(iter(ours))
+    assert images.shape == (7, 3, 48, 48)
+    assert labels.shape == (7, 5)
+    assert torch.allclose(labels.sum(1), torch.ones(7))
+
+
+def test_global_generators_are_left_alone(photos):
+    state = torch.get_rng_state()
+    with loader(photos, num_workers=1, mix=Mix(mixup_alpha=0.8)) as ours:
+        list(ours)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_autocast_and_grad_mode_of_the_caller_change_nothing(photos, expected):
+    with loader(photos, prefetch=0) as ours, torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pixels(ours) == expected
+
+
+def damage(photos, tmp_path):
+    import shutil
+
+    root = tmp_path / "damaged"
+    shutil.copytree(photos, root)
+    (root / "china" / "004.jpg").write_bytes(b"")
+    (root / "coffee" / "001.jpg").write_bytes((root / "coffee" / "001.jpg").read_bytes()[:900])
+    (root / "flower" / "002.jpg").unlink()
+    (root / "flower" / "002.jpg").symlink_to(root / "nowhere.jpg")
+    return root, {"china/004.jpg", "coffee/001.jpg", "flower/002.jpg"}
+
+
+def test_a_bad_sample_raises_with_its_name(photos, tmp_path):
+    root, bad = damage(photos, tmp_path)
+    with loader(root, order="sequential") as ours, pytest.raises(DataError, match="china/004.jpg") as info:
+        list(ours)
+    assert info.value.key in bad
+    assert "faults.policy" in str(info.value)
+
+
+@pytest.mark.parametrize("policy", ["blank", "drop"])
+def test_bad_samples_are_survived_and_recorded(photos, expected, tmp_path, policy):
+    root, bad = damage(photos, tmp_path)
+    record = tmp_path / "faults.jsonl"
+    with loader(root, faults=gpuaug.Faults(policy=policy, file=str(record))) as ours:
+        for _ in range(2):
+            ours.set_epoch(0)
+            batches = list(ours)
+            seen = pixels(batches)
+            names = {ours.source.key(i) for i in range(65)} - {ours.source.key(i) for i, _ in seen}
+            assert names == bad
+            assert seen == {key: value for key, value in expected.items() if key in seen}
+            blank = [batch.images[~batch.valid] for batch in batches]
+            assert sum(map(len, blank)) == (3 if policy == "blank" else 0)
+            assert all((images == 0).all() for images in blank)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert {line["key"] for line in lines} == bad
+    assert len(lines) == 3
+    with gpuaug.Loader(
+        gpuaug.FolderSource(root, exclude=str(record)),
+        augment=recipe(),
+        batch_size=7,
+        num_workers=0,
+        seed=3,
+        device="cpu",
+    ) as ours:
+        assert pixels(ours) == {key: value for key, value in expected.items() if key in seen}
+
+
+def test_truncated_images_can_be_accepted(photos, expected, tmp_path, caplog):
+    import shutil
+
+    root = tmp_path / "truncated"
+    shutil.copytree(photos, root)
+    whole = (root / "coffee" / "001.jpg").read_bytes()
+    (root / "coffee" / "001.jpg").write_bytes(whole[: len(whole) * 2 // 3])
+    with loader(root, faults=gpuaug.Faults(truncated="accept")) as ours:
+        batches = list(ours)
+        assert all(batch.valid.all() for batch in batches)
+        seen = pixels(batches)
+    changed = {ours.source.key(index) for index, repeat in seen if seen[index, repeat] != expected[index, repeat]}
+    assert changed <= {"coffee/001.jpg"}
+    assert "1 samples took a second chance (1 of them truncated)" in caplog.text
+
+
+def test_the_budget_stops_the_run(photos, tmp_path):
+    root, _ = damage(photos, tmp_path)
+    faults = gpuaug.Faults(policy="blank", max=1)
+    with loader(root, faults=faults) as ours, pytest.raises(gpuaug.FaultBudgetError, match=r"2 bad samples"):
+        list(ours)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"memory_format": "nhwc"}, "memory_format"),
+        ({"device": "tpu"}, "device"),
+        ({"last": "some"}, "last"),
+        ({"order": "random"}, "order"),
+        ({"rank": 0}, "together"),
+        ({"rank": 2, "world_size": 2}, "rank"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"augment": torch.nn.Identity()}, "augment"),
+    ],
+)
+def test_settings_that_cannot_work(photos, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(photos, **settings)
+
+
+def test_samples_excluded_inside_an_epoch_move_no_other(photos, expected, tmp_path):
+    with loader(photos) as first:
+        batches = iter(first)
+        done = pixels([next(batches) for _ in range(3)])
+        state = first.state_dict()
+    gone = [*sorted(done)[:5], *sorted(set(expected) - set(done))[:4]]
+    record = tmp_path / "excluded.jsonl"
+    record.write_text("".join(json.dumps({"key": first.source.key(index)}) + "\n" for index, _ in gone))
+
+    def rest(**source):
+        with gpuaug.Loader(
+            gpuaug.FolderSource(photos, **source), augment=recipe(), batch_size=4, num_workers=0, seed=3, device="cpu"
+        ) as second:
+            second.load_state_dict(state)
+            return pixels(second)
+
+    assert rest().keys() == expected.keys() - done.keys()
+    assert rest(exclude=str(record)).keys() == expected.keys() - done.keys() - set(gone)
+    half = rest(subset=30).keys()
+    with gpuaug.Loader(gpuaug.FolderSource(photos, subset=30), augment=recipe(), num_workers=0, device="cpu") as part:
+        assert half == {(int(i), 0) for i in part.source.indices} - done.keys()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (list(range(20)), list(range(19, -1, -1))),
+        (torch.utils.data.SubsetRandomSampler(range(20)), torch.utils.data.SubsetRandomSampler(range(20, 40))),
+        (gpuaug.Weighted([1.0] * 65), gpuaug.Weighted([1.0] * 64 + [9.0])),
+    ],
+)
+def test_another_order_of_the_same_kind_is_refused_inside_an_epoch(photos, one, other):
+    with loader(photos, order=one) as first, loader(photos, order=other) as second, loader(photos, order=one) as third:
+        next(iter(first))
+        state = first.state_dict()
+        with pytest.raises(StateError, match="order"):
+            second.load_state_dict(state)
+        assert second.state_dict()["position"] == 0
+        third.load_state_dict(state)
+        assert len(pixels(third)) > 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"position": 10**6}, {"epoch": 2**33}, {"version": True}, {"after": 3}, {"order": 1}]
+)
+def test_a_refused_state_changes_nothing(photos, change):
+    with loader(photos) as ours:
+        batches = iter(ours)
+        next(batches)
+        before = ours.state_dict()
+        with pytest.raises(StateError):
+            ours.load_state_dict({**before, **change})
+        assert ours.state_dict() == before
+        next(batches)
+
+
+@pytest.mark.parametrize("how", ["close", "iter", "set_epoch", "load_state_dict"])
+def test_ended_from_another_thread(photos, how):
+    data = (photos / "china" / "000.jpg").read_bytes()
+    reading = threading.Event()
+
+    class Slow:
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            if i >= 4:
+                reading.set()
+                time.sleep(0.5)
+            return data, 0
+
+    ours = gpuaug.Loader(
+        Slow(), augment=recipe(), batch_size=4, order="sequential", num_workers=0, prefetch=1, device="cpu"
+    )
+    state = ours.state_dict()
+
+    def end():
+        reading.wait(10)
+        {"close": ours.close, "iter": lambda: iter(ours), "set_epoch": lambda: ours.set_epoch(3)}.get(
+            how, lambda: ours.load_state_dict(state)
+        )()
+
+    other = threading.Thread(target=end)
+    other.start()
+    begin = time.monotonic()
+    with pytest.raises(GpuaugError, match="iterator has ended"):
+        for _ in ours:
+            pass
+    assert time.monotonic() - begin < 15
+    other.join(20)
+    assert not other.is_alive()
+    ours.close()
+
+
+def test_mix_of_labels_that_only_reading_shows(photos):
+    data = (photos / "china" / "000.jpg").read_bytes()
+
+    class MultiLabel:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            return data, [1.0, 0.0, float(i % 2)]
+
+    with gpuaug.Loader(
+        MultiLabel(), augment=recipe(), batch_size=4, num_workers=0, device="cpu", mix=Mix(mixup_alpha=1.0)
+    ) as ours:
+        assert next(iter(ours)).labels.shape == (4, 3)
+
+
+def test_two_sources_share_a_record_and_padding_counts_once(photos, tmp_path):
+    root, bad = damage(photos, tmp_path)
+    record = tmp_path / "faults.jsonl"
+    other = tmp_path / "other"
+    (other / "a").mkdir(parents=True)
+    (other / "a" / "bad.jpg").write_bytes(b"nothing")
+    (other / "a" / "good.jpg").write_bytes((photos / "china" / "000.jpg").read_bytes())
+    with loader(root, faults=gpuaug.Faults(policy="blank", file=str(record))) as ours:
+        list(ours)
+    with loader(other, faults=gpuaug.Faults(policy="blank", file=str(record), max=1), last="pad", batch_size=8) as ours:
+        assert [int(batch.valid.sum()) for batch in ours] == [1]
+    assert {json.loads(line)["key"] for line in record.read_text().splitlines()} == bad | {"a/bad.jpg"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": gpuaug.Weighted(), "shuffle": False}, "shuffle"),
+        ({"shuffle": "false"}, "shuffle"),
+        ({"drop_last": "no"}, "drop_last"),
+        ({"drop_last": True, "last": "pad"}, "drop_last"),
+        ({"seed": 1.7}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"rank": 0.0, "world_size": 2.0}, "rank"),
+    ],
+)
+def test_settings_that_contradict(photos, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(photos, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max": "5"}, {"max": float("nan")}, {"window": None}, {"file": 3}, {"file": "/proc/x/y"}, {"truncated": "yes"}],
+)
+def test_faults_that_cannot_work(settings):
+    with pytest.raises(ConfigError, match=f"faults.{next(iter(settings))}"):
+        gpuaug.Faults(**settings)

@@ -1,0 +1,96 @@
+"""What processes hold: as the kernel counts it, and what an index of ImageNet's size may cost."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpuaug
+from gpuaug.cli import memory
+from gpuaug.read import Reader
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="reads /proc")
+
+
+def private(pid):
+    """Bytes of memory that only this process has written to."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+def hold(size, ready, done):
+    block = b"x" * size
+    ready.set()
+    done.wait()
+    del block
+
+
+def test_what_a_worker_holds_is_counted_and_shared_pages_only_once():
+    context = multiprocessing.get_context("fork")
+    done, ready = context.Event(), [context.Event(), context.Event()]
+    before = memory.host()
+    children = [context.Process(target=hold, args=(40 << 20, r, done)) for r in ready]
+    try:
+        for child in children:
+            child.start()
+        for event in ready:
+            assert event.wait(20)
+        held = sorted(memory.workers())[-2:]
+        assert all(size > 40 << 20 for size in held)
+        assert 80 << 20 <= memory.host() - before < 110 << 20  # not twice what they have of this process
+    finally:
+        done.set()
+        for child in children:
+            child.join()
+    assert {child.pid for child in multiprocessing.active_children()}.isdisjoint(child.pid for child in children)
+
+
+def test_the_level_of_the_buffer_is_text_for_a_progress_bar():
+    assert memory.waiting(0, None) == ""
+    assert memory.waiting(1 << 30, 2 << 30) == ", ahead 1.00 GiB (50%)"
+
+
+@pytest.mark.long
+def test_an_index_of_imagenets_size_costs_path_and_sixteen_bytes_and_does_not_grow(tmp_path):
+    classes, each = 1000, 1280
+    began = time.monotonic()
+    files = [tmp_path / f"file{k}" for k in range(64)]  # a file may have 65,000 links
+    for file in files:
+        file.write_bytes(b"encoded")
+    names = 0
+    for c in range(classes):
+        folder = tmp_path / "train" / f"n{c:08d}"
+        folder.mkdir(parents=True)
+        for k in range(each):
+            name = f"n{c:08d}_{k}.JPEG"
+            os.link(files[c % 64], folder / name)
+            names += len(f"n{c:08d}/{name}")
+    made = time.monotonic() - began
+    source = gpuaug.FolderSource(tmp_path / "train")
+    total = classes * each
+    tensors = (source._names.blob, source._names.offsets, source.labels)
+    cost = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert all(tensor.is_shared() for tensor in tensors)
+    assert cost <= names + 16 * total + 4096
+    reader = Reader(source, num_workers=2)
+    numbers = torch.randperm(total, generator=torch.Generator().manual_seed(0)).split(256)
+    tasks = [(c, torch.zeros_like(c), torch.ones(len(c), dtype=torch.bool)) for c in numbers]
+    first: list[int] = []
+    begun = time.monotonic()
+    for step, batch in enumerate(reader.batches(tasks)):
+        assert not batch.faults
+        if step == 20:
+            pids = [child.pid for child in multiprocessing.active_children()]
+            assert len(pids) == 2
+            first = [private(pid) for pid in pids]
+    last = [private(pid) for pid in pids]
+    print(f"\n{total} links in {made:.0f} s, epoch in {time.monotonic() - begun:.0f} s, index {cost / 2**20:.1f} MiB, "
+          f"workers' private memory {first} -> {last}")  # fmt: skip
+    reader.close()
+    for a, b in zip(first, last, strict=True):
+        assert b - a < 0.05 * cost

@@ -1,0 +1,345 @@
+"""The order of an epoch: permutations, a rank's share, last batches, positions, resumption."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from gpuaug import draw
+from gpuaug.errors import ConfigError
+from gpuaug.order import (
+    EpochOrder,
+    Ordered,
+    Repeated,
+    Sequential,
+    Shuffle,
+    Weighted,
+    adapt,
+    check_last,
+    ordered,
+)
+
+
+class Source:
+    """As much of a source as an order looks at."""
+
+    def __init__(self, count, indices=None, labels=None):
+        self.count = count
+        self.indices = None if indices is None else torch.tensor(indices)
+        self.labels = None if labels is None else torch.tensor(labels)
+
+    def __len__(self):
+        return self.count if self.indices is None else len(self.indices)
+
+
+def share(epoch, rank, **settings):
+    """All that a rank gets: indices, repeats, valid, one after the other, and the batch sizes."""
+    batches = list(EpochOrder(epoch, rank=rank, **settings))
+    joined = [torch.cat([batch[part] for batch in batches]).tolist() if batches else [] for part in range(3)]
+    return [*joined, [len(batch[0]) for batch in batches]]
+
+
+sizes = st.fixed_dictionaries(
+    {"total": st.integers(0, 70), "world_size": st.integers(1, 9), "batch_size": st.integers(1, 20)}
+)
+
+
+@given(sizes, st.floats(0, 1))
+@settings(max_examples=150, deadline=None)
+def test_uneven_gives_every_sample_once(size, begin):
+    total, ranks = size["total"], size["world_size"]
+    start = int(begin * total)
+    epoch = ordered(Shuffle(), 1, 2, Source(total))
+    parts = [
+        share(epoch, r, start=start, world_size=ranks, batch_size=size["batch_size"], last="uneven")
+        for r in range(ranks)
+    ]
+    assert sorted(i for part in parts for i in part[0]) == sorted(epoch.indices[start:].tolist())
+    assert all(all(part[2]) for part in parts)
+    for rank, part in enumerate(parts):
+        assert part[0] == epoch.indices[start:][rank::ranks].tolist()
+        assert all(b == size["batch_size"] for b in part[3][:-1])
+        assert all(0 < b <= size["batch_size"] for b in part[3])
+    lengths = [len(part[0]) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(sizes, st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_drop_and_pad_give_all_ranks_equal_full_batches(size, begin):
+    total, ranks, b = size["total"], size["world_size"], size["batch_size"]
+    start = int(begin * total)
+    epoch = ordered(Shuffle(), 1, 2, Source(total))
+    rest = epoch.indices[start:].tolist()
+    for last in ("drop", "pad"):
+        parts = [share(epoch, r, start=start, world_size=ranks, batch_size=b, last=last) for r in range(ranks)]
+        assert all(part[3] == parts[0][3] for part in parts)
+        assert set(parts[0][3]) <= {b}
+        valid = [i for part in parts for i, ok in zip(part[0], part[2], strict=True) if ok]
+        assert len(set(valid)) == len(valid)
+        if last == "drop":
+            assert all(all(part[2]) for part in parts)
+            assert sorted(valid) == sorted(rest[: len(rest) // (b * ranks) * b * ranks])
+        else:
+            assert sorted(valid) == sorted(rest)
+            together = [x for step in range(len(parts[0][0])) for x in (part[0][step] for part in parts)]
+            assert together[: len(rest)] == rest
+            wrapped = epoch.indices.tolist() * (1 + len(together))
+            assert together[len(rest) :] == wrapped[: len(together) - len(rest)]
+            pairs = [pair for part in parts for pair in zip(part[0], part[1], strict=True)]
+            if start == 0:  # a filler is one more occurrence of its sample
+                assert len(set(pairs)) == len(pairs)
+            for part in parts:
+                assert all((again > 0) == (not ok) for again, ok in zip(part[1], part[2], strict=True))
+
+
+@given(sizes, st.integers(0, 8), st.integers(1, 9), st.integers(1, 20), st.sampled_from(["uneven", "drop", "pad"]))
+@settings(max_examples=150, deadline=None)
+def test_a_resume_with_other_ranks_goes_on_with_the_very_next_sample(size, k, ranks, b, last):
+    total = size["total"]
+    epoch = ordered(Shuffle(), 4, 0, Source(total))
+    before = [EpochOrder(epoch, rank=r, last=last, **_run(size)) for r in range(size["world_size"])]
+    k = min(k, max(map(len, before)))
+    seen = []
+    for part in before:
+        for step in range(min(k, len(part))):
+            indices, _, valid = part[step]
+            seen += indices[valid].tolist()
+    position = before[0].position(k)
+    assert all(part.position(k) == position for part in before)
+    assert sorted(seen) == sorted(epoch.indices[:position].tolist())
+    rest = [share(epoch, r, start=position, world_size=ranks, batch_size=b, last="uneven")[0] for r in range(ranks)]
+    assert sorted(seen + [i for part in rest for i in part]) == list(range(total))
+
+
+def _run(size):
+    return {name: size[name] for name in ("world_size", "batch_size")}
+
+
+def test_positions_and_lengths_written_out():
+    epoch = ordered(Sequential(), 0, 0, Source(10))
+    plan = EpochOrder(epoch, start=1, rank=1, world_size=2, batch_size=2)
+    assert [batch[0].tolist() for batch in plan] == [[2, 4], [6, 8]]
+    assert [EpochOrder(epoch, start=1, rank=0, world_size=2, batch_size=2)[k][0].tolist() for k in (0, 1, 2)] == [
+        [1, 3],
+        [5, 7],
+        [9],
+    ]
+    assert [plan.position(k) for k in range(5)] == [1, 5, 9, 10, 10]
+    padded = EpochOrder(epoch, start=1, rank=1, world_size=2, batch_size=2, last="pad")
+    assert [x.tolist() for x in padded[2]] == [[0, 2], [1, 1], [False, False]]
+    assert [x.dtype for x in padded[2]] == [torch.int64, torch.int64, torch.bool]
+    assert len(EpochOrder(epoch, world_size=4, batch_size=3, last="drop")) == 0
+    with pytest.raises(IndexError):
+        plan[2]
+    with pytest.raises(IndexError):
+        plan[-1]
+    for bad in (
+        {"rank": 2, "world_size": 2},
+        {"batch_size": 0},
+        {"start": 11},
+        {"start": -1},
+        {"last": "keep"},
+    ):
+        with pytest.raises(ConfigError):
+            EpochOrder(epoch, **bad)
+    assert check_last("pad") == "pad"
+
+
+def test_a_batch_does_not_keep_the_epoch_alive():
+    epoch = ordered(Shuffle(), 0, 0, Source(1000))
+    indices, repeats, _ = EpochOrder(epoch, batch_size=10)[3]
+    assert indices.untyped_storage().nbytes() == 80
+    assert repeats.untyped_storage().nbytes() == 80
+    indices.zero_()
+    assert epoch.indices.unique().numel() == 1000
+
+
+def test_a_shuffle_is_a_permutation_of_seed_and_epoch():
+    source = Source(1000)
+    orders = {(seed, epoch): Shuffle().order(seed, epoch, source) for seed in range(3) for epoch in range(3)}
+    for one, first in orders.items():
+        assert sorted(first.tolist()) == list(range(1000))
+        assert first.dtype == torch.int64
+        for other, second in orders.items():
+            same = int((first == second).sum())
+            assert same == 1000 if one == other else same < 10
+    values = draw.integers("order", seed=2, epoch=1, count=1000)
+    assert orders[2, 1].tolist() == sorted(range(1000), key=lambda i: values[i])
+    assert torch.equal(ordered(Shuffle(), 2, 1, source).indices, orders[2, 1])
+
+
+def test_places_of_a_shuffle_are_uniform():
+    counts = np.zeros((8, 8))
+    for epoch in range(2000):
+        counts[np.arange(8), Shuffle().order(0, epoch, Source(8)).numpy()] += 1
+    chi = ((counts - 250) ** 2 / 250).sum()
+    assert 20 < chi < 90  # 49 degrees of freedom
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+@settings(max_examples=30, deadline=None)
+def test_leaving_samples_out_keeps_the_order_of_the_others(active):
+    whole = Shuffle().order(5, 6, Source(61)).tolist()
+    some = Shuffle().order(5, 6, Source(61, indices=sorted(active))).tolist()
+    assert some == [i for i in whole if i in active]
+    assert Sequential().order(0, 0, Source(61, indices=sorted(active))).tolist() == sorted(active)
+
+
+def test_no_global_generator_moves():
+    def states():
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+    before = states()
+    source = Source(50, labels=[i % 3 for i in range(50)])
+    for order in ("shuffle", Weighted(), Repeated(), RandomSampler(range(50)), Noisy()):
+        ordered(adapt(order), 0, 0, source)
+    assert states() == before
+
+
+class Noisy:
+    """A user's sampler that draws from whatever is global."""
+
+    def __iter__(self):
+        yield from random.sample(range(20), 5)
+        yield from np.random.permutation(20)[:5]
+        yield from torch.randperm(20)[:5]
+
+
+def test_weighted_by_class_draws_every_class_equally_often():
+    labels = [0] * 900 + [1] * 90 + [2] * 10
+    source = Source(1000, labels=labels)
+    drawn = torch.cat([Weighted().order(0, epoch, source) for epoch in range(20)])
+    assert len(drawn) == 20_000
+    counts = np.bincount(np.array(labels)[drawn.numpy()])
+    assert np.abs(counts - 20_000 / 3).max() < 4 * np.sqrt(20_000 * 2 / 9)
+    inside = np.bincount(drawn[drawn < 900].numpy(), minlength=900)
+    assert inside.var() / inside.mean() == pytest.approx(1, abs=0.25)
+    assert repr(Weighted()) == "Weighted(weights=class)"
+
+
+def test_weighted_by_given_weights(tmp_path):
+    weights = np.array([0.0, 1.0, 0.0, 3.0, 0.0])
+    np.save(tmp_path / "w.npy", weights)
+    (tmp_path / "w.txt").write_text("0 1\n0 3 0\n")
+    (tmp_path / "w.json").write_text("[0, 1.0, 0, 3, 0]")
+    expected = Weighted(weights).order(1, 2, Source(5))
+    many = torch.cat([Weighted(weights).order(1, e, Source(5)) for e in range(1000)])
+    assert set(many.tolist()) == {1, 3}
+    assert (many == 3).float().mean().item() == pytest.approx(0.75, abs=0.03)
+    for name in ("w.npy", "w.txt", "w.json"):
+        order = Weighted(tmp_path / name)
+        assert torch.equal(order.order(1, 2, Source(5)), expected)
+        assert repr(order) == repr(Weighted(weights)) != repr(Weighted(weights + 1))
+    # by number under a subset, by place where there are as many weights as active samples
+    assert set(Weighted(weights).order(0, 0, Source(5, indices=[0, 2, 3])).tolist()) == {3}
+    assert set(Weighted([0.0, 0, 1]).order(0, 0, Source(5, indices=[0, 2, 3])).tolist()) == {3}
+    for bad, source in (
+        ([1.0, 2.0], Source(5)),
+        ([1.0] * 6, Source(5)),
+        ([1.0] * 2, Source(9, indices=[0, 1, 8])),
+        ([0.0] * 5, Source(5)),
+        ("class", Source(5)),
+    ):
+        with pytest.raises(ConfigError, match=r"order\.weights"):
+            Weighted(bad).order(0, 0, source)
+    for bad in ([1.0, -1.0], [float("nan")], [[1.0]]):
+        with pytest.raises(ConfigError, match=r"order\.weights"):
+            Weighted(bad)
+
+
+@given(st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_repeated_shows_a_part_of_the_samples_several_times(total, repeats):
+    epoch = ordered(Repeated(repeats=repeats), 0, 3, Source(total))
+    shuffled = Shuffle().order(0, 3, Source(total)).tolist()
+    assert epoch.indices.tolist() == [i for i in shuffled for _ in range(repeats)][:total]
+    assert epoch.repeats.tolist() == [k % repeats for k in range(total)]
+    with pytest.raises(ConfigError, match=r"order\.repeats"):
+        Repeated(repeats=0)
+
+
+@given(st.lists(st.integers(0, 8), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_repeats_count_earlier_occurrences(numbers):
+    epoch = Ordered(torch.tensor(numbers, dtype=torch.int64))
+    assert epoch.repeats.tolist() == [numbers[:k].count(i) for k, i in enumerate(numbers)]
+    assert EpochOrder(torch.tensor(numbers, dtype=torch.int64), batch_size=64).order.tolist() == numbers
+
+
+def test_a_torch_sampler_yields_positions_and_can_be_resumed():
+    source = Source(40, indices=range(10, 30))
+    assert adapt(SequentialSampler(source)).order(0, 0, source).tolist() == list(range(10, 30))
+    assert adapt([3, 1, 1]).order(0, 0, source).tolist() == [13, 11, 11]
+    for make in (
+        lambda: RandomSampler(range(20)),
+        lambda: RandomSampler(range(20), generator=torch.Generator().manual_seed(7)),
+        lambda: RandomSampler(range(20), replacement=True, num_samples=50),
+        lambda: SubsetRandomSampler(range(5, 15)),
+        lambda: WeightedRandomSampler([1.0] * 20, 30),
+        Noisy,
+    ):
+        order = adapt(make())
+        first, again, later = order.order(0, 0, source), order.order(0, 0, source), order.order(0, 1, source)
+        torch.rand(3)
+        assert torch.equal(first, again)
+        assert torch.equal(adapt(make()).order(0, 0, source), first)
+        assert not torch.equal(first, later)
+        assert not torch.equal(first, order.order(1, 0, source))
+        assert set(first.tolist()) <= set(range(10, 30))
+    with_seed = [
+        adapt(RandomSampler(range(20), generator=torch.Generator().manual_seed(s))).order(0, 0, source) for s in (1, 2)
+    ]
+    assert not torch.equal(*with_seed)
+    distributed = DistributedSampler(range(20), num_replicas=1, rank=0)
+    orders = [adapt(distributed).order(0, epoch, source) for epoch in (0, 1)]
+    assert not torch.equal(*orders)  # set_epoch was called
+
+
+def test_what_is_no_order():
+    source = Source(20)
+    with pytest.raises(ConfigError, match="num_replicas=2"):
+        adapt(DistributedSampler(range(20), num_replicas=2, rank=0))
+    with pytest.raises(ConfigError, match="single positions"):
+        adapt(BatchSampler(SequentialSampler(range(20)), 4, False)).order(0, 0, source)
+    with pytest.raises(ConfigError, match=r"0 \.\. 19.*yields 0 \.\. 20"):
+        adapt(range(21)).order(0, 0, source)
+    for bad in ("random", 3, None, iter([1]), {"a": 1}):
+        with pytest.raises(ConfigError, match="order"):
+            adapt(bad)
+    assert adapt("shuffle") == Shuffle() == adapt(Shuffle())
+    assert adapt("sequential") == Sequential()
+    assert repr(adapt("shuffle")) == "Shuffle()"
+    assert "0x" not in repr(adapt(RandomSampler(range(3), generator=torch.Generator())))
+
+
+def test_an_empty_order_has_no_batches():
+    for last in ("uneven", "drop", "pad"):
+        plan = EpochOrder(ordered(adapt([]), 0, 0, Source(4)), last=last)
+        assert len(plan) == 0
+        assert list(plan) == []
+        assert plan.position(0) == plan.position(3) == 0
+
+
+def test_an_epoch_of_imagenet_is_ordered_quickly():
+    source = Source(1_281_167, labels=np.arange(1_281_167) % 1000)
+    for order in (Shuffle(), Weighted(), Repeated()):
+        took = []
+        for epoch in range(3):
+            begin = time.process_time()
+            plan = EpochOrder(ordered(order, 0, epoch, source), rank=3, world_size=8, batch_size=256)
+            took.append(time.process_time() - begin)
+        assert min(took) < 0.5, order
+        assert len(plan[100][0]) == 256

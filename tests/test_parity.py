@@ -1,0 +1,294 @@
+"""`gpuaug parity`: what differs is found, named and shown; what does not is called equal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("skimage")
+pytest.importorskip("sklearn")
+
+import gpuaug
+from bench import photographs
+from gpuaug.augment.parameters import prepare
+from gpuaug.cli import main
+from gpuaug.cli import parity as command
+from gpuaug.counterpart import counterpart
+from gpuaug.parity import Difference, Parity, Sample, compare, summary
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photographs.cut(tmp_path_factory.mktemp("photos"), count=60) / "train"
+
+
+def measured(photos: Path, ops: dict, *, count: int = 3, **more: object) -> Parity:
+    more = {"crop": gpuaug.RandomResizedCrop(48), **more}
+    augment = gpuaug.Augment(ops=ops, **more)
+    with gpuaug.Loader(gpuaug.FolderSource(photos), augment=augment, num_workers=0, prefetch=0, device="cpu") as loader:
+        return compare(loader, gpuaug.Decode(num_threads=2), indices=range(0, 7 * count, 7))
+
+
+def found(parity: Parity, name: str, kind: str = "formula, float") -> Difference:
+    (difference,) = [d for d in parity.differences if d.name == name and d.reference.endswith(kind)]
+    return difference
+
+
+FOLLOWING = {
+    "flip": K.RandomHorizontalFlip(p=0.5),
+    "vflip": K.RandomVerticalFlip(p=0.5),
+    "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8),
+    "fixed": K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8, order=(3, 1, 0, 2)),
+    "hue": K.RandomHue((-0.3, 0.3), p=1.0),
+    "gray": K.RandomGrayscale(p=0.2),
+    "gamma": K.RandomGamma((0.5, 2.0), p=1.0),
+    "solarize": K.RandomSolarize(thresholds=(0.3, 0.7), additions=(0.0, 0.0), p=1.0),
+    "equalize": K.RandomEqualize(p=1.0),
+    "autocontrast": K.RandomAutoContrast(p=1.0),
+    "invert": K.RandomInvert(p=1.0),
+    "sharpness": K.RandomSharpness((0.2, 2.5), p=1.0),
+    "blur": K.RandomGaussianBlur((5, 9), (0.3, 2.0), p=1.0),
+    "erase": K.RandomErasing(p=1.0),
+    "affine": K.RandomAffine(20, translate=(0.1, 0.1), scale=(0.8, 1.2), shear=(-9.0, 9.0, -5.0, 5.0), p=1.0),
+    "rotation": K.RandomRotation(30.0, p=1.0),
+    "shear": K.RandomShear((-12.0, 12.0), p=1.0),
+    "translate": K.RandomTranslate((0.0, 0.2), (0.0, 0.2), p=1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def following(photos: Path) -> dict[str, Parity]:
+    """Every operation that is torchvision's, by both backends."""
+    return {backend: measured(photos, FOLLOWING, count=2, backend=backend) for backend in ("fused", "kornia")}
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_operations_are_torchvisions(name: str, backend: str, following: dict[str, Parity]) -> None:
+    difference = found(following[backend], name)
+    assert difference.images == 2
+    # one level around a threshold, where float32 falls on the other side of it, would show as many
+    assert difference.verdict == "equal", (difference.largest, difference.worst and difference.worst.what)
+
+
+def test_the_fraction_that_uint8_cuts_off_is_seen(following: dict[str, Parity]) -> None:
+    difference = found(following["fused"], "hue", "formula, uint8")
+    assert 0 < difference.largest <= 1.001
+    jitter = found(following["fused"], "jitter", "formula, uint8")
+    assert 0.5 < jitter.bias < 4
+    assert "cut off" in jitter.why
+    steps = [d for d in following["fused"].differences if d.name.startswith("jitter: ")]
+    assert {d.name for d in steps} <= {f"jitter: adjust_{x}" for x in ("brightness", "contrast", "saturation", "hue")}
+    assert all(d.step for d in steps)
+
+
+@pytest.mark.parametrize(
+    ("op", "word"),
+    [
+        (K.RandomBrightness((0.6, 0.7), p=1.0), "adds"),
+        (K.RandomContrast((0.5, 0.6), p=1.0), "mean gray"),
+        (K.RandomSaturation((0.2, 0.3), p=1.0), "HSV"),
+        (K.ColorJiggle(0.5, 0.5, 0.5, 0.1, p=1.0), "ColorJiggle"),
+        (K.RandomPosterize((2.0, 3.0), p=1.0), "floor"),
+    ],
+)
+def test_another_formula_is_named(op: torch.nn.Module, word: str, photos: Path) -> None:
+    parity = measured(photos, {"op": op})
+    difference = found(parity, "op")
+    assert difference.verdict == "other" or type(op) is K.RandomPosterize
+    assert word in difference.why
+    if type(op) is K.RandomPosterize:  # torchvision's uint8 one is the same
+        assert found(parity, "op", "formula, uint8").verdict == "equal"
+    else:
+        assert "`op` does something else" in summary(parity)
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (K.RandomSolarize(0.1, 0.1, p=1.0), "adds nothing"),
+        (K.RandomPlanckianJitter(p=1.0), "no counterpart"),
+        (K.RandomGaussianNoise(0.0, 0.1, p=1.0), "no counterpart"),
+        (K.RandomMedianBlur((3, 3), p=1.0), "no counterpart"),
+        (K.RandomMotionBlur((3, 5), 35.0, 0.5, p=1.0), "draws by itself"),
+        (K.RandomInvert(p=0.0), "not drawn"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(op: torch.nn.Module, reason: str, photos: Path) -> None:
+    parity = measured(photos, {"op": op}, count=1)
+    assert not [d for d in parity.differences if d.stage == "operation"]
+    assert any(reason in note and "`op`" in note for note in parity.notes), parity.notes
+
+
+def test_policies_are_compared_by_what_they_choose(photos: Path) -> None:
+    parity = measured(photos, {"auto": K.auto.TrivialAugment()}, count=2)
+    names = {d.name for d in parity.differences if d.stage == "operation"}
+    assert "auto: RandomRotation" in names
+    assert len(names) > 6
+    assert found(parity, "auto: RandomBrightness").verdict == "other"
+    assert found(parity, "auto: RandomSharpness").verdict == "equal"
+    choice = gpuaug.OneOf(ops={"gray": K.RandomGrayscale(p=1.0), "hue": K.RandomHue((0.1, 0.2), p=1.0)})
+    names = {d.name for d in measured(photos, {"choice": choice}).differences if d.stage == "operation"}
+    assert names == {"choice: RandomGrayscale", "choice: RandomHue"}
+
+
+def test_resize_is_taken_apart(photos: Path) -> None:
+    parity = measured(photos, {}, crop=gpuaug.Resize((40, 40)))
+    effects = {e.what.partition(": ")[2]: e for e in parity.effects}
+    assert effects["ours"].mean < 0.5
+    assert effects["without antialias"].mean > 4 * effects["ours"].mean
+    assert effects["corners aligned instead of half-pixel centres"].mean > 2 * effects["ours"].mean
+    resized = [d for d in parity.differences if d.stage == "resize"]
+    assert [d.name for d in resized] == ["crop, bilinear", "crop, bicubic"]
+    assert all(d.verdict == "rounding" for d in resized)
+    unscaled = measured(photos, {}, crop=gpuaug.RandomCrop(64, padding=8, fill=7))
+    (crop,) = [d for d in unscaled.differences if d.stage == "resize"]
+    assert crop.name == "crop"
+    assert crop.verdict == "equal"
+    assert not unscaled.effects
+
+
+def test_a_wrong_resize_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: Pillow takes the nearest pixel."""
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda self, size, how=None, real=Image.Image.resize: real(self, size, Image.NEAREST)
+    )
+    parity = measured(photos, {})
+    (whole,) = [d for d in parity.differences if d.name == "everything but the operations"]
+    assert whole.verdict in ("close", "other")
+    assert "more than rounding" in summary(parity)
+
+
+def test_orientation_and_faults_are_noted(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    exif = Image.Exif()
+    exif[274] = 6
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "0.jpg", exif=exif)
+    (folder / "1.jpg").write_bytes(b"\xff\xd8 no image")
+    augment = gpuaug.Augment(crop=gpuaug.Resize((20, 20)))
+    with gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=augment, num_workers=0, device="cpu") as loader:
+        parity = compare(loader, gpuaug.Decode(), indices=[0, 1])
+    assert parity.samples == 1
+    assert any("1 of 1 images have an EXIF orientation" in note for note in parity.notes)
+    assert any("a/1.jpg) is left out" in note for note in parity.notes)
+    assert parity.differences[0].verdict == "equal"
+
+
+def test_numbers_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.uniform(0, 255, (9, w, 3)), rng.uniform(0, 255, (9, w, 3))) for w in (5, 8)]
+    difference = Difference("operation", "op", "another")
+    for n, (ours, theirs) in enumerate(pairs):
+        difference.add(ours, theirs, sample=Sample(n, str(n)))
+    gap = np.concatenate([(a - b).reshape(-1, 3) for a, b in pairs])
+    assert difference.largest == pytest.approx(np.abs(gap).max(), rel=1e-6)
+    assert difference.mean == pytest.approx(np.abs(gap).mean(), rel=1e-6)
+    assert difference.bias == pytest.approx(gap.mean(), abs=1e-4)
+    assert difference.off == pytest.approx((np.abs(gap).max(axis=1) > 1.001).mean())
+    worst = difference.worst
+    assert worst is not None
+    assert np.abs(worst.ours - worst.theirs)[worst.y, worst.x].max() == pytest.approx(difference.largest, rel=1e-6)
+
+
+def test_counterparts_name_torchvisions_functions() -> None:
+    """Each is a function of torchvision.transforms.v2.functional, with the values as drawn."""
+    op = prepare("affine", FOLLOWING["affine"])
+    params = op.draw(np.full((1, op.count), 0.25, dtype=np.float32), (48, 48)).params[0][0]
+    ((name, given),) = counterpart(op.op, {k: v[0] for k, v in params.items()})
+    assert name == "affine"
+    assert given["angle"] == pytest.approx(-10)
+    assert given["translate"] == pytest.approx([-2.4, -2.4])
+    assert given["scale"] == pytest.approx(0.9)
+    assert given["shear"] == pytest.approx([-4.5, -2.5])
+
+
+@pytest.mark.parametrize("more", [("augment=standard",), ("augment=dino", "samples=2"), ("augment=eval", "rows=1")])
+def test_command(more: tuple[str, ...], photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parity", f"source.root={photos}", f"out={tmp_path}/p.png", f"json={tmp_path}/p.json", "samples=3", *more]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    told = " ".join(printed.split())
+    values = json.loads((tmp_path / "p.json").read_text())
+    assert values["summary"] in told
+    assert "follow torchvision's formulas" in told or "augment=eval" in more
+    assert {d["stage"] for d in values["differences"]} >= {"decode", "resize", "normalize", "all"}
+    for d in values["differences"]:
+        assert 0 <= d["mean"] <= d["largest"] <= 255
+        assert f"{d['largest']:.2f}" in printed
+        place = d["worst"]
+        gap = np.abs(np.array(place["ours"]) - np.array(place["theirs"])).max()
+        assert gap == pytest.approx(d["largest"], abs=1e-3)
+    with Image.open(tmp_path / "p.png") as page:
+        assert page.format == "PNG"
+        assert page.width > 1000
+        assert page.height > 300
+        assert len(np.unique(np.asarray(page.convert("L")))) > 100
+
+
+def test_the_picture_shows_both_and_the_difference() -> None:
+    ours = np.full((30, 30, 3), 100.0)
+    theirs = ours.copy()
+    theirs[20, 5] = 110
+    difference = Difference("operation", "op", "another", why="planted")
+    difference.add(ours, theirs, sample=Sample(0, "a.jpg"), what="planted")
+    ((_, worst),) = command.worst_cases(Parity([difference], [], [], 1, None), 5)
+    assert (worst.y, worst.x) == (20, 5)
+    shown = command.pictures(worst, 4)
+    assert [p.size for p in shown] == [(command.CELL,) * 2] * 5
+    gap, near_ours, near_theirs = (np.asarray(p).astype(int) for p in shown[2:])
+    assert set(np.unique(gap)) == {128 - 40, 128}
+    assert (near_ours == 100).all()
+    assert set(np.unique(near_theirs)) == {100, 110}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("samples=0", "`samples` must be an int of at least 1"),
+        ("rows=many", "`rows` must be an int of at least 1"),
+        ("indices=[100000]", "`indices` must be numbers of samples"),
+        ("indices=[a]", "`indices` must be a list"),
+        ("out=/proc/none/p.png", "`out` must name a file"),
+        ("smaples=3", "Did you mean `samples`?"),
+    ],
+)
+def test_mistakes_are_named(word: str, message: str, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", f"source.root={photos}", word]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_that_can_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.jpg").write_bytes(b"\xff\xd8 no image")
+    assert main(["parity", f"source.root={tmp_path}", f"out={tmp_path}/p.png"]) == 2
+    captured = capsys.readouterr()
+    assert "can be decoded" in captured.err
+    assert "a/0.jpg) is left out" in captured.out
+
+
+def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    assert main(["parity", "--help"]) == 0
+    assert time.perf_counter() - start < 1
+    assert "samples: 8" in capsys.readouterr().out
+
+
+def test_packed_and_materialized_pixels(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packed ones are compared from the crop on; materialized ones are refused with what to do instead."""
+    few = [f"source.root={photos}", "source.subset=4", "num_workers=0"]
+    assert main(["pack", *few[:2], f"out={tmp_path}/packed", "format=uint8", "sizes=[64]", "num_workers=0"]) == 0
+    words = ["parity", "samples=2", f"out={tmp_path}/p.png"]
+    assert main([*words, "source=packed", f"source.root={tmp_path}/packed"]) == 0
+    assert "decoding is not compared" in capsys.readouterr().out
+    assert main(["materialize", *few, f"out={tmp_path}/epochs"]) == 0
+    assert main([*words, "source=materialized", f"source.root={tmp_path}/epochs"]) == 2
+    assert "source=folder" in capsys.readouterr().err

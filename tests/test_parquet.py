@@ -1,0 +1,304 @@
+"""Parquet files and datasets of Hugging Face: rows, labels, row groups, damage, one read for each row group."""
+
+import json
+import logging
+import os
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import cut
+from servers import bucket_of, files, options, proxied, s3
+from test_remote import METHODS, read_all
+
+import gpuaug
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source import FolderSource, ParquetSource, Remote, adapt
+
+
+def images(first, count):
+    return [np.random.default_rng(i).bytes(100 + 31 * i) for i in range(first, first + count)]
+
+
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def table(data, *, struct=True, **columns):
+    column = pa.array(data, pa.binary())
+    if struct:
+        rows = [None if d is None else {"bytes": d, "path": f"{i}.jpg"} for i, d in enumerate(data)]
+        column = pa.array(rows, STRUCT)
+    return pa.table({"image": column, **columns})
+
+
+@pytest.fixture(params=["snappy", "none"])
+def folder(request, tmp_path):
+    """Three files with 23 rows, in row groups of 4."""
+    root = tmp_path / "data"
+    root.mkdir()
+    for k, (first, count) in enumerate([(0, 10), (10, 1), (11, 12)]):
+        labels = [i % 3 for i in range(first, first + count)]
+        pq.write_table(table(images(first, count), label=labels), root / f"train-{k}.parquet", row_group_size=4,
+                       compression=request.param)  # fmt: skip
+    return root
+
+
+def test_rows_are_samples(folder):
+    source = ParquetSource(folder)
+    assert len(source) == 23
+    assert list(source) == [(data, i % 3) for i, data in enumerate(images(0, 23))]
+    order = np.random.default_rng(0).permutation(23).tolist()
+    assert [source[i] for i in order] == [(images(i, 1)[0], i % 3) for i in order]
+    assert [source.key(i) for i in (0, 10, 22)] == ["train-0.parquet/0", "train-1.parquet/0", "train-2.parquet/11"]
+    assert source.labels.tolist() == [i % 3 for i in range(23)]
+    assert source.num_classes == 3
+    assert source.classes is source.indices is source.read_many is None
+    assert source._items(order) == [source[i] for i in order]
+    for bad in (-1, 23):
+        with pytest.raises(IndexError):
+            source[bad]
+
+
+def test_ways_to_name_files(folder):
+    whole = ParquetSource(folder)
+    listed = [folder / f"train-{k}.parquet" for k in range(3)]
+    for root in (str(folder), f"file://{folder}", folder / "*.parquet", f"{folder}/train-{{0..2}}.parquet", listed):
+        assert ParquetSource(root).digest() == whole.digest()
+    assert len(ParquetSource(listed[2])) == 12
+    for bad in (folder / "nowhere", folder / "no-*.parquet"):
+        with pytest.raises(SourceError, match=r"source\.root"):
+            ParquetSource(bad)
+
+
+def test_subset_and_exclude_keep_numbers(folder, tmp_path):
+    whole = ParquetSource(folder)
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "train-1.parquet/0"}) + "\n")
+    some = ParquetSource(folder, subset=[3, 10, 22], exclude=tmp_path / "bad.jsonl")
+    assert some.indices.tolist() == [3, 22]
+    assert some[22] == whole[22]
+    assert some.digest() == whole.digest()
+
+
+def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
+    import gpuaug.source.parquet as module
+
+    read = []
+    real = module._images
+
+    def spy(file, meta, group, *more):
+        read.append((file.key, group))
+        return real(file, meta, group, *more)
+
+    monkeypatch.setattr(module, "_images", spy)
+    source = ParquetSource(folder, row_groups=1)
+    order = np.random.default_rng(0).permutation(23).tolist()
+    source._items(order)
+    assert len(read) == len(set(read)) == 3 + 1 + 3
+    read.clear()
+    list(source)
+    assert 6 <= len(read) <= 7  # in sequence, one group kept: once each
+    read.clear()
+    two = ParquetSource(folder, row_groups=2)
+    for i in (0, 4, 1, 5, 2, 6):
+        two[i]
+    assert len(read) == 2
+
+
+def test_columns(tmp_path, caplog):
+    path = tmp_path / "x.parquet"
+    data = images(0, 4)
+    columns = {
+        "labels": ["b", "a", "b", "c"],
+        "age": [0.5, 1, 2, 3],
+        "tags": [["x"], ["x", "y"], [], ["y"]],
+        "many": [[1.0, 0], [0, 1], [0, 0], [1, 1]],
+        "day": pa.array([1, 2, None, 3]),
+    }
+    pq.write_table(table(data, struct=False, **columns), path)
+    names = ParquetSource(path)
+    assert names.classes == ["a", "b", "c"]
+    assert [x[1] for x in names] == [1, 0, 1, 2]
+    assert ParquetSource(path, classes=["c", "b", "a"]).labels.tolist() == [1, 2, 1, 0]
+    assert [x[1] for x in ParquetSource(path, label="age")] == [0.5, 1, 2, 3]
+    tags = ParquetSource(path, label="tags")
+    assert tags.classes == ["x", "y"]
+    assert [x[1] for x in tags] == [[1, 0], [1, 1], [0, 0], [0, 1]]
+    assert ParquetSource(path, label="many")[0] == (data[0], [1, 0])
+    assert ParquetSource(path, label="none")[0] == (data[0], None)
+    with pytest.raises(SourceError, match="are null, the first in row 2"):
+        ParquetSource(path, label="day")
+    with pytest.raises(SourceError, match=r"source\.label.*Found 'nothing'"):
+        ParquetSource(path, label="nothing")
+    with pytest.raises(SourceError, match=r"source\.image.*Found 'age'"):
+        ParquetSource(path, image="age")
+    with pytest.raises(ConfigError, match=r"source\.classes"):
+        ParquetSource(path, label="none", classes=["a"])
+    with pytest.raises(ConfigError, match=r"row_groups"):
+        ParquetSource(path, row_groups=0)
+    two = table(data, struct=False).append_column("mask", pa.array(data, pa.large_binary()))
+    pq.write_table(two, tmp_path / "two.parquet")
+    with pytest.raises(SourceError, match="2 columns .* have bytes"):
+        ParquetSource(tmp_path / "two.parquet")
+    assert ParquetSource(tmp_path / "two.parquet", image="mask")[1] == (data[1], None)
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "none.parquet")
+    with pytest.raises(SourceError, match="0 columns"):
+        ParquetSource(tmp_path / "none.parquet")
+    pq.write_table(table([]), tmp_path / "empty.parquet")
+    with pytest.raises(SourceError, match="no rows"):
+        ParquetSource(tmp_path / "empty.parquet")
+    with pytest.raises(SourceError, match="must have the columns of the first file"):
+        ParquetSource([tmp_path / "two.parquet", path], image="mask")
+
+
+def test_nulls_are_faults_of_their_sample(tmp_path):
+    for struct in (True, False):
+        data = [*images(0, 3), None, b"", *images(5, 3)]
+        pq.write_table(table(data, struct=struct, label=list(range(8))), tmp_path / "x.parquet", row_group_size=5)
+        found, labels, faults = read_all(ParquetSource(tmp_path / "x.parquet"))
+        assert found == {i: d or b"" for i, d in enumerate(data)}
+        assert list(faults) == [3, 4]
+        assert "has no bytes of an image" in faults[3]
+        assert labels == {i: i for i in range(8)}
+
+
+@pytest.mark.parametrize("folder", ["snappy"], indirect=True)
+def test_damage_costs_its_row_group_only(folder):
+    source = ParquetSource(folder)
+    path = folder / "train-0.parquet"
+    chunk = pq.read_metadata(path).row_group(1).column(0)
+    begin, size = chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(begin)
+        file.write(bytes(size))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk does it
+    found, labels, faults = read_all(source)
+    assert set(faults) == {4, 5, 6, 7}
+    assert all("row group 1 of" in reason for reason in faults.values())
+    assert all(found[i] == images(i, 1)[0] for i in found if i not in faults)
+    assert labels[4] == 1
+    path.write_bytes(path.read_bytes()[:-1])
+    _, _, faults = read_all(pickle.loads(pickle.dumps(source)))
+    assert set(faults) == set(range(10))
+    for bad in (b"", b"PAR1", b"PAR1" + b"\xff" * 100 + b"PAR1", path.read_bytes()):
+        (folder / "bad.parquet").write_bytes(bad)
+        with pytest.raises(SourceError, match=r"bad\.parquet' is no Parquet file"):
+            ParquetSource(folder)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("folder", ["snappy"], indirect=True)
+def test_workers_of_every_start_method_read(folder, method):
+    source = ParquetSource(folder)
+    source[0]
+    found, labels, faults = read_all(source, num_workers=2, start_method=method)
+    assert not faults
+    assert found == dict(enumerate(images(0, 23)))
+    assert labels == {i: i % 3 for i in range(23)}
+    assert len(pickle.dumps(source)) < 10_000
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+@pytest.mark.parametrize("folder", ["snappy"], indirect=True)
+def test_remote_files_cost_one_range_for_each_row_group(folder, kind, tmp_path):
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        if kind == "s3":
+            port = stack.enter_context(s3())
+            root = bucket_of(port, folder, "parquet")
+        else:
+            port = stack.enter_context(files(folder))
+        proxy, url = stack.enter_context(proxied(port))
+        remote = Remote(options=options(url) if kind == "s3" else None, concurrency=5, tries=2)
+        source = ParquetSource(root if kind == "s3" else url, remote=remote)
+        local = ParquetSource(folder)
+        assert source.digest() == local.digest()
+        assert source.labels.tolist() == local.labels.tolist()
+        source = pickle.loads(pickle.dumps(source))
+        source._items([0, 10, 11])  # footers
+        proxy.reset()
+        proxy.latency = 0.05
+        order = np.random.default_rng(0).permutation(23).tolist()
+        assert source._items(order) == [local[i] for i in order]
+        assert len(proxy.gets) == 7 - 2  # two are at hand
+        assert proxy.most == 5
+        proxy.latency = 0.0
+        proxy.trouble = lambda path, count: 500 if "train-2" in path else None
+        _, _, faults = read_all(pickle.loads(pickle.dumps(source)))
+        assert set(faults) == set(range(11, 23))
+        assert all("tried 2 times" in reason for reason in faults.values())
+
+
+def test_datasets_of_hugging_face(tmp_path, caplog):
+    import datasets
+
+    root = cut(tmp_path / "photos", 2)
+    local = FolderSource(root)
+    features = datasets.Features(
+        {"image": datasets.Image(decode=False), "label": datasets.ClassLabel(names=local.classes)}
+    )
+    rows = {"image": [{"bytes": x[0], "path": None} for x in local], "label": [x[1] for x in local]}
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    source = adapt(dataset)
+    assert list(source) == list(local)
+    assert source.classes == local.classes
+    assert source.labels.tolist() == local.labels.tolist()
+    assert source.key(3) == "3"
+    shuffled = dataset.shuffle(seed=0).with_format("torch")
+    assert sorted(x[1] for x in adapt(shuffled)) == local.labels.tolist()
+    of_files = datasets.load_dataset(
+        "imagefolder", data_dir=str(root), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(SourceError, match=r"cast_column\('image', datasets\.Image\(decode=False\)\)"):
+        adapt(of_files)
+    plain = adapt(of_files.cast_column("image", datasets.Image(decode=False)))
+    assert sorted(plain) == sorted(local)
+    with pytest.raises(SourceError, match="one column of images"):
+        adapt(dataset.remove_columns("image"))
+    found, _, _ = read_all(source, num_workers=1, start_method="spawn")
+    assert found == {i: x[0] for i, x in enumerate(local)}
+    # and what they write
+    dataset.to_parquet(tmp_path / "x" / "train.parquet")
+    written = ParquetSource(tmp_path / "x")
+    assert list(written) == list(local)
+    assert written.classes == local.classes
+    again = ParquetSource(tmp_path / "x", classes=local.classes[::-1])
+    assert again.labels.tolist() == [len(local.classes) - 1 - label for label in local.labels.tolist()]
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32))
+    with gpuaug.Loader(dataset, augment=augment, batch_size=4, device="cpu", num_workers=0) as loader:
+        assert sum(len(batch) for batch in loader) == len(local)
+    overrides = ["source=parquet", f"source.root={tmp_path / 'x'}", "augment=flip", "device=cpu", "num_workers=1"]
+    with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
+        assert sum(len(batch) for batch in loader) == len(local)
+
+
+def test_without_pyarrow(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SourceError, match=r"pip install gpuaug\[parquet\]"):
+        ParquetSource(tmp_path)
+
+
+@pytest.mark.long
+def test_random_access_is_measured(tmp_path, caplog):
+    """What a shuffled epoch costs by the size of row groups; the numbers are printed."""
+    import time
+
+    data = [np.random.default_rng(i).bytes(110_000) for i in range(1000)]
+    took = {}
+    order = np.random.default_rng(0).permutation(1000).tolist()
+    with caplog.at_level(logging.ERROR):
+        for size in (1, 10, 100):
+            pq.write_table(table(data, label=[0] * 1000), tmp_path / "x.parquet", row_group_size=size)
+            source = ParquetSource(tmp_path / "x.parquet")
+            for name, numbers in (("sequential", range(1000)), ("shuffled", order[:100])):
+                began = time.monotonic()
+                for i in numbers:  # one by one: in a large data set no two of a batch are in one group
+                    source[i]
+                took[size, name] = (time.monotonic() - began) / len(numbers) * 1e3
+    print({key: f"{value:.2f} ms" for key, value in took.items()})
+    assert took[1, "shuffled"] < took[100, "shuffled"]

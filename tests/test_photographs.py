@@ -1,0 +1,83 @@
+"""The ImageFolder that demo and benchmarks are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops, ImageOps
+
+pytest.importorskip("skimage")
+pytest.importorskip("sklearn")
+
+from bench import photographs
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photographs.cut(tmp_path_factory.mktemp("photographs"), count=300, seed=0)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.jpg"))
+
+
+def test_classes_are_photographs_in_both_folders(folder: Path) -> None:
+    assert len(files(folder)) == 300
+    for part in ("train", "val"):
+        assert sorted(p.name for p in (folder / part).iterdir()) == sorted(photographs.PHOTOGRAPHS)
+    assert 50 <= len(files(folder / "val")) <= 70
+
+
+def test_files_vary_as_promised(folder: Path) -> None:
+    sizes, progressive, gray, rotated, sampling = set(), 0, 0, 0, set()
+    for path in files(folder):
+        with Image.open(path) as image:
+            assert image.format == "JPEG"
+            sizes.add(ImageOps.exif_transpose(image).size)
+            progressive += "progressive" in image.info
+            gray += image.mode == "L"
+            rotated += image.getexif().get(photographs.ORIENTATION, 1) != 1
+            if image.mode == "RGB":
+                sampling.add(image.layer[0][1:3])  # type: ignore[attr-defined]
+    assert {(500, 375), (375, 500), (640, 480)} <= sizes
+    assert 10 <= progressive <= 60  # ten in a hundred
+    assert 4 <= gray <= 35  # five in a hundred
+    assert 4 <= rotated <= 35
+    assert sampling == {(1, 1), (2, 2)}
+
+
+def test_orientation_tag_undoes_the_stored_turn() -> None:
+    image = Image.radial_gradient("L").resize((40, 30))
+    image.paste(255, (0, 0, 9, 5))  # no symmetry left
+    for tag, turn in photographs.STORED_AS.items():
+        stored = image.transpose(turn)
+        exif = Image.Exif()
+        exif[photographs.ORIENTATION] = tag
+        stored.info["exif"] = exif.tobytes()
+        assert ImageChops.difference(ImageOps.exif_transpose(stored), image).getbbox() is None, tag
+
+
+def test_same_seed_same_bytes_and_a_larger_count_only_adds(folder: Path, tmp_path: Path) -> None:
+    def digests(root: Path) -> dict[str, str]:
+        return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files(root)}
+
+    command = [sys.executable, str(ROOT / "bench" / "photographs.py"), str(tmp_path / "again"), "--count", "40"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    again, whole = digests(tmp_path / "again"), digests(folder)
+    assert len(again) == 40
+    assert again.items() <= whole.items()
+    assert again != digests(photographs.cut(tmp_path / "other", count=40, seed=1))
+
+
+def test_missing_package_and_small_count_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(photographs.PHOTOGRAPHS, "cat", ("skimage", "data/no_such_file.png"))
+    with pytest.raises(FileNotFoundError, match="pip install scikit-image"):
+        photographs.cut(tmp_path, count=40)
+    with pytest.raises(ValueError, match="at least 20"):
+        photographs.cut(tmp_path, count=3)

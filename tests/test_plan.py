@@ -1,0 +1,209 @@
+"""`gpuaug plan`: the formula, what a run really takes, and settings that fit a small machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+
+import gpuaug
+from gpuaug import plan
+from gpuaug.cli import main, train
+from gpuaug.errors import ConfigError
+from gpuaug.loader import Loader
+from gpuaug.plan import MIB, Machine, Settings
+
+ROOT = Path(__file__).parent.parent
+ROOMY = Machine(host=1 << 40, host_by="test", shared=1 << 40)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+
+def build(photos: Path, *overrides: str) -> Loader:
+    base = [f"source.root={photos}", "device=cpu", "augment=flip", "num_workers=1", "batch_size=16"]
+    made: Loader = gpuaug.build(gpuaug.compose("train", [*base, *overrides]))
+    return made
+
+
+def terms(loader: Loader, **how: Any) -> dict[str, int]:
+    found = plan.predict(loader, plan.look(loader), base=0, **how).terms
+    assert len({t.name for t in found}) == len(found)
+    return {t.name: t.bytes for t in found}
+
+
+def test_finished_batches_are_counted_by_prefetch_views_and_dtype(photos: Path) -> None:
+    view = 16 * 224 * 224 * 3
+    with build(photos) as loader:
+        assert terms(loader)["finished batches"] == 4 * view * 4
+        assert terms(loader)["views, uint8"] == 2 * view
+    with build(photos, "prefetch=0", "dtype=bfloat16") as loader:
+        assert terms(loader)["finished batches"] == 2 * view * 2
+    with build(photos, "prefetch=50") as loader:  # an epoch has five batches
+        assert terms(loader)["finished batches"] == 5 * view * 4
+    with build(photos, "augment=dino") as loader:
+        assert terms(loader)["views, uint8"] == 2 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96)
+
+
+def test_workers_hold_batches_in_shared_memory(photos: Path) -> None:
+    with build(photos, "num_workers=0") as loader:
+        none = terms(loader)
+    assert "workers" not in none
+    assert plan.predict(loader, plan.look(loader), base=0).total("shared") == 0
+    with build(photos, "batch_size=2") as loader:
+        one = plan.predict(loader, plan.look(loader), base=0, worker=MIB)
+        three = plan.predict(
+            loader, plan.look(loader), base=0, worker=MIB, settings=Settings(3, loader.prefetch, None, None)
+        )
+        each = plan.look(loader).batch(2)
+    assert three.total("shared") - one.total("shared") == pytest.approx(2 * 2 * each, abs=4)
+    assert three.total("host") - one.total("host") == pytest.approx(2 * 2 * each + 2 * MIB, abs=4)
+
+
+def test_sizes_are_those_of_the_files(photos: Path) -> None:
+    files = sorted(photos.rglob("*.jpg"))
+    with build(photos, "augment=none", "~augment.crop", "order=sequential", "batch_size=1") as loader:
+        loader.source = gpuaug.source.adapt(loader.source)
+        found = plan.look(loader, sample=1)
+    assert found.encoded == files[0].stat().st_size
+    assert found.decoded == found.whole == found.views[0][0] * found.views[0][1] * 3
+
+
+def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
+    every = sum(f.stat().st_size for f in photos.rglob("*.jpg"))
+    with build(photos, "cache=ram", "ahead=1GiB") as loader:
+        found = terms(loader)
+    assert 0.6 * every < found["cache"] < 1.7 * every
+    assert 0.6 * every < found["ahead"] < 1.7 * every
+    with build(photos, "cache=ram", "cache.max_bytes=100KiB", "ahead=64KiB") as loader:
+        found = terms(loader)
+    assert found["cache"] == 100 * 1024
+    assert found["ahead"] == 64 * 1024
+
+
+def test_what_fits_stays_as_it_is(photos: Path) -> None:
+    with build(photos) as loader:
+        assert plan.fit(loader, here=ROOMY) == ({}, None)
+
+
+def test_shrinks_to_fit_and_never_the_batch(photos: Path) -> None:
+    with build(photos, "batch_size=4", "prefetch=5", "num_workers=4", "cache=ram", "ahead=64MiB") as loader:
+        sizes = plan.look(loader)
+        least = plan.predict(loader, sizes, base=0, settings=Settings(4, 3, None, None)).more
+        changes, line = plan.fit(loader, here=Machine(int(least * 1.06), "MemAvailable", 1 << 40), sizes=sizes)
+        assert line is not None
+        assert set(changes) == {"ahead", "cache", "prefetch"}
+        assert changes["ahead"] is None
+        assert changes["cache"] is None
+        assert changes["prefetch"] == 3
+        for part in ("ahead 64.0 MiB -> none", "prefetch 5 -> 3", "MemAvailable has"):
+            assert part in line
+        assert "\n" not in line
+        shared = plan.predict(loader, sizes, base=0, settings=Settings(2, 5, 64 * MIB, None)).total("shared")
+        changes, line = plan.fit(loader, here=Machine(1 << 40, "", int(shared * 1.06)), sizes=sizes)
+        assert line is not None
+        assert changes["num_workers"] <= 2
+        assert "/dev/shm" in line
+
+
+def test_refuses_what_cannot_fit(photos: Path) -> None:
+    with (
+        build(photos) as loader,
+        pytest.raises(ConfigError, match=r"this run needs .* Make `batch_size` smaller, now 16"),
+    ):
+        plan.fit(loader, here=Machine(MIB, "limit of the control group", 1 << 40))
+
+
+def test_training_starts_with_what_fits(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Loader] = []
+    before = train.Training.__init__
+
+    def noting(self: train.Training, loader: Loader, **rest: Any) -> None:
+        seen.append(loader)
+        before(self, loader, **rest)
+
+    monkeypatch.setattr(train.Training, "__init__", noting)
+    small = ["augment.crop.size=32", "+model.width=8", "num_workers=1", "prefetch=40", "device=cpu", "last=drop"]
+    call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", "batch_size=8", *small]
+    with build(photos, "augment.crop.size=32", "batch_size=8", "prefetch=3") as loader:
+        room = int(plan.predict(loader, plan.look(loader), base=0).more * 1.06)
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(room, "test", 1 << 40)))
+    monkeypatch.setattr(logging.getLogger("gpuaug"), "propagate", True)
+    assert main(call) == 0
+    assert seen[0].prefetch < 8
+    assert seen[0].batch_size == 8
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(1000, "test", 1 << 40)))
+    assert main(call) == 2
+
+
+def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    call = ["plan", f"source.root={photos}", "augment=flip", "batch_size=16", "num_workers=1", "device=cpu"]
+    assert main([*call, f"json={file}", "measure=true", "seconds=4"]) == 0
+    printed, values = capsys.readouterr().out, json.loads(file.read_text())
+    for name in ("this process", "workers", "encoded batches", "decoded pixels", "finished batches"):
+        assert name in printed
+    assert "(2 ahead + 1 in the making + 1 in use) x 16 x 150528 x 4 B" in printed
+    assert values["host_memory"] == values["base"] + sum(t["bytes"] for t in values["terms"])
+    assert values["fits"] is True
+    assert abs(values["measured_host"]["off"]) < 0.3  # within 0.15 where everything has time to fill up, below
+
+
+@pytest.mark.parametrize("wrong", ["measure=2", "seconds=0", "sample=0", "json=3"])
+def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"source.root={photos}", wrong]) == 2
+    assert f"`{wrong.partition('=')[0]}` must be" in capsys.readouterr().err
+
+
+def test_help_answers_without_torch() -> None:
+    begin = time.perf_counter()
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gpuaug.cli", "plan", "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "measure: false" in shown.stdout
+    assert "torch" not in shown.stderr
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.fixture(scope="module")
+def camera(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 files of 700 x 525 pixels and more."""
+    root = tmp_path_factory.mktemp("camera") / "all"
+    root.mkdir()
+    files = planted.jpegs(photos, count=60, size=(700, 525))
+    for k in range(600):
+        (root / f"{k:04d}.jpg").write_bytes(files[k % len(files)])
+    return root.parent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("num_workers=1",),
+        ("num_workers=6",),
+        ("num_workers=1", "prefetch=12", "batch_size=32"),
+        ("augment=dino", "batch_size=32"),
+        ("cache=ram", "augment=simclr", "prefetch=1"),
+        ("num_workers=2", "ahead=64MiB"),
+    ],
+    ids=["few workers", "many workers", "large prefetch", "multi-view", "ram cache", "ahead"],
+)
+def test_plan_is_within_fifteen_percent(camera: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    file = tmp_path / "plan.json"
+    call = [sys.executable, "-m", "gpuaug.cli", "plan", f"source.root={camera}", "device=cpu", "measure=true"]
+    subprocess.run([*call, f"json={file}", *overrides], cwd=ROOT, check=True, capture_output=True, text=True)
+    values = json.loads(file.read_text())
+    found = values["measured_host"]
+    assert abs(found["off"]) < 0.15, values
+    grown = found["measured"] - values["base"]
+    assert abs(found["planned"] - values["base"] - grown) < 0.35 * grown, values  # not only the part that was measured

@@ -1,0 +1,304 @@
+"""`gpuaug preview`: picture and page show what training sees; operations stand at the ends of their ranges."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+from pathlib import Path
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("skimage")
+pytest.importorskip("sklearn")
+
+import gpuaug
+from bench import photographs
+from gpuaug.augment.parameters import prepare
+from gpuaug.augment.recipe import OneOf
+from gpuaug.cli import main, operations, page, preview
+from gpuaug.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photographs.cut(tmp_path_factory.mktemp("photos"), count=60) / "train"
+
+
+def compose(photos: Path, *overrides: str) -> gpuaug.Loader:
+    return gpuaug.build(gpuaug.compose("train", [f"source.root={photos}", "num_workers=0", *overrides]))
+
+
+@pytest.mark.parametrize("recipe", ["standard", "simclr", "dino"])
+def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
+    """Another batch size, order and batch give the same pixels, up to one step of 256."""
+    with compose(photos, f"augment={recipe}", "batch_size=7", "seed=3") as loader:
+        loader.set_epoch(2)
+        trained = {}
+        for batch in loader:
+            views = batch.images if isinstance(batch.images, list) else [batch.images]
+            for row, index in enumerate(batch.indices.tolist()):
+                trained[index] = [view[row] for view in views]
+            if len(trained) > 20:
+                break
+    chosen = sorted(trained)[:3]
+    with compose(photos, f"augment={recipe}", "seed=3") as loader:
+        samples = preview.look(loader, gpuaug.Decode(), indices=chosen, epochs=range(2, 4))
+        views = loader.augment.views
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    for sample in samples:
+        assert len(sample.pictures) == len(sample.boxes) == 2 * len(views)
+        for picture, image in zip(sample.pictures, trained[sample.index], strict=False):
+            expected = ((image * std + mean).clamp(0, 1) * 255).round().permute(1, 2, 0).numpy()
+            assert np.abs(np.asarray(picture).astype(float) - expected).max() <= 1
+
+
+def test_boxes_are_what_was_cut_out_of_the_original(photos: Path) -> None:
+    more = ["augment=flip", "augment.ops.flip.p=0.0", "augment.crop.interpolation=bilinear"]
+    with compose(photos, *more) as loader:
+        samples = preview.look(loader, gpuaug.Decode(), indices=[0, 11, 30], epochs=[5])
+    for sample in samples:
+        assert sample.original is not None
+        part = sample.original.crop(sample.boxes[0]).resize((224, 224), Image.Resampling.BILINEAR)
+        difference = np.asarray(part).astype(float) - np.asarray(sample.pictures[0]).astype(float)
+        assert np.abs(difference).mean() < 2.0  # Pillow's resize rounds between its two passes
+
+
+def test_originals_are_upright_and_named(photos: Path) -> None:
+    from PIL import ImageOps
+
+    with compose(photos) as loader:
+        indices = list(range(len(loader.source)))
+        samples = preview.look(loader, gpuaug.Decode(), indices=indices, epochs=[0])
+    for sample in samples:
+        with Image.open(photos / sample.key) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        assert sample.original is not None
+        assert np.array_equal(np.asarray(sample.original), np.asarray(upright))
+        assert sample.label == sample.key.split("/")[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "columns"),
+    [
+        ((), 6),
+        (("augment=simclr",), 6),
+        (("augment=dino", "samples=2"), 8),
+        (("draws=2", "indices=[5,40]", "epoch=7"), 2),
+        (("augment=none", "augment.normalize=null", "indices=3", "draws=1"), 1),
+        (("source.labels=none", "mix=cutmix", "draws=1", "samples=1000", "cell=32"), 1),
+        (("mix=mixup_cutmix", "draws=1", "dtype=bfloat16", "augment.backend=kornia"), 1),
+        (("order=repeated", "source.subset=3", "draws=1"), 1),
+    ],
+)
+def test_writes_a_picture(more: tuple[str, ...], columns: int, photos: Path, tmp_path: Path) -> None:
+    words = ["preview", f"source.root={photos}", f"out={tmp_path}/p.png", f"json={tmp_path}/p.json", *more]
+    assert main(words) == 0
+    values = json.loads((tmp_path / "p.json").read_text())
+    assert len(values["epochs"]) * len(values["views"]) == columns
+    with Image.open(tmp_path / "p.png") as page:
+        assert page.format == "PNG"
+        assert page.width > 100
+        assert page.height > 30 * len(values["indices"])
+        assert len(set(np.asarray(page.convert("L")).ravel().tolist())) > 100  # there is something to be seen
+    if "epoch=7" in more:
+        assert values["indices"] == [5, 40]
+        assert values["epochs"] == [7, 8]
+
+
+def test_a_broken_image_is_named_or_left_blank(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "0_broken.jpg").write_bytes(b"\xff\xd8 no image")
+    good = next((photos / "cat").iterdir())
+    (tmp_path / "images" / "a" / "1_good.jpg").write_bytes(good.read_bytes())
+    words = ["preview", f"source.root={tmp_path}/images", f"out={tmp_path}/p.png", "draws=1"]
+    assert main(words) == 2
+    assert "0_broken.jpg" in capsys.readouterr().err
+    for policy in ("blank", "drop"):
+        assert main([*words, f"faults.policy={policy}"]) == 0
+
+
+def test_only_samples_that_are_there_can_be_shown() -> None:
+    class Source:
+        indices = torch.tensor([2, 5, 9])
+
+        def __len__(self) -> int:
+            return 3
+
+    source = Source()
+    assert preview.chosen(source, preview.Settings(samples=2)) == [2, 9]
+    assert preview.chosen(source, preview.Settings(samples=100)) == [2, 5, 9]
+    assert preview.chosen(source, preview.Settings(indices=[9, 2, 9])) == [9, 2, 9]
+    with pytest.raises(ConfigError, match="from 2 to 9. Found: 3, 11"):
+        preview.chosen(source, preview.Settings(indices=[11, 3, 5]))
+
+
+def test_text_that_does_not_fit_is_shortened() -> None:
+    font = preview._font(12)
+    long = "a/very/long/path/" * 20 + "name.jpg"
+    short = preview._short(long, font, 200)
+    assert font.getlength(short) <= 200
+    assert short.endswith(".jpg")
+    assert "..." in short
+    assert preview._short("\udcff.jpg", font, 200) == "?.jpg"  # names need not be UTF-8
+    assert all(font.getlength(line) <= 100 for line in preview._wrapped("one two three four five " * 9, font, 100))
+
+
+@pytest.mark.parametrize("recipe", ["standard", "dino"])
+def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_path: Path) -> None:
+    more = ["indices=[3,17]", "epoch=4", "draws=3", f"augment={recipe}", "seed=5"]
+    assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.html", *more]) == 0
+    text = (tmp_path / "p.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    assert data["epochs"] == [4, 5, 6]
+    with compose(photos, f"augment={recipe}", "seed=5") as loader:
+        samples = preview.look(loader, gpuaug.Decode(), indices=[3, 17], epochs=[4, 5, 6])
+    for sample, held in zip(samples, data["samples"], strict=True):
+        flat = [uri for epoch in held["pictures"] for uri in epoch]
+        assert [tuple(box) for epoch in held["boxes"] for box in epoch] == sample.boxes
+        for uri, picture in zip(flat, sample.pictures, strict=True):
+            with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
+                assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(picture))
+
+
+def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>\"'&{{data}}\udcff"
+    picture = Image.new("RGB", (8, 8))
+    boxes = [(0, 0, 4, 4)] * 2
+    samples = [preview.Sample(7, evil, evil, original, boxes, [picture] * 2) for original in (picture, None)]
+    text = page.page(
+        samples, heading=evil[:-1], lines=[evil[:-1]], epochs=[0, 1], views=[evil[:-1]], color=preview._color
+    )
+    text.encode()
+    assert "alert(1)</script>" not in text
+    assert html.escape("</script><script>alert(1)") in text
+    assert text.count("</script>") == 2
+    assert "default-src 'none'" in text
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    assert not re.search(r"https?://|url\(|@import|fetch\(", text)
+
+
+OPS = {
+    "flip": (K.RandomHorizontalFlip(p=0.5), [["after"]]),
+    "jitter": (
+        K.ColorJitter(0.4, 0.2, 0.0, 0.1, p=0.8),
+        [["brightness 0.6", "brightness 1", "brightness 1.4"], ["contrast 0.8", "contrast 1", "contrast 1.2"],
+         ["hue -0.1", "hue 0", "hue 0.1"]],
+    ),
+    "ordered": (K.ColorJitter(0.4, order=(0, 1)), [["brightness 0.6", "brightness 1", "brightness 1.4"]]),
+    "blur": (K.RandomGaussianBlur(5, (0.1, 2.0)), [["sigma 0.1", "sigma 1.05", "sigma 2"]]),
+    "solarize": (K.RandomSolarize((0.5, 0.5), (0.0, 0.0)), [["thresholds 0.5, additions 0"]]),
+    "rotate": (K.RandomRotation(30.0), [["degrees -30", "degrees 0", "degrees 30"]]),
+    "noise": (K.RandomGaussianNoise(0.0, 0.2), [["after"]]),
+    "one": (
+        OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "gamma": K.RandomGamma((0.5, 1.5))}),
+        [["after"], ["gamma 0.5", "gamma 1", "gamma 1.5"]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ranges_are_those_of_the_operation(name: str) -> None:
+    op, captions = OPS[name]
+    assert [span.captions for span in operations.spans(prepare(name, op), (32, 24))] == captions
+
+
+def test_policies_show_every_choice_with_both_signs() -> None:
+    found = {s.what: s.captions for s in operations.spans(prepare("ra", K.auto.RandAugment(n=2, m=9)), (64, 64))}
+    assert len(found) == 15
+    assert found["RandomRotation: degrees"] == ["degrees -9", "degrees 9"]
+    trivial = {s.what: s.captions for s in operations.spans(prepare("ta", K.auto.TrivialAugment()), (64, 64))}
+    assert trivial["RandomRotation: degrees"][0] == "degrees -30"
+    assert trivial["RandomRotation: degrees"][-1] == "degrees 30"
+    auto = operations.spans(prepare("aa", K.auto.AutoAugment("imagenet")), (64, 64))
+    assert len({s.what.partition(":")[0] for s in auto}) > 5
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_operations_are_shown_with_those_values(backend: str) -> None:
+    """Brightness in Kornia's jitter is a product: the pictures are the image times the captions."""
+    image = torch.full((32, 32, 3), 100, dtype=torch.uint8)
+    augment = gpuaug.Augment(
+        ops={"flip": K.RandomHorizontalFlip(p=0.1), "jitter": K.ColorJitter(0.5, p=0.1)}, backend=backend
+    )
+    flip, jitter = operations.rows(augment.views, [[image]], seed=0)
+    assert (flip.notes, jitter.notes) == (["RandomHorizontalFlip", "p 0.1"], ["ColorJitter: brightness", "p 0.1"])
+    values = [np.asarray(picture).mean() for picture in jitter.pictures[0]]
+    np.testing.assert_allclose(values, [100, 50, 100, 150], atol=0.51)
+
+
+def test_an_operation_of_several_views_is_shown_once_with_its_chances() -> None:
+    image = torch.zeros((32, 32, 3), dtype=torch.uint8)
+    views = {
+        name: gpuaug.Augment(ops={"gray": K.RandomGrayscale(p=p), "vflip": K.RandomVerticalFlip(p=0.5)})
+        for name, p in (("a", 0.2), ("b", 0.9))
+    }
+    rows = operations.rows(gpuaug.MultiView(views=views).views, [[image], [image]], seed=0)
+    assert [(r.name, r.notes) for r in rows] == [
+        ("gray", ["RandomGrayscale", "a: p 0.2", "b: p 0.9"]),
+        ("vflip", ["RandomVerticalFlip", "p 0.5", "a, b"]),
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["standard", "dino", "trivialaugment", "threeaugment"])
+def test_operations_of_recipes_are_drawn(recipe: str, photos: Path, tmp_path: Path) -> None:
+    more = [f"augment={recipe}", "show=operations", f"json={tmp_path}/p.json"]
+    assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *more]) == 0
+    values = json.loads((tmp_path / "p.json").read_text())
+    assert len(values["operations"]) >= 4
+    with Image.open(tmp_path / "p.png") as sheet:
+        assert sheet.height > 150 * len(values["operations"])
+        assert len(set(np.asarray(sheet.convert("L")).ravel().tolist())) > 100
+
+
+def test_operations_that_cannot_be_shown_are_refused(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["preview", f"source.root={photos}", "show=operations"]
+    assert main([*words, f"out={tmp_path}/p.html"]) == 2
+    assert "`out` must be a PNG" in capsys.readouterr().err
+    assert main([*words, f"out={tmp_path}/p.png", "augment=eval"]) == 2
+    assert "needs a recipe with operations" in capsys.readouterr().err
+    assert main([*words[:2], "show=ops"]) == 2
+    assert "`show` must be one of samples, operations" in capsys.readouterr().err
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "broken.jpg").write_bytes(b"\xff\xd8 no image")
+    assert main(["preview", f"source.root={tmp_path}/images", f"out={tmp_path}/p.png", "show=operations"]) == 2
+    assert "broken.jpg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("crop", "size"),
+    [
+        (gpuaug.RandomResizedCrop((48, 96)), (48, 96)),
+        (gpuaug.RandomCrop(40), (40, 40)),
+        (gpuaug.ResizeCenterCrop(40, 32), (32, 32)),
+        (gpuaug.Resize((30, 20)), (30, 20)),
+        (None, (60, 90)),
+    ],
+)
+def test_operations_start_from_the_middle_at_the_size_of_training(
+    crop: object, size: tuple[int, int], tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    ramp = np.broadcast_to(np.linspace(0, 255, 90).astype(np.uint8)[None, :, None], (60, 90, 3))
+    for n in range(2):
+        Image.fromarray(ramp).save(tmp_path / "a" / f"{n}.png")
+    augment = gpuaug.Augment(crop=crop, ops={"flip": K.RandomHorizontalFlip()})
+    with gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=augment, num_workers=0, prefetch=0) as loader:
+        ((first, second),) = preview.whole(loader, gpuaug.Decode(), views=augment.views, indices=[0, 1])
+    assert tuple(first.shape) == (*size, 3)
+    assert torch.equal(first, second)
+    columns = first.float().mean(dim=(0, 2))
+    assert abs(float(columns.mean()) - 127.5) < 2  # the middle
+    assert (columns.diff() >= 0).all()

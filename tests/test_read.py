@@ -1,0 +1,789 @@
+"""Reading: packed batches, faults, workers that die, hang, raise, and are left in the middle."""
+
+import errno
+import gc
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+
+import gpuaug.read
+from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
+from gpuaug.order import EpochOrder, Sequential, Shuffle, ordered
+from gpuaug.read import Reader
+from gpuaug.source import FolderSource, TableSource
+from gpuaug.source.cache import RamCache
+
+METHODS = multiprocessing.get_all_start_methods()
+
+
+def content(i):
+    return b"%d:" % i + b"x" * (i * 37 % 101)
+
+
+class Bytes:
+    """Sample i as bytes; ``act`` is called first, with the source and i."""
+
+    def __init__(self, count, act=None, label=lambda i: i % 5, wrap=bytes):
+        self.count, self.act, self.target, self.wrap = count, act, label, wrap
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if self.act is not None:
+            self.act(i)
+        return self.wrap(content(i)), self.target(i)
+
+
+class Spawned(Bytes):
+    """One that pickles."""
+
+    def __init__(self, count):
+        super().__init__(count, label=None)
+
+    def __getitem__(self, i):
+        return content(i), i % 5
+
+
+def plan(source, batch_size=4, epoch=0, order=Shuffle, **more):
+    return EpochOrder(ordered(order(), 0, epoch, source), batch_size=batch_size, **more)
+
+
+def check(batches, expected, label=lambda i: i % 5):
+    """The batches hold what the order said, and nothing else."""
+    batches = list(batches)
+    assert len(batches) == len(expected)
+    for batch, (indices, repeats, valid) in zip(batches, expected, strict=True):
+        assert torch.equal(batch.indices, indices)
+        assert torch.equal(batch.repeats, repeats)
+        assert torch.equal(batch.valid, valid)
+        assert batch.data.dtype == torch.uint8
+        assert batch.offsets.dtype == batch.labels.dtype == torch.int64
+        assert batch.offsets[0] == 0
+        assert batch.offsets[-1] == len(batch.data)
+        for row, i in enumerate(indices.tolist()):
+            assert batch.encoded(row).numpy().tobytes() == content(i)
+        assert batch.labels.tolist() == [label(i) for i in indices.tolist()]
+        assert batch.faults == ()
+
+
+@pytest.fixture
+def reading():
+    """Makes readers and closes them; no process is left."""
+    readers = []
+
+    def make(source, **settings):
+        readers.append(Reader(source, **{"timeout": 60.0, **settings}))
+        return readers[-1]
+
+    yield make
+    for reader in readers:
+        reader.close()
+    assert not multiprocessing.active_children()
+
+
+@given(total=st.integers(1, 30), batch_size=st.integers(1, 40), last=st.sampled_from(["uneven", "pad", "drop"]))
+@settings(max_examples=30, deadline=None)
+def test_batches_hold_what_the_order_says(total, batch_size, last):
+    source = Bytes(total)
+    expected = plan(source, batch_size, last=last)
+    check(Reader(source).batches(expected), expected)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_change_nothing(reading, num_workers):
+    source = Bytes(31)
+    reader = reading(source, num_workers=num_workers)
+    pids = set()
+    for epoch in range(3):
+        expected = plan(source, epoch=epoch)
+        check(reader.batches(expected), expected)
+        pids |= {worker.pid for worker in multiprocessing.active_children()}
+    assert len(pids) == num_workers  # they persist
+    reader.close()
+    assert not multiprocessing.active_children()
+    expected = plan(source, 64)
+    check(reader.batches(expected), expected)  # and come back
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_start_methods(reading, method, tmp_path):
+    source = Spawned(9)
+    reader = reading(source, num_workers=2, start_method=method)
+    expected = plan(source, 2)
+    check(reader.batches(expected), expected)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            (tmp_path / name / f"{i}.jpg").write_bytes(name.encode() * (i + 1))
+    (tmp_path / "b" / "0.jpg").unlink()
+    (tmp_path / "b" / "0.jpg").symlink_to(tmp_path / "nowhere")
+    folder = FolderSource(tmp_path, subset=[1, 3, 5])
+    (batch,) = reading(folder, num_workers=1, start_method=method).batches(plan(folder, 8, order=Sequential))
+    assert batch.indices.tolist() == [1, 3, 5]
+    assert batch.labels.tolist() == [0, 1, 1]
+    assert batch.data.numpy().tobytes() == b"aabbb"
+    assert batch.offsets.tolist() == [0, 2, 2, 5]
+    (fault,) = batch.faults
+    assert (fault.row, fault.stage, fault.size) == (1, "read", 0)
+    assert "FileNotFoundError" in fault.reason
+
+
+def test_a_batch_is_one_piece_of_shared_memory(reading):
+    source = Bytes(40)
+    for batch in reading(source, num_workers=1).batches(plan(source, 10)):
+        storages = {tensor.untyped_storage().data_ptr() for tensor in (batch.data, batch.offsets, batch.labels)}
+        assert len(storages) == 1
+        assert batch.data.is_shared()
+        assert not batch.data.is_pinned()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_reading_leaks_neither_descriptors_nor_memory(reading):
+    source = Bytes(64)
+    reader = reading(source, num_workers=2)
+
+    def descriptors():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    found = []
+    for _ in range(6):
+        for _batch in reader.batches(plan(source, 2)):
+            pass
+        found.append(descriptors())
+    assert found[-1] <= found[1] + 2
+    held = list(reader.batches(plan(source, 4)))
+    assert descriptors() < found[-1] + 2 * len(held) + 5
+    check(held, plan(source, 4))  # still whole after the workers went on
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_an_epoch_left_in_the_middle_leaves_nothing_behind(reading, num_workers, taken):
+    source = Bytes(40)
+    reader = reading(source, num_workers=num_workers)
+    for epoch in range(4):
+        batches = reader.batches(plan(source, 3, epoch=epoch))
+        for _ in range(taken):
+            next(batches)
+        del batches
+    first, second = reader.batches(plan(source, 3, epoch=7)), None
+    next(first)
+    second = reader.batches(plan(source, 5, epoch=8))
+    assert list(first) == []  # ended by the second one
+    check(second, plan(source, 5, epoch=8))
+    assert list(second) == []
+
+
+def test_a_new_epoch_does_not_wait_for_what_was_asked_ahead(reading):
+    def slow(i):
+        time.sleep(0.2 if i < 50 else 0)
+
+    source = Bytes(60, slow)
+    reader = reading(source, num_workers=1, prefetch_factor=4)
+    next(reader.batches(plan(source, 2, order=Sequential)))
+    begin = time.monotonic()
+    expected = [batch for batch in plan(source, 2, order=Sequential) if batch[0][0] >= 50]
+    check(reader.batches(expected), expected)
+    assert time.monotonic() - begin < 1.5  # three batches ahead would take 1.2 s, and the fourth 0.4 s
+    begin = time.monotonic()
+    next(reader.batches(plan(source, 2, order=Sequential)))
+    reader.close()
+    assert time.monotonic() - begin < 2.0
+
+
+def fail_with(errors):
+    def act(i):
+        if i in errors:
+            raise errors[i]
+
+    return act
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_a_fault_of_its_row(reading, num_workers):
+    errors = {
+        1: FileNotFoundError(errno.ENOENT, "gone"),
+        2: ConnectionResetError("reset"),
+        5: TimeoutError("too late"),
+        6: DataError("key", 6, "read", "torn"),
+        7: OSError(errno.EIO, "x" * 5000),
+    }
+    source = Bytes(8, fail_with(errors), label=lambda i: 10 + i)
+    source.targets = [20 + i for i in range(8)]
+    first, second = reading(source, num_workers=num_workers).batches(plan(source, 4, order=Sequential))
+    assert [fault.row for fault in first.faults] == [1, 2]
+    assert [fault.row for fault in second.faults] == [1, 2, 3]
+    assert all(fault.stage == "read" and len(fault.reason) <= 500 for fault in first.faults + second.faults)
+    assert "gone" in first.faults[0].reason
+    assert first.faults[1].reason == "ConnectionResetError: reset"
+    assert second.faults[0].reason.startswith("TimeoutError")
+    for batch in (first, second):
+        bad = {fault.row for fault in batch.faults}
+        for row, i in enumerate(batch.indices.tolist()):
+            assert batch.encoded(row).numpy().tobytes() == (b"" if row in bad else content(i))
+            assert int(batch.labels[row]) == (20 if row in bad else 10) + i  # known without reading
+    assert first.valid.all()  # what a fault means is for the loader to say
+
+
+def test_a_read_is_tried_again_where_that_may_help():
+    tries = {}
+
+    def act(i):
+        tries[i] = tries.get(i, 0) + 1
+        if i == 1 and tries[i] < 3:
+            raise OSError(errno.EIO, "stumbled")
+        if i == 2:
+            raise ConnectionError("down")
+        if i == 3:
+            raise PermissionError(errno.EACCES, "no")
+        if i == 4:
+            raise OSError(errno.EINVAL, "not a regular file")
+
+    source = Bytes(5, act)
+    begin = time.monotonic()
+    (batch,) = Reader(source).batches(plan(source, 5, order=Sequential))
+    assert tries == {0: 1, 1: 3, 2: 3, 3: 1, 4: 1}
+    assert [fault.row for fault in batch.faults] == [2, 3, 4]
+    assert batch.encoded(1).numpy().tobytes() == content(1)
+    assert 0.2 < time.monotonic() - begin < 2
+
+
+def test_labels_that_a_source_knows_are_kept_where_bytes_are_not(reading, tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.jpg").write_bytes(content(i))
+    (tmp_path / "none.csv").write_text("path,label\n0.jpg,3\ngone.jpg,5\n")
+    (tmp_path / "several.csv").write_text("path,a,b\n0.jpg,1,0.5\ngone.jpg,0,0.25\n")
+    for source, expected in (
+        (TableSource(tmp_path / "none.csv"), torch.tensor([5, 3])),
+        (TableSource(tmp_path / "several.csv", label=["a", "b"]), torch.tensor([[0, 0.25], [1, 0.5]])),
+        (TableSource(tmp_path / "several.csv", label="b"), torch.tensor([0.25, 0.5])),
+        (TableSource(tmp_path / "several.csv", label="none"), None),
+    ):
+        subset = Subset(source, [1, 0])
+        for offered in (source, subset, RamCache(max_bytes=1 << 16).open(source)):
+            one = torch.tensor([1]), torch.tensor([0]), torch.tensor([True])
+            two = torch.tensor([1, 0]), torch.tensor([0, 0]), torch.tensor([True, True])
+            alone, both = Reader(offered).batches([one, two])
+            assert [fault.row for fault in both.faults] == [0]
+            if expected is None:
+                assert alone.labels is both.labels is None
+            else:
+                assert torch.equal(alone.labels, expected[:1])
+                assert torch.equal(both.labels, expected)
+                assert alone.labels.dtype == both.labels.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
+    monkeypatch.setattr(gpuaug.read, "LARGE", 100)
+    monkeypatch.setattr(gpuaug.read, "LARGEST_BATCH", 500)
+    monkeypatch.setattr(gpuaug.read, "LARGEST_IMAGE", 400)
+    monkeypatch.setattr("gpuaug.source.remote.LARGEST_BATCH", 500)
+    monkeypatch.setattr("gpuaug.source.remote.LARGEST_IMAGE", 400)
+    sizes = [100, 300, 401, 201, 200, 101, 100]
+
+    class Sized(Bytes):
+        def __getitem__(self, i):
+            return bytearray(sizes[i]), i
+
+    source = Sized(len(sizes))
+    if many:
+        source.read_many = lambda numbers: [source[i] for i in numbers]
+    (batch,) = Reader(source).batches(plan(source, batch_size=7, order=Sequential))
+    assert [len(batch.encoded(row)) for row in range(7)] == [100, 300, 0, 0, 200, 0, 100]
+    assert [fault.row for fault in batch.faults] == [2, 3, 5]
+    assert "401 bytes, more than 400" in batch.faults[0].reason
+    assert "201 bytes, and large images of this batch take 300 of at most 500" in batch.faults[1].reason
+    assert "batch_size" in batch.faults[1].reason
+    source.mapped = True  # their size is that of their maker
+    (batch,) = Reader(source).batches(plan(source, batch_size=7, order=Sequential))
+    assert not batch.faults
+
+
+def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
+    script = tmp_path / "peak.py"
+    script.write_text(
+        "import resource, sys\n"
+        "import torch\n"
+        "from gpuaug.read import Reader\n"
+        "class Images:\n"
+        "    def __len__(self): return 6\n"
+        "    def __getitem__(self, i): return b'x' * (40 << 20), i\n"
+        "n = torch.arange(6)\n"
+        "reader = Reader(Images())\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "next(reader.batches([(n, n * 0, n >= 0)]))\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 6 * 40 + 100  # MB
+
+
+def test_a_timeout_that_nothing_waits_for_is_told(caplog):
+    with caplog.at_level("INFO", "gpuaug"):
+        Reader(Bytes(1))
+        Reader(Bytes(1), timeout=math.inf)
+        Reader(Bytes(1), timeout=5.0, num_workers=1)
+        assert "timeout" not in caplog.text
+        Reader(Bytes(1), timeout=5.0)
+    assert "`timeout` of 5 s has no effect: num_workers=0" in caplog.text
+
+
+def test_no_bytes_are_a_fault():
+    (batch,) = Reader([(b"", 3), (b"ab", 4)]).batches(plan([0, 1], 2, order=Sequential))
+    assert [(fault.row, fault.reason) for fault in batch.faults] == [(0, "0 bytes")]
+    assert batch.labels.tolist() == [3, 4]
+    assert batch.encoded(1).tolist() == [97, 98]
+
+
+class OwnError(Exception):
+    def __init__(self, what, number):
+        super().__init__(what)
+        self.number = number
+
+
+class Awkward(Exception):
+    def __init__(self, one, two):
+        super().__init__("only one")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("error", [TypeError("wrong"), KeyError("name"), ZeroDivisionError(), MemoryError("full")])
+def test_other_errors_arrive_with_their_own_type(reading, num_workers, error):
+    source = Bytes(20, fail_with({7: error}))
+    reader = reading(source, num_workers=num_workers)
+    batches = reader.batches(plan(source, 2, order=Sequential))
+    assert [next(batches).indices.tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(type(error)) as raised:
+        next(batches)
+    assert raised.value.args == error.args
+    if num_workers:
+        assert "in act" in raised.value.__notes__[0]  # the worker's traceback
+    assert list(batches) == []
+    good = [batch for batch in plan(source, 2, order=Sequential) if 7 not in batch[0]]
+    check(reader.batches(good), good)
+
+
+def test_errors_that_do_not_pickle_still_say_what_happened(reading):
+    source = Bytes(4, fail_with({1: OwnError("mine", 5), 3: Awkward(1, 2)}))
+    reader = reading(source, num_workers=1)
+    for number, name in ((1, "OwnError: mine"), (3, "Awkward: only one")):
+        with pytest.raises(RuntimeError) as raised:
+            list(reader.batches([tuple(torch.tensor([number]) for _ in range(3))]))
+        assert name in raised.value.__notes__[0]
+
+
+def test_an_error_of_the_order_arrives(reading):
+    def broken():
+        yield next(iter(plan(range(4), 2)))
+        raise LookupError("the order")
+
+    for num_workers in (0, 1):
+        with pytest.raises(LookupError, match="the order"):
+            list(reading(Bytes(4), num_workers=num_workers).batches(broken()))
+
+
+@pytest.mark.parametrize("code", [signal.SIGKILL, signal.SIGBUS, "exit"])
+def test_a_dead_worker_is_an_error_at_once(reading, code):
+    def act(i):
+        if i == 9:
+            os._exit(3) if code == "exit" else os.kill(os.getpid(), code)
+
+    source = Bytes(20, act)
+    reader = reading(source, num_workers=2)
+    batches = reader.batches(plan(source, 2, order=Sequential))
+    begin = time.monotonic()
+    with pytest.raises(ReadError, match="exit code 3" if code == "exit" else f"signal {int(code)}") as raised:
+        list(batches)
+    assert time.monotonic() - begin < 10
+    assert "begins with sample" in str(raised.value)
+    assert "num_workers" in str(raised.value) or code == "exit"
+    assert not multiprocessing.active_children()
+    good = [batch for batch in plan(source, 2, order=Sequential) if 9 not in batch[0]]
+    check(reader.batches(good), good)  # with new workers
+
+
+def test_a_worker_killed_from_outside_while_idle(reading):
+    source = Bytes(4)
+    reader = reading(source, num_workers=2)
+    list(reader.batches(plan(source)))
+    victim = multiprocessing.active_children()[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    with pytest.raises(ReadError, match="signal 9"):
+        list(reader.batches(plan(source)))
+    check(reader.batches(plan(source)), plan(source))
+
+
+def hang(i):
+    if i == 5:
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_silence_is_an_error_in_time(reading, thread):
+    source = Bytes(20, hang)
+    reader = reading(source, num_workers=2, timeout=1.0)
+    found = []
+
+    def consume():
+        try:
+            for batch in reader.batches(plan(source, 2, order=Sequential)):
+                found.append(batch)
+        except ReadError as error:
+            found.append(error)
+
+    begin = time.monotonic()
+    if thread:
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        consumer.join(30)
+    else:
+        consume()
+    assert time.monotonic() - begin < 10
+    check(found[:2], [plan(source, 2, order=Sequential)[k] for k in (0, 1)])
+    assert isinstance(found[-1], ReadError)
+    assert "gave no batch for 1 s" in str(found[-1])
+    assert "begins with sample 4 ('4')" in str(found[-1])
+    assert "raise `timeout`" in str(found[-1])
+
+
+def test_close_does_not_wait_for_a_read_that_hangs(reading):
+    source = Bytes(20, hang)
+    reader = reading(source, num_workers=1)
+    found = []
+    consumer = threading.Thread(target=lambda: found.extend(reader.batches(plan(source, 2, order=Sequential))))
+    consumer.start()
+    while len(found) < 2:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    reader.close()
+    consumer.join(5)
+    assert not consumer.is_alive()
+    assert time.monotonic() - begin < 8
+    assert len(found) == 2
+
+
+def test_iterating_in_a_thread_beside_a_busy_main_thread(reading):
+    source = Bytes(200)
+    reader = reading(source, num_workers=2)
+    found = []
+    handler = signal.getsignal(signal.SIGCHLD)
+    consumer = threading.Thread(target=lambda: found.extend(reader.batches(plan(source, 3))))
+    consumer.start()
+    other = reading(source, num_workers=1)
+    check(other.batches(plan(source, 7)), plan(source, 7))
+    consumer.join(30)
+    check(found, plan(source, 3))
+    assert callable(handler) == callable(signal.getsignal(signal.SIGCHLD)) or handler is signal.SIG_DFL
+
+
+def test_a_worker_that_dies_raises_nothing_in_the_main_thread(reading):
+    from torch.utils.data import DataLoader
+
+    for _ in DataLoader(range(4), num_workers=1):  # installs DataLoader's signal handler
+        pass
+
+    def act(i):
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    source = Bytes(20, act)
+    reader = reading(source, num_workers=2)
+    found = []
+
+    def consume():
+        try:
+            list(reader.batches(plan(source, 2, order=Sequential)))
+        except ReadError as error:
+            found.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    deadline = time.monotonic() + 20
+    while consumer.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "signal 9" in str(found[0])
+
+
+def test_a_reader_that_is_dropped_leaves_no_process():
+    source = Bytes(20)
+    batches = Reader(source, num_workers=2).batches(plan(source, 2))
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    del batches
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_ends_while_a_thread_reads(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import threading, time, torch
+from gpuaug.read import Reader
+
+class Source:
+    def __len__(self):
+        return 100
+    def __getitem__(self, i):
+        time.sleep(1000 if i == 9 else 0)
+        return b"ab", i
+
+def consume():
+    for batch in reader.batches((torch.tensor([k]), torch.zeros(1).long(), torch.ones(1).bool()) for k in range(100)):
+        seen.append(batch)
+
+reader, seen = Reader(Source(), num_workers=2), []
+threading.Thread(target=consume, daemon=True).start()
+while len(seen) < 9:
+    time.sleep(0.01)
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.read.__file__))}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_global_generators_do_not_move(reading):
+    source = Bytes(20)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    list(reading(source, num_workers=1).batches(plan(source)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_default_device_and_inference_mode_change_nothing(reading, num_workers, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.jpg").write_bytes(content(0))
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            source = FolderSource(tmp_path)
+            reader = reading(source, num_workers=num_workers)
+            expected = plan(source, 3, last="pad")
+            check(reader.batches(expected), expected)
+        check(reader.batches(expected), expected)
+        source = Many(4)
+        source.targets = [i % 5 for i in range(4)]
+        expected = plan(source, 3)
+        check(reading(source, num_workers=num_workers).batches(expected), expected)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("label", "dtype", "expected"),
+    [
+        (lambda i: i, torch.int64, [0, 1, 2]),
+        (lambda i: np.int32(i), torch.int64, [0, 1, 2]),
+        (lambda i: torch.tensor(i), torch.int64, [0, 1, 2]),
+        (lambda i: i > 0, torch.int64, [0, 1, 1]),
+        (lambda i: i / 2, torch.float32, [0, 0.5, 1]),
+        (lambda i: [i, 0.5], torch.float32, [[0, 0.5], [1, 0.5], [2, 0.5]]),
+        (lambda i: (i, 1), torch.float32, [[0, 1], [1, 1], [2, 1]]),
+        (lambda i: np.array([i]), torch.float32, [[0], [1], [2]]),
+        (lambda i: torch.tensor([i, i]), torch.float32, [[0, 0], [1, 1], [2, 2]]),
+        (lambda i: None, None, None),
+    ],
+)
+def test_labels(reading, num_workers, label, dtype, expected):
+    source = Bytes(3, label=label)
+    (batch,) = reading(source, num_workers=num_workers).batches(plan(source, order=Sequential))
+    if expected is None:
+        assert batch.labels is None
+        return
+    assert batch.labels.dtype == dtype
+    assert batch.labels.tolist() == expected
+
+
+def test_labels_of_samples_that_failed():
+    one = {"act": fail_with({1: FileNotFoundError()})}
+    for label, expected in (
+        (lambda i: i + 1, [1, 0, 3]),
+        (lambda i: [i, 1.0], [[0, 1], [0, 0], [2, 1]]),
+        (lambda i: None, None),
+    ):
+        source = Bytes(3, label=label, **one)
+        reader = Reader(source)
+        (batch,) = reader.batches(plan(source, order=Sequential))
+        assert batch.labels is None if expected is None else batch.labels.tolist() == expected
+        only_bad = [tuple(x[1:2] for x in plan(source, order=Sequential)[0])]
+        (bad,) = reader.batches(only_bad)
+        assert bad.labels is None if expected is None else bad.labels.tolist() == [expected[1]]
+    # a first batch without any: as another sample's
+    for label, expected in (
+        (lambda i: i + 1, [0]),
+        (lambda i: [i, 1.0], [[0, 0]]),
+        (lambda i: 0.5, [0.0]),
+        (lambda i: None, None),
+    ):
+        source = Bytes(3, label=label, **one)
+        (batch,) = Reader(source).batches([tuple(x[1:2] for x in plan(source, order=Sequential)[0])])
+        assert batch.labels is None if expected is None else batch.labels.tolist() == expected
+        assert expected is None or batch.labels.is_floating_point() == isinstance(label(0), list | float)
+    all_bad = Bytes(2, fail_with({0: FileNotFoundError(), 1: FileNotFoundError()}))
+    (batch,) = Reader(all_bad).batches(plan(all_bad))
+    assert len(batch.faults) == 2
+    assert batch.labels.tolist() == [0, 0]
+    assert batch.offsets.tolist() == [0, 0, 0]
+    for label in (lambda i: "cat", lambda i: [0] * (i + 1), lambda i: None if i else 1, lambda i: np.zeros((2, 2))):
+        source = Bytes(3, label=label)
+        with pytest.raises(SourceError, match="labels of a batch"):
+            list(Reader(source).batches(plan(source)))
+
+
+@pytest.mark.parametrize(
+    "wrap", [bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: torch.tensor(list(b)).byte()]
+)
+def test_bytes_in_many_forms(wrap):
+    source = Bytes(6, wrap=wrap)
+    check(Reader(source).batches(plan(source)), plan(source))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "item",
+    [
+        (np.zeros((2, 2, 3), np.uint8), 0),
+        (np.zeros(4, np.float32), 0),
+        ("text", 0),
+        (b"ab",),
+        b"ab",
+        None,
+        (None, 0),
+        (torch.zeros(3, 2, 2), 1),
+    ],
+)
+def test_items_that_are_not_encoded_images(reading, num_workers, item):
+    with pytest.raises(SourceError, match=r"`source\[0\]` must give \(bytes, label\)"):
+        list(reading([item], num_workers=num_workers).batches(plan([item])))
+
+
+class Many(Bytes):
+    """Reads a batch at once, as remote sources do."""
+
+    def __init__(self, count, failing=()):
+        super().__init__(count, label=lambda i: i % 5)
+        self.failing, self.asked = dict(failing), []
+
+    def __getitem__(self, i):
+        raise AssertionError("read_many is there")
+
+    def read_many(self, indices):
+        self.asked.append(list(indices))
+        return [self.failing.get(i, (content(i), i % 5)) for i in indices]
+
+
+def test_read_many():
+    source = Many(10)
+    check(Reader(source).batches(plan(source)), plan(source))
+    assert sorted(map(len, source.asked)) == [2, 4, 4]
+    source = Many(4, {1: ConnectionError("down"), 2: FileNotFoundError("gone")})
+    (batch,) = Reader(source).batches(plan(source, order=Sequential))
+    assert source.asked == [[0, 1, 2, 3], [1], [1]]
+    assert [(fault.row, fault.reason) for fault in batch.faults] == [
+        (1, "ConnectionError: down"),
+        (2, "FileNotFoundError: gone"),
+    ]
+    with pytest.raises(KeyError):
+        list(Reader(Many(4, {1: KeyError("x")})).batches(plan(source)))
+    source.read_many = lambda indices: []
+    with pytest.raises(SourceError, match="must give 4 items"):
+        list(Reader(source).batches(plan(source)))
+
+    def refuse(indices):
+        raise ConnectionRefusedError("refused")
+
+    source.read_many = refuse
+    (batch,) = Reader(source).batches(plan(source))
+    assert len(batch.faults) == 4
+
+
+@pytest.mark.skipif("spawn" not in METHODS, reason="needs spawn")
+def test_a_source_that_cannot_be_pickled(reading):
+    with pytest.raises(SourceError, match="cannot be sent to worker processes"):
+        list(reading(Bytes(3), num_workers=1, start_method="spawn").batches(plan(Bytes(3))))
+
+
+def test_settings_that_cannot_work():
+    for bad in (
+        {"num_workers": -1},
+        {"timeout": 0},
+        {"timeout": math.nan},
+        {"prefetch_factor": 0},
+        {"start_method": "thread"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Reader(Bytes(3), **bad)
+    check(Reader(Bytes(3), timeout=math.inf).batches(plan(Bytes(3))), plan(Bytes(3)))
+    with pytest.raises(SourceError):
+        Reader(iter([]))
+
+
+def test_an_interrupt_ends_workers(reading):
+    source = Bytes(20, hang)
+    reader = reading(source, num_workers=1)
+    batches = reader.batches(plan(source, 2, order=Sequential))
+    next(batches)
+    next(batches)
+    timer = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    timer.join()
+    assert not multiprocessing.active_children()
+    good = [batch for batch in plan(source, 2, order=Sequential) if 5 not in batch[0]]
+    check(reader.batches(good), good)
+
+
+def test_a_large_batch_of_many_faults(reading):
+    source = Bytes(5000, fail_with({i: PermissionError(errno.EACCES, "y" * 300) for i in range(0, 5000, 2)}))
+    (batch,) = reading(source, num_workers=1).batches(plan(source, 5000, order=Sequential))
+    assert len(batch.faults) == 2500
+    assert batch.encoded(4999).numpy().tobytes() == content(4999)
+    assert pickle.loads(pickle.dumps(batch.faults)) == batch.faults
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.long
+def test_workers_do_not_grow(reading, tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for i in range(20_000):
+        (folder / f"a_rather_long_name_for_a_file_{i:06}.jpg").symlink_to("/dev/null/x")
+    first = folder / "a_rather_long_name_for_a_file_000000.jpg"
+    first.unlink()
+    first.write_bytes(b"one")
+    source = FolderSource(tmp_path)
+    reader = reading(source, num_workers=1, start_method="fork")
+
+    def private():
+        (worker,) = multiprocessing.active_children()
+        with open(f"/proc/{worker.pid}/smaps_rollup") as lines:
+            return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))  # KiB
+
+    found = []
+    for epoch in range(4):
+        for _batch in reader.batches(plan(source, 200, epoch=epoch)):
+            pass
+        found.append(private())
+    assert found[-1] - found[1] < 1024, found

@@ -1,0 +1,509 @@
+"""Recipes: what they draw and for whom, views and copies, use as a module, descriptions, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import subprocess
+import sys
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+
+import gpuaug
+from gpuaug.augment.recipe import Augment, MultiView, Normalize, OneOf
+from gpuaug.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
+from gpuaug.errors import ConfigError
+from tests.test_parameters import OPS
+from tests.test_reference import images
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def standard(**kwargs: object) -> Augment:
+    ops = {
+        "vflip": K.RandomVerticalFlip(),
+        "flip": K.RandomHorizontalFlip(),
+        "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1),
+        "gray": K.RandomGrayscale(p=0.3),
+    }
+    settings = {"ops": ops, "normalize": Normalize(MEAN, STD), "backend": "kornia"}
+    return Augment(**(settings | kwargs))
+
+
+def multi() -> MultiView:
+    large = {"flip": K.RandomHorizontalFlip(), "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8)}
+    small = {"jitter": K.ColorJitter(0.1, 0.1, 0.1, 0.1, p=0.8)}
+    return MultiView(
+        views={
+            "global": standard(ops=large, crop=RandomResizedCrop(20), copies=2),
+            "off": None,
+            "local": standard(ops=small, crop=RandomResizedCrop((9, 12)), copies=3, normalize=None),
+        }
+    )
+
+
+def augmented(recipe: Augment | MultiView, x: Tensor, indices: list[int], **kwargs: object) -> list[Tensor]:
+    y = recipe(x, indices=indices, **kwargs)
+    return y if isinstance(y, list) else [y]
+
+
+@pytest.mark.parametrize("make", [standard, multi, lambda: standard(crop=RandomCrop(16, padding=4), copies=2)])
+@settings(max_examples=8, deadline=None)
+@given(rows=st.lists(st.integers(0, 12), min_size=1, max_size=13, unique=True), epoch=st.integers(0, 2**32 - 1))
+def test_a_sample_is_a_function_of_its_own_keys(make: object, rows: list[int], epoch: int) -> None:
+    x = images(13, (24, 18))
+    numbers = [i * 1000003 for i in range(13)]
+    whole = augmented(make(), x, numbers, seed=3, epoch=epoch)
+    part = augmented(make(), x[rows], [numbers[i] for i in rows], seed=3, epoch=epoch)
+    for a, b in zip(part, whole, strict=True):
+        assert torch.equal(a, b[rows])
+
+
+def test_every_key_changes_the_draws() -> None:
+    recipe = multi()
+    x = images(1, (30, 30)).expand(4, -1, -1, -1)
+
+    def of(**kwargs: object) -> Tensor:
+        keyed = {"seed": 0, "epoch": 0, "indices": [0, 1, 2, 3]} | kwargs
+        drawn = recipe.draw(**keyed)
+        return torch.from_numpy(np.concatenate([drawn.uniforms[k] for k in sorted(drawn.uniforms)], axis=1))
+
+    base = of()
+    assert len(torch.unique(base, dim=0)) == 4  # index
+    for other in ({"seed": 1}, {"epoch": 1}, {"repeats": np.array([1, 1, 1, 1])}, {"indices": [4, 5, 6, 7]}):
+        assert (of(**other) != base).float().mean() > 0.99
+    views = augmented(recipe, x, [0, 1, 2, 3])
+    assert not torch.equal(views[0], views[1])  # copy
+    assert not torch.equal(views[2], views[3])
+    same = MultiView(views={"a": standard(), "b": standard()})  # view
+    a, b = augmented(same, x, [0, 1, 2, 3])
+    assert not torch.equal(a, b)
+
+
+def test_adding_an_operation_or_a_view_changes_nothing_that_others_draw() -> None:
+    x = images(6, (20, 20))
+    ops = standard().ops
+    indices = list(range(6))
+    base = standard(ops=ops, normalize=None)
+    longer = standard(ops=ops | {"erase": K.RandomErasing(p=1.0)}, normalize=None)
+    first = standard(ops={"noop": K.RandomGaussianNoise(p=0.0)} | ops, normalize=None)
+    want = augmented(base, x, indices)[0]
+    assert torch.equal(augmented(first, x, indices)[0], want)
+    got = augmented(longer, x, indices)[0]
+    kept = (got != 0) & (want != 0)
+    assert torch.equal(got[kept], want[kept])
+    assert kept.float().mean() > 0.3
+    one = MultiView(views={"a": standard()})
+    two = MultiView(views={"b": standard(), "a": standard()})
+    assert torch.equal(augmented(two, x, indices)[1], augmented(one, x, indices)[0])
+    assert torch.equal(augmented(standard(copies=2), x, indices)[0], augmented(standard(), x, indices)[0])
+
+
+def test_views_come_in_the_order_of_the_mapping_with_copies_next_to_each_other() -> None:
+    recipe = multi()
+    assert [(v.name, v.copy) for v in recipe.views] == [
+        ("global", 0), ("global", 1), ("local", 0), ("local", 1), ("local", 2),
+    ]  # fmt: skip
+    made = recipe(images(4, (40, 30)))
+    assert [tuple(y.shape) for y in made] == [(4, 3, 20, 20)] * 2 + [(4, 3, 9, 12)] * 3
+    assert [(v.name, v.copy) for v in standard(copies=2).views] == [("", 0), ("", 1)]
+    assert {(s.view, s.copy, s.op) for s in standard().streams} == {
+        ("", 0, "crop"), ("", 0, "vflip"), ("", 0, "flip"), ("", 0, "jitter"), ("", 0, "gray"),
+    }  # fmt: skip
+
+
+def test_the_loaders_way_and_the_modules_way_are_one() -> None:
+    recipe = multi()
+    x = images(5, (31, 26))
+    drawn = recipe.draw(seed=2, epoch=1, indices=torch.arange(5))
+    boxes = recipe.boxes(drawn, np.full(5, 31), np.full(5, 26))
+    cut = []
+    for b in boxes:  # crop, then resize, image by image
+        view = torch.empty((5, *b.size, 3), dtype=torch.uint8)
+        for i, (top, left, h, w) in enumerate(b.box.tolist()):
+            part = x[i, top : top + h, left : left + w].permute(2, 0, 1)[None]
+            view[i] = F.interpolate(part, b.size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+        cut.append(view)
+    want = recipe.apply(cut, drawn)
+    for a, b in zip(recipe(x, seed=2, epoch=1, indices=torch.arange(5)), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(40, 60), (500, 375), (7, 3)])
+def test_crops_of_a_module_are_pillows(interpolation: str, size: tuple[int, int]) -> None:
+    crop = RandomResizedCrop((24, 32), interpolation=interpolation)
+    recipe = Augment(crop=crop, backend="kornia")
+    x = images(3, size)
+    got = (recipe(x, indices=[0, 1, 2]) * 255).round()
+    drawn = recipe.draw(seed=0, epoch=0, indices=[0, 1, 2])
+    (boxes,) = recipe.boxes(drawn, np.full(3, size[0]), np.full(3, size[1]))
+    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    for row, (top, left, h, w) in enumerate(boxes.box.tolist()):
+        part = Image.fromarray(x[row, top : top + h, left : left + w].contiguous().numpy())
+        want = torch.from_numpy(np.array(part.resize((32, 24), filters[interpolation]))).permute(2, 0, 1)
+        assert (got[row] - want).abs().max() <= 1
+
+
+def test_padding_crops_and_center_crops_place_the_image_on_the_canvas() -> None:
+    x = images(6, (10, 12))
+    recipe = Augment(crop=RandomCrop(14, padding=4, fill=200), backend="kornia")
+    got = (recipe(x, indices=list(range(6))) * 255).round().to(torch.uint8)
+    padded = F.pad(x.permute(0, 3, 1, 2), (4, 4, 4, 4), value=200)
+    for row in range(6):
+        windows = padded[row].unfold(1, 14, 1).unfold(2, 14, 1).permute(1, 2, 0, 3, 4)
+        assert (windows == got[row]).flatten(2).all(dim=2).any()
+    small = Augment(crop=ResizeCenterCrop((10, 12), (6, 20)), backend="kornia")
+    got = (small(x) * 255).round().to(torch.uint8)
+    assert torch.equal(got[:, :, :, 4:16], x.permute(0, 3, 1, 2)[:, :, 2:8])
+    assert not got[:, :, :, :4].any()
+    assert not got[:, :, :, 16:].any()
+
+
+@pytest.mark.parametrize("crop", [None, RandomResizedCrop(8), Resize((8, 9)), RandomCrop(8)])
+def test_channels_first_and_last_are_the_same_images(crop: object) -> None:
+    x = images(4, (10, 12))
+    first = x.permute(0, 3, 1, 2)
+    for given_ in (first, first.contiguous(), x.contiguous()):
+        assert torch.equal(standard(crop=crop)(given_), standard(crop=crop)(x))
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [
+        (torch.zeros((2, 3, 8, 3), dtype=torch.uint8), "could be either"),
+        (torch.zeros((2, 3, 3, 3), dtype=torch.uint8), "could be either"),
+        (torch.zeros((2, 8, 8, 4), dtype=torch.uint8), "three channels"),
+        (torch.zeros((2, 1, 8, 8), dtype=torch.uint8), "three channels"),
+        (torch.zeros((3, 8, 8), dtype=torch.uint8), r"\[3, 8, 8\]"),
+        (torch.zeros((2, 3, 8, 8)), "float32"),
+        (np.zeros((2, 8, 8, 3), dtype=np.uint8), "ndarray"),
+    ],
+)
+def test_images_that_are_not_uint8_batches_of_rgb_are_refused(given_: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        standard()(given_)
+
+
+def test_without_indices_calls_differ_and_repeat_from_the_start() -> None:
+    x = images(1, (12, 12)).expand(6, -1, -1, -1)
+    recipe, again = standard(), standard()
+    first, second = recipe(x), recipe(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(again(x), first)
+    assert torch.equal(again(x[:3]), second[:3])
+    assert torch.equal(again(x[:3]), second[3:])
+    assert torch.equal(again(x, indices=[6, 7, 8, 9, 10, 11]), second)
+    assert torch.equal(again(x, indices=np.arange(6, 12)), second)
+    assert torch.equal(again(x, indices=torch.arange(6, 12), seed=0), second)
+    with pytest.raises(ConfigError, match="`indices`"):
+        recipe(x, indices=[1, 2])
+
+
+def test_arguments_are_keyword_only() -> None:
+    with pytest.raises(TypeError):
+        standard()(images(2, (4, 4)), 0)
+    with pytest.raises(TypeError):
+        Augment(RandomResizedCrop(8))
+
+
+def test_train_and_eval_change_nothing_and_no_generator_moves() -> None:
+    x = images(4, (12, 12))
+    recipe = standard()
+    want = recipe(x, indices=[0, 1, 2, 3])
+    state = torch.get_rng_state()
+    numpy_state = np.random.get_state()[1].copy()
+    for mode in (recipe.train(), recipe.eval()):
+        assert torch.equal(mode(x, indices=[0, 1, 2, 3]), want)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (np.random.get_state()[1] == numpy_state).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_output_dtype_and_memory_format(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    x = images(3, (16, 12))
+    for y, full in zip(multi()(x, dtype=dtype, memory_format=memory_format), multi()(x), strict=True):
+        assert y.dtype == dtype
+        assert y.is_contiguous(memory_format=memory_format)
+        assert torch.equal(y, full.to(dtype))
+        assert not y.requires_grad
+
+
+@pytest.mark.parametrize("make", [standard, multi])
+def test_an_empty_batch(make: object) -> None:
+    recipe = make()
+    for y in augmented(recipe, images(0, (10, 12)), []):
+        assert y.shape[0] == 0
+        assert y.shape[1] == 3
+
+
+def test_recipes_travel_and_keep_their_counter() -> None:
+    ops = standard().ops | {"noise": K.RandomGaussianNoise(), "policy": K.auto.RandAugment(n=2, m=9)}
+    x = images(3, (20, 16))
+    for recipe in (standard(ops=ops, crop=RandomResizedCrop(12)), multi()):
+        recipe(x)
+        pickled, copied = pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)
+        want = recipe(x)
+        for other in (pickled, copied):
+            got = other(x)
+            for a, b in zip(*(y if isinstance(y, list) else [y] for y in (got, want)), strict=True):
+                assert torch.equal(a, b)
+            assert other.fingerprint() == recipe.fingerprint()
+
+
+def test_inside_a_model_a_recipe_moves_applies_and_saves_nothing() -> None:
+    recipe = standard(ops=standard().ops | {"planckian": K.RandomPlanckianJitter()})
+    model = nn.Sequential(nn.Linear(2, 2), recipe)
+    x = images(3, (10, 10))
+    want = recipe(x, indices=[0, 1, 2])
+    seen: list[str] = []
+    model.apply(lambda m: seen.append(type(m).__name__))
+    assert seen == ["Linear", "Normalize", "Augment", "Sequential"]
+    model.half()
+    assert torch.equal(recipe(x, indices=[0, 1, 2]), want)
+    model.to(torch.float64)
+    assert torch.equal(recipe(x, indices=[0, 1, 2]), want)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert recipe.normalize.to("meta").mean.device.type == "meta"
+
+
+def test_main_thread_only_where_an_operation_draws_by_itself() -> None:
+    assert not standard().main_thread
+    assert not multi().main_thread
+    rain = Augment(ops={"rain": K.RandomRain()})
+    assert rain.main_thread
+    assert MultiView(views={"a": standard(), "b": rain}).main_thread
+
+
+# --- fingerprints
+
+
+def changes() -> dict[str, Augment]:
+    jitter = K.ColorJitter(0.3, 0.3, 0.3, 0.1)
+    two = [[("rotate", -30.0, 30.0)], [("invert", 0, 1)]]
+    ops = standard().ops
+    return {
+        "base": standard(),
+        "p": standard(ops=ops | {"flip": K.RandomHorizontalFlip(p=0.4)}),
+        "range": standard(ops=ops | {"jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.2)}),
+        "order": standard(ops=ops | {"jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, order=(0, 1, 2, 3))}),
+        "class": standard(ops=ops | {"jitter": K.ColorJiggle(0.3, 0.3, 0.3, 0.1)}),
+        "name": standard(ops={k: v for k, v in ops.items() if k != "jitter"} | {"colour": jitter}),
+        "sequence": standard(ops=dict(reversed(ops.items()))),
+        "off": standard(ops=ops | {"gray": None}),
+        "more": standard(ops=ops | {"invert": K.RandomInvert()}),
+        "weights": standard(ops=ops | {"gray": K.RandomGrayscale(torch.tensor([0.2, 0.3, 0.5]), p=0.3)}),
+        "crop": standard(crop=RandomResizedCrop(32)),
+        "crop size": standard(crop=RandomResizedCrop(33)),
+        "crop scale": standard(crop=RandomResizedCrop(32, scale=(0.1, 1.0))),
+        "crop interpolation": standard(crop=RandomResizedCrop(32, interpolation="bicubic")),
+        "normalize": standard(normalize=None),
+        "std": standard(normalize=Normalize(MEAN, (0.2, 0.2, 0.2))),
+        "copies": standard(copies=2),
+        "clip": standard(ops=ops | {"brightness": K.RandomBrightness((0.5, 1.5))}),
+        "no clip": standard(ops=ops | {"brightness": K.RandomBrightness((0.5, 1.5), clip_output=False)}),
+        "warp": standard(ops=ops | {"warp": K.RandomAffine(10.0)}),
+        "warp flags": standard(ops=ops | {"warp": K.RandomAffine(10.0, padding_mode="border")}),
+        "perspective": standard(ops=ops | {"warp": K.RandomPerspective(0.3)}),
+        "perspective area": standard(ops=ops | {"warp": K.RandomPerspective(0.3, sampling_method="area_preserving")}),
+        "planckian": standard(ops=ops | {"planckian": K.RandomPlanckianJitter()}),
+        "planckian mode": standard(ops=ops | {"planckian": K.RandomPlanckianJitter("CIED")}),
+        "policy": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=9)}),
+        "policy m": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=10)}),
+        "policy list": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=9, policy=two)}),
+        "auto": standard(ops=ops | {"policy": K.auto.AutoAugment()}),
+        "auto svhn": standard(ops=ops | {"policy": K.auto.AutoAugment("svhn")}),
+        "one": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter})}),
+        "one order": standard(ops={"one": OneOf(ops={"b": jitter, "a": K.RandomInvert()})}),
+        "one p": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter}, p=0.5)}),
+    }  # fmt: skip
+
+
+def test_a_fingerprint_changes_with_everything_that_decides_draws_or_pixels() -> None:
+    texts = {name: json.dumps(recipe.fingerprint(), sort_keys=True) for name, recipe in changes().items()}
+    assert len(set(texts.values())) == len(texts)
+    assert texts == {name: json.dumps(r.fingerprint(), sort_keys=True) for name, r in changes().items()}
+    views = json.dumps(MultiView(views={"a": standard(), "b": standard()}).fingerprint())
+    assert views != json.dumps(MultiView(views={"a": standard(), "c": standard()}).fingerprint())
+    assert views != json.dumps(MultiView(views={"a": standard(), "b": standard(copies=2)}).fingerprint())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_fingerprint_has_no_trace_of_use_process_or_backend(name: str) -> None:
+    recipe = Augment(ops={"op": OPS[name]()}, backend="kornia")
+    before = json.dumps(recipe.fingerprint())
+    OPS[name]()(torch.rand(3, 3, 16, 16))
+    recipe.ops["op"](torch.rand(3, 3, 16, 16))
+    recipe(images(3, (16, 16)))
+    assert json.dumps(recipe.fingerprint()) == before
+    assert "0x" not in before
+    assert json.dumps(Augment(ops={"op": OPS[name]()}).fingerprint()) == before
+
+
+def test_a_fingerprint_is_the_same_in_another_process() -> None:
+    script = (
+        "import json; from tests.test_recipe import changes;"
+        "print(json.dumps({k: v.fingerprint() for k, v in changes().items()}))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == {k: v.fingerprint() for k, v in changes().items()}
+
+
+def test_one_setting_written_as_int_or_float_has_one_fingerprint() -> None:
+    a, b = (Augment(ops={"flip": K.RandomHorizontalFlip(p=p)}).fingerprint() for p in (1, 1.0))
+    assert json.dumps(a) == json.dumps(b)
+
+
+# --- normalization and refusals
+
+
+def test_normalize_is_the_formula_and_nothing_is_the_identity() -> None:
+    x = images(3, (9, 8))
+    unit = x.permute(0, 3, 1, 2).float() / 255
+    assert torch.equal(Augment(backend="kornia")(x), unit)
+    want = (unit - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    assert torch.equal(Augment(backend="kornia", normalize=Normalize(mean=MEAN, std=list(STD)))(x), want)
+    assert torch.equal(Normalize(torch.tensor(MEAN), np.array(STD))(unit), want)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "words"),
+    [
+        ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375), "Divide by 255"),
+        ((0.5, 0.5, 0.5), (0.2, 0.0, 0.2), "positive"),
+        ((0.5, 0.5, 0.5), (0.2, -0.2, 0.2), "positive"),
+        ((0.5, 0.5), STD, "three numbers"),
+        (0.5, STD, "three numbers"),
+        ("abc", STD, "three numbers"),
+        ((0.5, None, 0.5), STD, "three numbers"),
+        ((0.5, math.nan, 0.5), STD, "three numbers"),
+        (MEAN, (math.inf,) * 3, "three numbers"),
+        (MEAN, None, "three numbers"),
+    ],
+)
+def test_a_normalization_that_cannot_work_is_refused(mean: object, std: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"augment\.normalize\.(mean|std).*{words}"):
+        Normalize(mean, std)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"backend": "korniaa"}, ["augment.backend", "korniaa", "Did you mean 'kornia'"]),
+        ({"backend": None}, ["augment.backend", "None"]),
+        ({"copies": 0}, ["augment.copies", "0"]),
+        ({"copies": 1.5}, ["augment.copies", "1.5"]),
+        ({"copies": True}, ["augment.copies", "True"]),
+        ({"crop": K.RandomResizedCrop((8, 8))}, ["augment.crop", "gpuaug.RandomResizedCrop"]),
+        ({"crop": 224}, ["augment.crop", "224"]),
+        ({"normalize": K.Normalize(MEAN, STD)}, ["augment.normalize", "gpuaug.Normalize"]),
+        ({"ops": [K.RandomHorizontalFlip()]}, ["augment.ops", "mapping"]),
+        ({"ops": K.RandomHorizontalFlip()}, ["augment.ops", "mapping"]),
+        ({"ops": {"crop": K.RandomHorizontalFlip()}}, ["augment.ops.crop"]),
+        ({"ops": {"flip": K.RandomHorizontalFlip(same_on_batch=True)}}, ["augment.ops.flip.same_on_batch"]),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Augment(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("views", "words"),
+    [
+        ({}, "at least one"),
+        ({"a": None}, "at least one"),
+        ([Augment()], "mapping"),
+        ({"a": K.RandomHorizontalFlip()}, r"augment\.views\.a.*RandomHorizontalFlip"),
+        ({"": Augment()}, "names"),
+        ({1: Augment()}, "names"),
+    ],
+)
+def test_views_that_cannot_work_are_refused(views: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MultiView(views=views)
+
+
+def test_images_of_different_sizes_need_a_crop() -> None:
+    recipe = standard()
+    drawn = recipe.draw(seed=0, epoch=0, indices=[0, 1])
+    (boxes,) = recipe.boxes(drawn, np.array([5, 5]), np.array([7, 7]))
+    assert boxes.size == (5, 7)
+    with pytest.raises(ConfigError, match=r"augment\.crop.*\[5, 7\].*\[5, 8\]"):
+        recipe.boxes(drawn, np.array([5, 5]), np.array([7, 8]))
+
+
+def test_public_names() -> None:
+    assert gpuaug.Augment is Augment
+    assert gpuaug.OneOf is OneOf
+    text = repr(standard(ops=standard().ops | {"policy": K.auto.RandAugment(n=2, m=9)}))
+    assert "RandAugment(...)" in text
+    assert "flip=RandomHorizontalFlip(p=0.5" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_on_a_gpu_a_module_crops_as_on_the_cpu(interpolation: str) -> None:
+    recipe = Augment(
+        crop=RandomResizedCrop(24, interpolation=interpolation), normalize=Normalize(MEAN, STD), backend="kornia"
+    )
+    x = images(5, (60, 50))
+    want = recipe(x, indices=range(5))
+    for module in (recipe, recipe.cuda()):  # the buffers are found wherever they are
+        got = module(x.cuda(), indices=torch.arange(5, device="cuda"))
+        assert got.device.type == "cuda"
+        assert (got.cpu() - want).abs().max() <= 2.01 / 255 / min(STD)
+
+
+def test_one_backend_for_all_views():
+    views = {"a": gpuaug.Augment(crop=gpuaug.Resize((8, 8))), "b": gpuaug.Augment(crop=gpuaug.Resize((8, 8)))}
+    both = gpuaug.MultiView(views=views, backend="kornia")
+    assert [view.augment.backend for view in both.views] == ["kornia", "kornia"]
+    assert views["a"].backend == "fused"
+    with pytest.raises(gpuaug.ConfigError, match="backend"):
+        gpuaug.MultiView(views=views, backend="korina")
+
+
+@pytest.mark.parametrize(
+    ("op", "key"),
+    [
+        (lambda: K.RandomGrayscale(p="high"), r"augment\.ops\.x\.p"),
+        (lambda: K.RandomGrayscale(p=1.5), r"augment\.ops\.x\.p"),
+        (lambda: K.RandomGaussianBlur(4, (0.1, 2.0)), r"augment\.ops\.x\.kernel_size"),
+    ],
+)
+def test_settings_that_kornia_lets_pass(op, key):
+    with pytest.raises(gpuaug.ConfigError, match=key):
+        gpuaug.Augment(ops={"x": op()})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"indices": [0.5, 1.7]},
+        {"seed": 1.5},
+        {"epoch": 1.5},
+        {"dtype": torch.int32},
+        {"dtype": torch.float64},
+        {"dtype": "float8"},
+    ],
+)
+def test_module_arguments_are_not_rounded(settings):
+    augment = gpuaug.Augment(backend="kornia")
+    with pytest.raises(gpuaug.ConfigError, match=next(iter(settings))):
+        augment(torch.zeros((2, 8, 8, 3), dtype=torch.uint8), **settings)
+    assert augment(torch.zeros((2, 8, 8, 3), dtype=torch.uint8), dtype="bfloat16").dtype == torch.bfloat16

@@ -1,0 +1,94 @@
+"""Every shipped recipe: composed, built, run on photographs on the CPU; and interpolation of the cited work."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpuaug
+
+RECIPES = sorted(p.stem for p in (Path(gpuaug.__file__).parent.parent / "conf/gpuaug/augment").glob("*.yaml"))
+SHAPES = {"simclr": [224] * 2, "byol": [224] * 2, "mocov3": [224] * 2, "dino": [224] * 2 + [96] * 6}
+INTERPOLATION = {
+    "none": "bilinear", "eval": "bilinear", "flip": "bilinear", "standard": "bilinear", "mocov3": "bilinear",
+    "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic", "randaugment": "bicubic",
+    "trivialaugment": "bicubic",
+}  # fmt: skip
+
+
+def build(photos, *overrides, name="train"):
+    fixed = [f"source.root='{photos}'", "device=cpu", "num_workers=0", "prefetch=0", "batch_size=4", "limit_batches=1"]
+    return gpuaug.build(gpuaug.compose(name, [*fixed, *overrides]))
+
+
+def crops(node):
+    if "crop" in node:
+        yield node.crop
+    for view in node.get("views", {}).values():
+        yield view.crop
+
+
+def test_recipes_are_the_promised_ones():
+    assert set(RECIPES) == set(INTERPOLATION)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_interpolation_is_that_of_the_cited_work(recipe):
+    used = {crop.interpolation for crop in crops(gpuaug.compose("train", [f"augment={recipe}"]).augment)}
+    assert used == {INTERPOLATION[recipe]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_yields_a_finite_batch_of_the_promised_shape(photos, recipe):
+    with build(photos, f"augment={recipe}") as loader:
+        (batch,) = loader
+    images = batch.images if isinstance(batch.images, list) else [batch.images]
+    assert [tuple(x.shape) for x in images] == [(4, 3, s, s) for s in SHAPES.get(recipe, [224])]
+    for x in images:
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        assert x.isfinite().all()
+        assert x.std() > 0.05
+    assert batch.labels.dtype == torch.int64
+    assert batch.valid.all()
+    assert not torch.equal(images[0][0], images[0][1])
+    if recipe not in ("none", "eval"):
+        assert len(images) == 1 or not torch.equal(images[0], images[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_dtype_and_memory_format(photos, dtype):
+    with build(photos, f"dtype={dtype}", "memory_format=channels_last") as loader:
+        (batch,) = loader
+    assert batch.images.dtype == getattr(torch, dtype)
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.images.isfinite().all()
+
+
+@pytest.mark.parametrize("mix", ["none", "mixup", "cutmix", "mixup_cutmix"])
+def test_every_mix_gives_labels_of_one_kind(photos, mix):
+    with build(photos, f"mix={mix}", "augment=flip", "augment.crop.size=32") as loader:
+        (batch,) = loader
+    assert batch.images.isfinite().all()
+    if mix == "none":
+        assert batch.labels.dtype == torch.int64
+    else:
+        assert tuple(batch.labels.shape) == (4, 5)
+        assert batch.labels.sum(1).allclose(torch.ones(4))
+
+
+@pytest.mark.parametrize("order", ["shuffle", "sequential", "weighted", "repeated"])
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_every_order_is_built_and_iterated(photos, name, order):
+    with build(photos, f"order={order}", "augment=none", "augment.crop.size=[32,32]", name=name) as loader:
+        (batch,) = loader
+    assert len(batch.indices) == 4
+    assert batch.images.shape[-2:] == (32, 32)
+
+
+@pytest.mark.parametrize("policy", ["raise", "blank", "drop"])
+def test_every_fault_policy_and_flat_folders(photos, policy):
+    more = [f"faults.policy={policy}", "source.labels=none", "augment=eval", "mix=none"]
+    with build(photos, *more, name="eval") as loader:
+        (batch,) = loader
+    assert batch.labels is None

@@ -1,0 +1,291 @@
+"""The reference backend: Kornia's pixels, bit for bit the same whatever samples share a batch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpuaug.augment.parameters import noise, prepare, tensors
+from gpuaug.augment.policy import OneOf
+from gpuaug.augment.recipe import Augment, Normalize
+from gpuaug.augment.reference import ReferenceBackend, unit
+from gpuaug.errors import ConfigError
+from tests.test_parameters import OPS
+
+SOME = {"a": K.ColorJitter(0.4, 0.4, 0.4, 0.1), "b": K.RandomGaussianNoise(p=0.7), "c": K.RandomJPEG()}
+CHOICES = {
+    "randaugment": lambda **k: K.auto.RandAugment(n=3, m=11),
+    "trivialaugment": lambda **k: K.auto.TrivialAugment(),
+    "autoaugment": lambda **k: K.auto.AutoAugment("svhn"),
+    "oneof": lambda **k: OneOf(ops=SOME),
+}
+SEEDED = {
+    "rain": lambda **k: K.RandomRain((10, 20), (2, 3), (1, 2), **k),
+    "motion range": lambda **k: K.RandomMotionBlur((3, 5), 20.0, 0.5, **k),
+}
+ALL = OPS | CHOICES | SEEDED
+
+
+def images(batch: int, size: tuple[int, int], seed: int = 0) -> Tensor:
+    """Noise, a gradient, and a constant in turn: uint8 [B, H, W, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (batch, *size, 3), dtype=torch.uint8, generator=generator)
+    ramp = torch.linspace(0, 255, size[1]).round().to(torch.uint8)
+    x[1::3] = ramp[None, None, :, None]
+    x[2::3] = x[2::3, :1, :1]
+    return x
+
+
+def run(ops: dict[str, object], x: Tensor, indices: list[int]) -> Tensor:
+    """Through a recipe, drawn as a loader draws."""
+    recipe = Augment(ops=ops, backend="kornia")
+    (y,) = recipe.apply([x], recipe.draw(seed=5, epoch=2, indices=indices))
+    return y
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=4, deadline=None)
+@given(
+    size=st.sampled_from([(8, 16), (17, 13), (37, 29), (64, 48)]),
+    rows=st.lists(st.integers(0, 10), min_size=1, max_size=11, unique=True),
+    threads=st.sampled_from([1, 2]),
+)
+def test_pixels_do_not_depend_on_the_batch(name: str, size: tuple[int, int], rows: list[int], threads: int) -> None:
+    op = ALL[name](p=0.7)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = images(11, size)
+        whole = run({name: op}, x, list(range(11)))
+        assert torch.equal(run({name: op}, x[rows], rows), whole[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+LARGE = ("jitter", "elastic", "jpeg", "noise", "blur", "affine all")
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_pixels_do_not_depend_on_the_batch_where_torch_splits_one_image_over_threads(name: str) -> None:
+    x = images(5, (224, 224))
+    op = ALL[name](p=0.8)
+    whole = run({name: op}, x, list(range(5)))
+    for rows in ([0], [3], [4, 1], [2, 4, 0]):
+        assert torch.equal(run({name: op}, x[rows], rows), whole[rows])
+
+
+def test_pixels_are_the_same_for_batches_of_1_7_and_64() -> None:
+    ops = {
+        "vflip": K.RandomVerticalFlip(),
+        "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1),
+        "affine": K.RandomAffine(20.0, (0.1, 0.1), (0.8, 1.2)),
+        "blur": K.RandomGaussianBlur(5, (0.1, 2.0)),
+        "gray": K.RandomGrayscale(p=0.3),
+        "noise": K.RandomGaussianNoise(0, 0.1),
+        "erase": K.RandomErasing(),
+    }
+    x = images(64, (18, 15))
+    whole = run(ops, x, list(range(64)))
+    for size in (1, 7):
+        parts = [run(ops, x[i : i + size], list(range(64))[i : i + size]) for i in range(0, 64, size)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", sorted(OPS.keys() - {"jitter", "jiggle"}))  # an order per sample: see the next test
+def test_the_pixels_are_kornias(name: str) -> None:
+    """Kornia's module as given, on the whole batch, with our parameters and our gate."""
+    op = OPS[name](p=0.6)
+    prepared = prepare(name, op)
+    x = images(9, (40, 32))
+    u = np.random.default_rng(1).random((9, prepared.count), dtype=np.float32)
+    keys = np.arange(18, dtype=np.int64).reshape(9, 2) if prepared.keyed else None
+    chosen = prepared.draw(u, (40, 32), keys)
+    got = ReferenceBackend([prepared])(x, [chosen])
+    params = tensors(chosen.params[0][0], np.arange(9))
+    if keys is not None:
+        params |= noise(op, torch.from_numpy(keys), (40, 32))
+    params["batch_prob"] = torch.from_numpy((chosen.choice[:, 0] >= 0).astype(np.float32))
+    assert 0 < params["batch_prob"].sum() < 9
+    # torch rounds `pow` otherwise at the end of a stretch of memory, so gamma has no bits of its own
+    assert torch.allclose(got, op(unit(x), params=params), rtol=0, atol=2e-7 if name == "gamma" else 0)
+
+
+@pytest.mark.parametrize("kind", [K.ColorJitter, K.ColorJiggle])
+def test_a_jitters_pixels_are_kornias_for_each_order(kind: type) -> None:
+    op = kind(0.4, 0.4, 0.4, 0.2, p=1.0)
+    prepared = prepare("jitter", op)
+    x = images(60, (30, 22))
+    u = np.random.default_rng(1).random((60, prepared.count), dtype=np.float32)
+    chosen = prepared.draw(u, (30, 22))
+    got = ReferenceBackend([prepared])(x, [chosen])
+    for row in range(60):
+        params = tensors(chosen.params[0][0], np.array([row, row]))
+        params |= {"order": torch.from_numpy(chosen.choice[row]), "batch_prob": torch.ones(2)}
+        assert torch.equal(op(unit(x[[row, row]]), params=params)[0], got[row])
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - CHOICES.keys()))
+def test_nothing_happens_where_all_gates_are_closed(name: str) -> None:
+    x = images(3, (16, 16))
+    assert torch.equal(run({name: ALL[name](p=0.0)}, x, [0, 1, 2]), unit(x))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_small_batches_of_small_images(name: str, batch: int) -> None:
+    x = images(batch, (12, 9))
+    y = run({name: ALL[name](p=0.9)}, x, list(range(batch)))
+    assert y.shape == (batch, 3, 12, 9)
+    assert torch.isfinite(y).all()
+
+
+# They refuse images smaller than their kernels.
+KERNELS = """elastic, blur, blur joint, sharpness, boxblur, medianblur, clahe, motion, motion range, rain, randaugment,
+trivialaugment, autoaugment""".replace("\n", " ").split(", ")
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - set(KERNELS)))
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (1, 40)])
+def test_images_of_a_few_pixels(name: str, size: tuple[int, int]) -> None:
+    x = images(5, size)
+    whole = run({name: ALL[name](p=0.9)}, x, list(range(5)))
+    for row in range(5):
+        assert torch.equal(run({name: ALL[name](p=0.9)}, x[row : row + 1], [row])[0], whole[row])
+
+
+def test_an_image_too_small_for_an_operation_names_the_operation() -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - Kornia's own type
+        run({"soft": K.RandomGaussianBlur(23, (0.1, 2.0), p=1.0)}, images(2, (4, 4)), [0, 1])
+    assert any("`soft`" in note and "RandomGaussianBlur" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_global_generator_is_read_or_moved(name: str) -> None:
+    x = images(4, (16, 16))
+    outcomes = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+        outcomes.append(run({name: ALL[name](p=0.7)}, x, [0, 1, 2, 3]))
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert (np.random.get_state()[1] == states[1]).all()
+        assert random.getstate() == states[2]
+    assert torch.equal(*outcomes)
+
+
+class Dice(nn.Module):
+    """Draws from all three global generators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(()) + np.random.rand() * random.random()
+
+
+def test_a_seeded_operation_differs_per_sample_and_repeats() -> None:
+    x = images(1, (6, 6)).expand(5, -1, -1, -1)
+    a = run({"dice": Dice()}, x, [0, 1, 2, 3, 4])
+    assert len(torch.unique(a.flatten(1), dim=0)) == 5
+    assert torch.equal(run({"dice": Dice()}, x[:2], [3, 1]), a[[3, 1]])
+
+
+def test_the_generators_are_restored_when_a_seeded_operation_fails() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(())
+            random.random()
+            raise KeyError("broken")
+
+    states = torch.get_rng_state(), random.getstate()
+    with pytest.raises(KeyError) as caught:
+        run({"bad": Broken()}, images(2, (4, 4)), [0, 1])
+    assert "`bad`" in caught.value.__notes__[0]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+@pytest.mark.parametrize("module", [nn.AvgPool2d(2), nn.Flatten()])
+def test_a_seeded_operation_that_changes_the_shape_is_refused(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"`ops\.pool`.*`crop`"):
+        run({"pool": module}, images(2, (4, 4)), [0, 1])
+
+
+def test_modules_keep_nothing_of_a_batch_and_the_given_ones_nothing_at_all() -> None:
+    op = K.RandomGaussianNoise(p=1.0)
+    warp = K.RandomAffine(20.0, p=1.0)
+    prepared = [prepare("noise", op), prepare("warp", warp), prepare("flip", K.RandomHorizontalFlip(p=1.0))]
+    x = images(3, (8, 8))
+    u, keys = np.full((3, 9), 0.3, dtype=np.float32), np.zeros((3, 2), np.int64)
+    chosen = [p.draw(u[:, : p.count], (8, 8), keys if p.keyed else None) for p in prepared]
+    inputs = weakref.ref(x)
+    ReferenceBackend(prepared)(x, chosen)
+    for p in prepared:
+        module = p.slots[0][0]
+        assert module._params == {}
+        assert getattr(module, "_transform_matrix", None) is None
+        assert getattr(module, "_lazy_matrix_args", None) is None
+        assert p.op._params == {}
+    del x
+    gc.collect()
+    assert inputs() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_arithmetic_in_float32_and_one_cast(dtype: torch.dtype, memory_format: torch.memory_format, batch: int) -> None:
+    x = images(batch, (10, 8))
+    normalize = Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    full = ReferenceBackend([], normalize)(x, [])
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)))
+    assert torch.equal(full, (x.permute(0, 3, 1, 2).float() / 255 - mean) / std)
+    y = ReferenceBackend([], normalize)(x, [], dtype=dtype, memory_format=memory_format)
+    assert y.dtype == dtype
+    assert y.is_contiguous(memory_format=memory_format)
+    assert torch.equal(y, full.to(dtype))
+
+
+def test_autocast_of_the_caller_changes_nothing() -> None:
+    ops = {"affine": K.RandomAffine(20.0, p=1.0), "blur": K.RandomGaussianBlur(5, (1.0, 2.0), p=1.0)}
+    x = images(4, (20, 20))
+    want = run(ops, x, [0, 1, 2, 3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(ops, x, [0, 1, 2, 3])
+    assert torch.equal(got, want)
+
+
+def test_the_images_given_are_not_written_to() -> None:
+    x = images(4, (20, 20))
+    copy = x.clone()
+    run({"flip": K.RandomHorizontalFlip(p=1.0), "invert": K.RandomInvert(p=0.5)}, x, [0, 1, 2, 3])
+    assert torch.equal(x, copy)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ALL)
+def test_on_a_gpu_pixels_do_not_depend_on_the_batch_and_agree_with_the_cpu(name: str) -> None:
+    x = images(11, (96, 80))
+    recipe = Augment(ops={name: ALL[name](p=0.7)}, backend="kornia")
+
+    def on(x: Tensor, rows: list[int]) -> Tensor:
+        (y,) = recipe.apply([x], recipe.draw(seed=5, epoch=2, indices=rows))
+        return y
+
+    state = torch.cuda.get_rng_state()
+    whole = on(x.cuda(), list(range(11)))
+    for rows in ([0], [3], [5, 1], [2, 4, 0, 10, 7]):
+        assert torch.equal(on(x[rows].cuda(), rows), whole[rows])
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    if not recipe.main_thread:  # a generator of the device draws other values than the CPU's
+        # a value next to a threshold (posterize, solarize, equalize, an edge of a warp) may fall on its other side
+        assert (whole.cpu() - on(x, list(range(11)))).abs().gt(1e-3).float().mean() < 2e-3

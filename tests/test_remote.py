@@ -1,0 +1,430 @@
+"""Reading over URLs: S3 and HTTP on the loopback with latency, errors and cuts; the disk cache; life in workers."""
+
+import multiprocessing
+import os
+import pickle
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from conftest import cut
+from servers import bucket_of, files, options, proxied, s3
+
+import gpuaug
+from gpuaug.errors import ConfigError, ReadError, SourceError
+from gpuaug.read import Reader
+from gpuaug.source import FolderSource, Remote, adapt
+from gpuaug.source.disk import Disk, locked
+from gpuaug.source.remote import Range, Storage, join, locate, safe, shown, split
+
+METHODS = multiprocessing.get_all_start_methods()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("remote") / "train"
+    rng = np.random.default_rng(0)
+    for name in ("ant", "b e%e", "cät"):
+        (root / name / "more").mkdir(parents=True)
+        for i in range(13):
+            path = root / name / ("more" if i % 3 == 0 else "") / f"{i} #{i}%20.jpg"
+            path.write_bytes(rng.bytes(int(rng.integers(1, 5000))))
+    (root / "ant" / "empty.jpg").touch()
+    (root / "ant" / "notes.txt").write_text("no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def store():
+    with s3() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def bucket(store, folder):
+    return bucket_of(store, folder, "photos")
+
+
+def batches(source, size=8):
+    indices = torch.arange(len(source)) if source.indices is None else source.indices
+    for part in indices.split(size):
+        yield part, torch.zeros_like(part), torch.ones(len(part), dtype=torch.bool)
+
+
+def read_all(source, *, num_workers=0, start_method=None, size=8):
+    """Bytes by number, labels by number, faults by number."""
+    reader = Reader(source, num_workers=num_workers, start_method=start_method, timeout=60)
+    data, labels, faults = {}, {}, {}
+    try:
+        for batch in reader.batches(batches(reader.source, size)):
+            for row, i in enumerate(batch.indices.tolist()):
+                data[i] = batch.encoded(row).numpy().tobytes()
+                labels[i] = None if batch.labels is None else batch.labels[row].item()
+            faults |= {int(batch.indices[fault.row]): fault.reason for fault in batch.faults}
+    finally:
+        reader.close()
+    return data, labels, faults
+
+
+def same(remote, local):
+    assert len(remote) == len(local)
+    assert [remote.key(i) for i in range(len(local))] == [local.key(i) for i in range(len(local))]
+    assert remote.digest() == local.digest()
+    assert remote.classes == local.classes
+    assert remote.labels.tolist() == local.labels.tolist()
+    assert [remote[i] for i in range(len(local))] == list(local)
+
+
+# -- folders
+
+
+def test_a_bucket_is_the_same_as_its_folder(store, bucket, folder):
+    with proxied(store) as (proxy, url):
+        source = FolderSource(bucket, remote=Remote(options=options(url)))
+        same(source, FolderSource(folder))
+        proxy.reset()
+        assert [item[0] for item in source.read_many(range(len(source)))] == [x[0] for x in FolderSource(folder)]
+        assert len(proxy.asked) == len(source)  # one request for each, and no question for its size
+    some = FolderSource(
+        bucket, subset=5, classes=["cät", "b e%e", "ant"], remote=Remote(options=options(f"http://127.0.0.1:{store}"))
+    )
+    assert some.labels.max() == 2
+    assert len(some) == 5
+    assert FolderSource(folder).read_many is None
+
+
+def test_a_folder_over_http_is_the_same(folder):
+    with files(folder.parent) as port, proxied(port) as (_, url):
+        source = FolderSource(f"{url}/train/")
+        same(source, FolderSource(folder))
+        flat = FolderSource(f"{url}/train", labels="none")
+        assert flat.digest() == source.digest()
+        with pytest.raises(SourceError, match="does not exist"):
+            FolderSource(f"{url}/nowhere")
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_latency_is_hidden_by_requests_at_the_same_time(store, bucket, folder, kind):
+    with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
+        root = bucket if kind == "s3" else f"{url}/train"
+        source = FolderSource(root, remote=Remote(options=options(url) if kind == "s3" else None, concurrency=16))
+        source[0]
+        proxy.reset()
+        proxy.latency = 0.05
+        data, _, faults = read_all(source, size=20)
+        assert data == dict(enumerate(x[0] for x in FolderSource(folder)))
+        assert list(faults.values()) == ["0 bytes"]
+        assert 12 <= proxy.most <= 16
+        assert len(proxy.gets) == len(source)
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_what_passes_is_tried_again(store, bucket, folder, kind):
+    def trouble(path, count):
+        if ".jpg" not in path:
+            return None
+        return [500, "cut", 503, None][min(count, 3)]
+
+    with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
+        root = bucket if kind == "s3" else f"{url}/train"
+        source = FolderSource(root, subset=3, remote=Remote(options=options(url) if kind == "s3" else None))
+        proxy.reset()
+        proxy.trouble = trouble
+        data, _, faults = read_all(source)
+        local = FolderSource(folder)
+        assert data == {i: local[i][0] for i in source.indices.tolist()}
+        assert not faults
+        assert len(proxy.gets) == 12
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind):
+    whats = {"1%20%231": 500, "2%20%232": "cut", "4%20%234": "hang", "5%20%235": 404, "7%20%237": 403}
+
+    def trouble(path, count):
+        return next((what for name, what in whats.items() if f"/ant/{name}" in path), None)
+
+    with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
+        root = bucket if kind == "s3" else f"{url}/train"
+        remote = Remote(options=options(url) if kind == "s3" else None, tries=2, timeout=1.0)
+        source = FolderSource(root, remote=remote)
+        proxy.reset()
+        proxy.trouble = trouble
+        data, labels, faults = read_all(source)
+        named = {source.key(i): reason for i, reason in faults.items()}
+        bad = {f"ant/{i} #{i}%20.jpg": i for i in (1, 2, 4, 5, 7)}
+        assert named.keys() == {*bad, "ant/empty.jpg"}
+        assert "no answer within 1 s" in named["ant/4 #4%20.jpg"]
+        assert "tried 2 times" in named["ant/2 #2%20.jpg"]
+        assert named["ant/5 #5%20.jpg"].startswith("FileNotFoundError")
+        assert named["ant/7 #7%20.jpg"].startswith("PermissionError")
+        assert all(labels[i] == 0 for i in faults)
+        local = FolderSource(folder)
+        assert all(data[i] == (b"" if i in faults else local[i][0]) for i in data)
+        per = {name: sum(f"/ant/{name}" in path for _, path, _ in proxy.gets) for name in whats}
+        assert list(per.values()) == [2, 2, 2, 1, 1]
+
+
+def test_a_server_without_end_is_not_read_for_ever(folder, monkeypatch):
+    monkeypatch.setattr("gpuaug.source.remote.LARGEST_FILE", 7)
+    with files(folder.parent) as port:
+        (found,) = Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")])
+    assert isinstance(found, OSError)
+    assert "more than 7 bytes" in str(found)
+
+
+def test_ranges_of_a_server_that_has_none(folder):
+    with files(folder.parent, ranges=False) as port:
+        (found,) = Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt", 3, 2)])
+        assert isinstance(found, ReadError)
+        assert "gives no ranges" in str(found)
+        assert Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")]) == [b"no image"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_of_every_start_method_read(store, bucket, folder, method, tmp_path):
+    remote = Remote(options=options(f"http://127.0.0.1:{store}"), cache=tmp_path / "cache")
+    source = FolderSource(bucket, remote=remote)
+    source[0]  # this process has connections and a thread of its own when it forks
+    data, labels, _ = read_all(source, num_workers=2, start_method=method)
+    local = FolderSource(folder)
+    assert data == {i: local[i][0] for i in range(len(local))}
+    assert labels == {i: local[i][1] for i in range(len(local))}
+    source[1]  # and still has them afterwards
+
+
+def test_batches_of_a_bucket_are_those_of_its_folder(store, tmp_path):
+    root = cut(tmp_path / "train", 3)
+    url = bucket_of(store, root, "real")
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32))
+    more = {"augment": augment, "batch_size": 8, "device": "cpu", "num_workers": 1, "order": "shuffle"}
+    sources = FolderSource(root), FolderSource(url, remote=Remote(options=options(f"http://127.0.0.1:{store}")))
+    seen = []
+    for source in sources:
+        with gpuaug.Loader(source, **more) as loader:
+            seen.append([(batch.images, batch.labels, batch.keys) for batch in loader])
+    for (a, b, c), (x, y, z) in zip(*seen, strict=True):
+        assert torch.equal(a, x)
+        assert torch.equal(b, y)
+        assert c == z
+
+
+# -- the disk cache
+
+
+def test_the_second_epoch_asks_for_nothing(store, bucket, folder, tmp_path):
+    with proxied(store) as (proxy, url):
+        remote = Remote(options=options(url), cache=tmp_path / "cache")
+        source = FolderSource(bucket, remote=remote)
+        proxy.reset()
+        first, _, _ = read_all(source)
+        assert len(proxy.gets) == len(source)
+        proxy.reset()
+        again, _, _ = read_all(pickle.loads(pickle.dumps(source)))
+        assert again == first
+        # nothing of an empty file can be kept from what is not there
+        assert len(proxy.gets) <= 1
+
+
+def test_a_changed_object_is_read_again(store, tmp_path):
+    root = tmp_path / "d"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "x.jpg").write_bytes(b"one")
+    url = bucket_of(store, root, "changing")
+    remote = Remote(options=options(f"http://127.0.0.1:{store}"), cache=tmp_path / "cache")
+    assert FolderSource(url, remote=remote)[0][0] == b"one"
+    (root / "a" / "x.jpg").write_bytes(b"two")
+    import boto3
+
+    boto3.client("s3", endpoint_url=f"http://127.0.0.1:{store}", region_name="us-east-1", aws_access_key_id="x",
+                 aws_secret_access_key="x").put_object(Bucket="changing", Key="train/a/x.jpg", Body=b"two")  # fmt: skip
+    assert FolderSource(url, remote=remote)[0][0] == b"two"
+
+
+def size_of(folder):
+    total = 0
+    for above, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += -(-os.stat(os.path.join(above, name)).st_size // 4096) * 4096 * (name != ".lock")
+    return total
+
+
+def test_the_cache_is_bounded_and_forgets_what_is_old(tmp_path):
+    disk = Disk(tmp_path / "c", max_bytes=10 * 4096)
+    for i in range(8):
+        disk.put([(f"n{i}", b"%d" % i * 3000)])
+        os.utime(disk._path(f"n{i}"), (i, i))
+    assert disk.get("n0") == b"0" * 3000  # used: it stays
+    disk.put([(f"m{i}", b"m" * 3000) for i in range(5)])
+    assert disk.get("n0") is not None
+    assert disk.get("n1") is disk.get("n2") is None
+    assert disk.get("m4") == b"m" * 3000
+    assert size_of(disk.folder) <= disk.max_bytes
+    disk.put([("large", b"x" * 50_000)])
+    assert disk.get("large") is None
+    assert disk.get("m4") is not None
+    disk.put([("../../escape", b"x"), ("a/b\0c", b"y")])
+    assert disk.get("../../escape") == b"x"
+    assert not (tmp_path / "escape").exists()
+    Disk(disk.folder, max_bytes=3 * 4096).put([("new", b"z")])
+    assert size_of(disk.folder) <= 3 * 4096
+
+
+def test_a_damaged_entry_is_none(tmp_path):
+    disk = Disk(tmp_path, max_bytes=1 << 20)
+    disk.put([("a", b"whole" * 100), ("b", b"whole" * 100)])
+    for name, damage in (("a", lambda x: x[:-1]), ("b", lambda x: x[:-1] + b"!")):
+        with open(disk._path(name), "r+b") as file:
+            data = damage(file.read())
+            file.seek(0)
+            file.truncate()
+            file.write(data)
+        assert disk.get(name) is None
+        disk.put([(name, b"again")])
+        assert disk.get(name) == b"again"
+
+
+def fill(folder, seed, seconds):
+    disk = Disk(folder, max_bytes=40 * 4096)
+    rng = np.random.default_rng(seed)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        name = int(rng.integers(60))
+        found = disk.get(str(name))
+        assert found is None or found == b"%d" % name * 4000
+        if found is None:
+            disk.put([(str(name), b"%d" % name * 4000)])
+
+
+def test_many_processes_share_a_bounded_cache_even_when_killed(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=fill, args=(tmp_path, seed, 2.0 if seed else 60.0)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    most, end = 0, time.monotonic() + 1.5
+    while time.monotonic() < end:
+        with locked(tmp_path / ".lock"):  # else files come and go while they are counted
+            most = max(most, size_of(tmp_path))
+        time.sleep(0.01)
+        if time.monotonic() > end - 0.7:
+            workers[0].kill()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [-9, 0, 0, 0]
+    assert 20 * 4096 < most <= 40 * 4096
+    fill(tmp_path, 9, 0.3)
+    assert size_of(tmp_path) <= 40 * 4096
+
+
+def test_a_cache_that_cannot_be_written_only_warns(tmp_path, caplog):
+    disk = Disk(tmp_path / "c", max_bytes=1 << 20)
+    word = disk._path("x")
+    os.makedirs(os.path.dirname(os.path.dirname(word)), exist_ok=True)
+    open(os.path.dirname(word), "w").close()  # a file stands where a folder must be
+    disk.put([("x", b"x")])
+    disk.put([("x", b"x")])
+    assert caplog.text.count("cannot be written") == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(SourceError, match=r"source\.remote\.cache"):
+        Disk(tmp_path / "file", max_bytes=1)
+
+
+# -- places and settings
+
+
+def test_keys_cannot_leave_their_place():
+    for key in ("../a", "a/../b", "/a", "a//b", "", ".", "a/.", "s3://b/c", "a\0b", "..", "./a"):
+        assert not safe(key), key
+    for key in ("a", "a/b.jpg", "..a/b..", "a b#?.jpg", "~/x"):
+        assert safe(key), key
+
+
+def test_listings_that_lead_outside_are_left_out(store, tmp_path, caplog):
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{store}", region_name="us-east-1",
+                          aws_access_key_id="x", aws_secret_access_key="x")  # fmt: skip
+    client.create_bucket(Bucket="hostile")
+    for key in ("t/a/x.jpg", "t/a/../../secret.jpg", "t//y.jpg", "t/a/", "t/./z.jpg", "secret.jpg", "tx/y.jpg"):
+        client.put_object(Bucket="hostile", Key=key, Body=b"data")
+    source = FolderSource("s3://hostile/t", labels="none", remote=Remote(options=options(f"http://127.0.0.1:{store}")))
+    assert [source.key(i) for i in range(len(source))] == ["a/x.jpg"]
+    assert "left out" in caplog.text
+
+
+def test_places(tmp_path):
+    assert locate("s3://b/x/") == "s3://b/x"
+    assert locate("file:///a/b%20c") == "/a/b c"
+    assert join("https://h/d", "a b/c%.jpg") == "https://h/d/a%20b/c%25.jpg"
+    assert join("s3://b/d", "a b/c%.jpg") == "s3://b/d/a b/c%.jpg"
+    assert split("s3://b/d/x.tar") == ("s3://b/d", "x.tar")
+    assert shown("https://me:secret@host/x?sig=secret") == "https://host/x"
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "x.jpg").write_bytes(b"x")
+    assert FolderSource(f"file://{tmp_path}")[0] == (b"x", 0)
+
+
+def test_settings_that_cannot_work():
+    for bad in (
+        {"tries": 0},
+        {"concurrency": True},
+        {"timeout": 0},
+        {"cache_bytes": 1.5},
+        {"options": 3},
+        {"cache": "s3://x"},
+    ):
+        with pytest.raises(ConfigError, match=r"source\.remote\." + next(iter(bad))):
+            Remote(**bad)
+    with pytest.raises(ConfigError, match="fsspec knows no"):
+        FolderSource("nothing://bucket/x")
+    with pytest.raises(ConfigError, match="as s3://bucket/path"):
+        FolderSource("simplecache::s3://bucket/x")
+    with pytest.raises(ConfigError, match=r"source\.remote"):
+        FolderSource("s3://bucket/x", remote={"tries": 3})
+    assert "secret" not in repr(Remote(options={"secret": "secret"})).replace("options", "")
+
+
+def test_file_systems_without_a_loop(folder):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    local = FolderSource(folder)
+    for i in range(len(local)):
+        memory.pipe(f"/store/{local.key(i)}", local[i][0])
+    source = FolderSource("memory://store")
+    same(source, local)
+    assert adapt(source) is source
+    memory.rm(f"/store/{source.key(3)}")
+    found = source.read_many([2, 3])
+    assert found[0] == local[2]
+    assert isinstance(found[1], FileNotFoundError)
+
+
+def test_every_key_stands_in_the_yaml_with_its_default():
+    import inspect
+    from pathlib import Path
+
+    from omegaconf import OmegaConf
+
+    conf = Path(gpuaug.__file__).parent.parent / "conf" / "gpuaug" / "source"
+    for name in ("folder", "shards", "parquet", "table"):
+        node = OmegaConf.load(conf / f"{name}.yaml")
+        cls = getattr(gpuaug, node._target_.removeprefix("gpuaug."))
+        for part, parameters in ((node, inspect.signature(cls).parameters),
+                                 (node.remote, inspect.signature(Remote).parameters)):  # fmt: skip
+            assert set(part) - {"_target_"} == set(parameters)
+            for key, parameter in parameters.items():
+                if key not in ("root", "remote"):
+                    default = parameter.default
+                    assert part[key] == (list(default) if isinstance(default, tuple) else default), key
+
+
+def test_a_configuration_reads_from_a_bucket(store, bucket):
+    overrides = [f"source.root={bucket}", "augment=flip", "source.remote.tries=2", "device=cpu", "num_workers=0"]
+    overrides.append(f"source.remote.options={{endpoint_url: 'http://127.0.0.1:{store}', key: x, secret: x}}")
+    with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
+        assert len(loader.source) == 40
+        assert loader.source._storage.remote.tries == 2

@@ -1,0 +1,234 @@
+"""Tables of paths and labels: kinds of labels, paths that stay in their place, errors, remote tables."""
+
+import csv
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import bucket_of, options, s3
+from test_remote import METHODS, read_all
+
+import gpuaug
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source import Remote, TableSource
+
+NAMES = ["b/1.jpg", "a/2.png", "a/x y, z.jpg", 'ü/"q".jpg', "3.jpg"]
+
+
+@pytest.fixture
+def place(tmp_path):
+    for name in NAMES:
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"bytes of " + name.encode())
+    return tmp_path / "data"
+
+
+def write(place, name="t.csv", **columns):
+    path = place / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table(columns), path)
+        return path
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file, delimiter="\t" if name.endswith(".tsv") else ",")
+        lines.writerow(columns)
+        lines.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.parquet"])
+def test_rows_are_samples(place, name):
+    path = write(place, name, label=[2, 0, 1, 1, 0], path=NAMES, other=list("abcde"))
+    source = TableSource(path)
+    assert list(source) == [(b"bytes of " + n.encode(), label) for n, label in zip(NAMES, [2, 0, 1, 1, 0], strict=True)]
+    assert [source.key(i) for i in range(5)] == NAMES
+    assert source.labels.tolist() == [2, 0, 1, 1, 0]
+    assert source.num_classes == 3
+    assert source.classes is source.read_many is None
+    names = TableSource(path, label="other", path="path")
+    assert names.classes == list("abcde")
+    assert TableSource(path, label="other", classes=list("edcba")).labels.tolist() == [4, 3, 2, 1, 0]
+    assert TableSource(path, label="none")[0] == (source[0][0], None)
+    assert TableSource(path, label="none").digest() == source.digest()
+    some = TableSource(path, subset=[1, 3])
+    assert some.indices.tolist() == [1, 3]
+    assert some[3] == source[3]
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_targets(place, name):
+    path = write(place, name, path=NAMES, age=[1.5, 2, -3, 4e2, 0], cat=[1, 0, 1, 0, 0], dog=[0, 0, 1, 1, 0.25])
+    ages = TableSource(path, label="age")
+    assert [x[1] for x in ages] == [1.5, 2, -3, 400, 0]
+    assert ages.labels is ages.num_classes is None
+    several = TableSource(path, label=["cat", "dog"])
+    assert [x[1] for x in several] == [[1, 0], [0, 0], [1, 1], [0, 1], [0, 0.25]]
+    assert several.classes == ["cat", "dog"]
+    assert several.class_to_idx == {"cat": 0, "dog": 1}
+    assert several.num_classes == 2
+    _, labels, _ = read_all(ages)
+    assert labels == dict(enumerate([1.5, 2, -3, 400, 0]))
+    with pytest.raises(SourceError, match="must be numbers"):
+        TableSource(path, label=["path", "dog"])
+
+
+def test_lists_of_parquet(place):
+    path = write(place, "t.parquet", path=NAMES, many=[[1.0, 0], [0, 1], [0, 0], [1, 1], [0, 0]],
+                 tags=[["x"], [], ["y", "x"], ["z"], []], odd=[[1], [1, 2], [], [], []])  # fmt: skip
+    assert [x[1] for x in TableSource(path, label="many")][:2] == [[1, 0], [0, 1]]
+    tags = TableSource(path, label="tags")
+    assert tags.classes == ["x", "y", "z"]
+    assert [x[1] for x in tags] == [[1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]
+    with pytest.raises(SourceError, match="must have one length"):
+        TableSource(path, label="odd")
+
+
+OUTSIDE = [
+    "../secret.jpg",
+    "/etc/passwd",
+    "a/../../secret.jpg",
+    "a/..",
+    "",
+    ".",
+    "s3://b/x.jpg",
+    "a\0.jpg",
+    "a//b.jpg",
+    "a/",
+]
+OUTSIDE += ["file:///etc/passwd", "./../secret.jpg", None, 3]
+
+
+@pytest.mark.parametrize("bad", OUTSIDE)
+def test_paths_cannot_leave_the_folder_of_the_table(place, bad):
+    (place.parent / "secret.jpg").write_bytes(b"secret")
+    tables = [write(place, "t.parquet", path=[1 if bad == 3 else NAMES[0], bad], label=[0, 1])]
+    if isinstance(bad, str) and "\0" not in bad:
+        tables.append(write(place, path=[NAMES[0], bad], label=[0, 1]))
+    for table in tables:
+        with pytest.raises(SourceError, match=r"relative to its folder, and stay in it\. Found in row [01]"):
+            TableSource(table)
+
+
+@given(st.text(max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_no_text_leads_outside(text):
+    import os
+
+    from gpuaug.source.table import _checked
+
+    try:
+        path = os.fsdecode(_checked(text, 0, "t"))
+    except (SourceError, UnicodeEncodeError):
+        return
+    assert os.path.realpath(os.path.join("/a/b", path)).startswith("/a/b/")
+
+
+def test_dots_are_dropped_and_missing_files_are_faults(place):
+    path = write(place, path=["./3.jpg", "gone.jpg", " a/2.png", "a"], label=[0, 1, 2, 1])
+    source = TableSource(path)
+    assert source.key(0) == "3.jpg"
+    found, labels, faults = read_all(source)
+    assert found == {0: b"bytes of 3.jpg", 1: b"", 2: b"bytes of a/2.png", 3: b""}
+    assert faults[1].startswith("FileNotFoundError")
+    assert set(faults) == {1, 3}
+    assert labels == {0: 0, 1: 1, 2: 2, 3: 1}
+
+
+def test_tables_that_cannot_be_used(place):
+    good = {"path": NAMES[:2], "label": [0, 1]}
+    for name in ("t.csv", "t.parquet"):
+        table = write(place, name, **good)
+        with pytest.raises(SourceError, match=r"one column 'klass'\. Found: 'path', 'label'"):
+            TableSource(table, label="klass")
+        with pytest.raises(SourceError, match="one column 'file'"):
+            TableSource(table, path="file")
+    with pytest.raises(SourceError, match="no rows"):
+        TableSource(write(place, path=[], label=[]))
+    with pytest.raises(SourceError, match="sample 1 .* has no 'label'"):
+        TableSource(write(place, path=NAMES[:2], label=[1, ""]))
+    with pytest.raises(SourceError, match="are null"):
+        TableSource(write(place, "n.parquet", path=NAMES[:2], label=[1, None]))
+    with pytest.raises(SourceError, match="is not a finite number"):
+        TableSource(write(place, path=NAMES[:2], label=[0.5, "nan"]))
+    for text, message in (
+        ("", "one column"),
+        ("path,label\na.jpg\n", "line 2 of .* has 1 fields, and the first one 2"),
+        ('path,label\n"a.jpg,1', "cannot be read"),
+        ("path,path,label\na,b,1\n", "one column 'path'"),
+        ("path,label\n" + "x" * 200_000 + ",1\n", "cannot be read"),
+    ):
+        (place / "bad.csv").write_text(text)
+        with pytest.raises(SourceError, match=message):
+            TableSource(place / "bad.csv")
+    (place / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SourceError, match="cannot be read"):
+        TableSource(place / "bad.parquet")
+    with pytest.raises(SourceError, match="does not exist"):
+        TableSource(place / "nowhere.csv")
+    for bad in (place / "t.xlsx", place, "", None):
+        with pytest.raises(ConfigError, match=r"source\.root"):
+            TableSource(bad)
+    without = {"classes": ["a"]}
+    for more in (
+        {"label": []},
+        {"path": ""},
+        {"label": ["a", 3]},
+        {"label": "none", **without},
+        {"label": ["a"], **without},
+    ):
+        with pytest.raises(ConfigError, match=r"source\."):
+            TableSource(place / "t.csv", **more)
+
+
+def test_text_as_spreadsheets_write_it(place):
+    (place / "t.csv").write_bytes(b'\xef\xbb\xbf"path", label\r\n"3.jpg",1\r\n\r\n"a/x y, z.jpg", 0\r\n')
+    source = TableSource(place / "t.csv")
+    assert list(source) == [(b"bytes of 3.jpg", 1), (b"bytes of a/x y, z.jpg", 0)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_of_every_start_method_read(place, method):
+    source = TableSource(write(place, path=NAMES, label=[0, 1, 2, 3, 4]))
+    found, labels, faults = read_all(source, num_workers=1, start_method=method, size=2)
+    assert not faults
+    assert found == {i: item[0] for i, item in enumerate(source)}
+    assert labels == {i: i for i in range(5)}
+    assert all(t.is_shared() for t in (source._names.blob, source.labels))
+    assert list(pickle.loads(pickle.dumps(source))) == list(source)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_a_table_in_a_bucket(place, name):
+    write(place, name, path=NAMES, label=[0, 1, 2, 3, 4])
+    with s3() as port:
+        url = bucket_of(port, place, "table")
+        remote = Remote(options=options(f"http://127.0.0.1:{port}"))
+        source = TableSource(f"{url}/{name}", remote=remote)
+        assert list(source) == list(TableSource(place / name))
+        assert len(source.read_many([3, 1])) == 2
+        with pytest.raises(SourceError, match="cannot be read"):
+            TableSource(f"{url}/nowhere.csv", remote=remote)
+
+
+def test_a_configuration_reads_a_table(tmp_path):
+    from conftest import cut
+
+    root = cut(tmp_path / "train", 1)
+    local = gpuaug.FolderSource(root)
+    path = write(root, path=[local.key(i) for i in range(5)], a=[0, 1, 0, 1, 1], b=[1, 1, 0, 0, 0.5])
+    overrides = [
+        "source=table",
+        f"source.root={path}",
+        "source.label=[a, b]",
+        "augment=flip",
+        "device=cpu",
+        "num_workers=0",
+    ]
+    with gpuaug.build(gpuaug.compose("train", [*overrides, "order=sequential"])) as loader:
+        (batch,) = list(loader)
+    assert batch.labels.tolist() == [[0, 1], [1, 1], [0, 0], [1, 0], [1, 0.5]]
+    assert batch.keys == [local.key(i) for i in range(5)]
+    assert bool(batch.valid.all())

@@ -1,0 +1,474 @@
+"""`gpuaug train`: learning, stopping, resuming, ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
+
+pytest.importorskip("skimage")
+pytest.importorskip("sklearn")
+
+from bench import photographs
+from gpuaug.cli import main, memory, train
+from gpuaug.cli.model import SmallNet
+from gpuaug.cli.request import Request
+from gpuaug.errors import ConfigError, GpuaugError
+
+ROOT = Path(__file__).parent.parent
+SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
+HELD_OUT = ("val.augment=none", "val.augment.crop.size=[32,32]")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several threads wait for each other more than they work on images of 32 x 32, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photographs.cut(tmp_path_factory.mktemp("photos"), count=80)
+
+
+def words(photos: Path, out: Path, *more: str) -> list[str]:
+    return ["train", f"source.root={photos}/train", f"out={out}", *SMALL, *more]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return torch.load(out / "last.pt", weights_only=True)["model"]
+
+
+def checkpoint(out: Path) -> dict[str, Any]:
+    return torch.load(out / "last.pt", weights_only=True)
+
+
+class StopAfter(train.Stop):
+    """SIGTERM at the n-th time that the training looks whether it has come."""
+
+    left = 0
+
+    @property
+    def asked(self) -> bool:
+        type(self).left -= 1
+        return type(self).left <= 0
+
+    @asked.setter
+    def asked(self, value: bool) -> None: ...
+
+
+def test_learns_and_reports(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    more = [f"val.source.root={photos}/val", *HELD_OUT, "epochs=8", "optimizer=adamw", "lr=0.01", f"json={file}"]
+    assert main(words(photos, tmp_path, *more, "augment=flip", "augment.crop.scale=[0.5,1]")) == 0
+    values = json.loads(file.read_text())
+    printed = capsys.readouterr().out
+    for name in ("images_per_second", "waiting_for_data", "peak_memory", "train_accuracy", "held_out_accuracy"):
+        assert name.replace("_", " ") in printed
+    assert f"{values['images_per_second']:.0f} (" in printed
+    assert 0 <= values["waiting_for_data"] <= 1
+    assert values["peak_memory"] > 50 * 2**20
+    assert values["train_accuracy"] > 0.4  # ten classes
+    assert values["held_out_accuracy"] > 0.25
+    assert [entry["epoch"] for entry in values["history"]] == list(range(8))
+    assert values["history"][-1]["loss"] < values["history"][0]["loss"]
+    assert checkpoint(tmp_path)["classes"] == sorted(photographs.PHOTOGRAPHS)
+
+
+def test_stopping_in_mid_epoch_and_resuming_changes_nothing(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(words(photos, tmp_path / "whole", "epochs=2")) == 0
+    monkeypatch.setattr(train, "Stop", StopAfter)
+    StopAfter.left = 3
+    assert main(words(photos, tmp_path / "parts", "epochs=2")) == train.TERMINATED
+    found = checkpoint(tmp_path / "parts")
+    assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 24, 3)
+    StopAfter.left = 10**6
+    assert main(words(photos, tmp_path / "parts", "epochs=2", "resume=auto", "num_workers=1", "prefetch=0")) == 0
+    a, b = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
+    assert a["history"] == b["history"]  # the sums of the interrupted epoch were kept
+    assert a["steps"] == b["steps"]
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+def test_resuming_with_another_batch_size_sees_the_rest_once(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "Stop", StopAfter)
+    StopAfter.left = 3
+    assert main(words(photos, tmp_path, "epochs=1")) == train.TERMINATED
+    seen: list[int] = []
+    step = train.Training._step
+
+    def noting(self: train.Training, batch: Any, **more: Any) -> None:
+        seen.extend(batch.indices.tolist())
+        step(self, batch, **more)
+
+    monkeypatch.setattr(train.Training, "_step", noting)
+    StopAfter.left = 10**6
+    assert main(words(photos, tmp_path, "epochs=1", f"resume={tmp_path}/last.pt", "batch_size=5")) == 0
+    assert len(seen) == len(set(seen)) == 64 - 24
+    assert checkpoint(tmp_path)["steps"] == 3 + 8
+    assert checkpoint(tmp_path)["history"][0]["epoch"] == 0
+
+
+def test_stop_during_held_out_images_keeps_the_epoch(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "Stop", StopAfter)
+    StopAfter.left = 8 + 2  # 8 steps of training, then the second batch of held-out images
+    more = (f"val.source.root={photos}/val", *HELD_OUT, "val.batch_size=4", "epochs=2")
+    assert main(words(photos, tmp_path, *more)) == train.TERMINATED
+    found = checkpoint(tmp_path)
+    assert (found["loader"]["epoch"], found["loader"]["position"]) == (1, 0)
+    assert len(found["history"]) == 1
+    StopAfter.left = 10**6
+    assert main(words(photos, tmp_path, *more, "resume=auto")) == 0
+    assert [entry["epoch"] for entry in checkpoint(tmp_path)["history"]] == [0, 1]
+
+
+def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpuaug.cli", *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("epoch 2:"):
+                break
+        workers = memory.tree(process.pid)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) == train.TERMINATED
+    assert "SIGTERM: stopped in epoch" in rest
+    found = checkpoint(tmp_path)
+    assert found["loader"]["epoch"] >= 2
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a worker outlived the run")
+    assert main(words(photos, tmp_path, "resume=auto", f"epochs={found['loader']['epoch'] + 1}")) == 0
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_amp_on_the_cpu(amp: str, photos: Path, tmp_path: Path) -> None:
+    assert main(words(photos, tmp_path, f"amp={amp}", "epochs=1", "limit_batches=3", "dtype=bfloat16")) == 0
+    found = checkpoint(tmp_path)
+    assert all(value.isfinite().all() for value in found["model"].values())
+    assert bool(found["scaler"]) == (amp == "float16")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("mix=mixup_cutmix",),
+        ("mix=mixup", "mix.mixup_alpha=0", "mix.label_smoothing=0.1"),
+        ("augment=simclr", "augment.crop.size=32"),
+        ("augment=dino", "batch_size=2", "limit_batches=2"),
+        ("faults.policy=blank", "order=weighted"),
+        ("order=repeated", "last=drop"),
+    ],
+)
+def test_other_recipes_labels_and_orders(more: tuple[str, ...], photos: Path, tmp_path: Path) -> None:
+    first = [word for word in words(photos, tmp_path) if more[0] != "augment=dino" or "crop.size" not in word]
+    assert main([*first, "epochs=1", "limit_batches=3", *more]) == 0
+    assert math.isfinite(checkpoint(tmp_path)["history"][0]["loss"])
+
+
+def test_a_model_of_ones_own(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_nets.py").write_text(
+        "from torch import nn\n"
+        "class Flat(nn.Sequential):\n"
+        "    def __init__(self, num_classes, size):\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(3 * size * size, num_classes))\n"
+        "def function(num_classes): ...\n"
+        "class NoModule:\n    def __init__(self, num_classes): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = [word for word in words(photos, tmp_path, "epochs=1", "limit_batches=2") if "width" not in word]
+    own = [*base, "model._target_=my_nets.Flat", "+model.size=32"]
+    assert main([*own, "--trust", "my_nets"]) == 0
+    assert weights(tmp_path)["1.weight"].shape == (10, 3072)
+    assert main(own) == 2  # not trusted
+    assert main([*base, "model._target_=my_nets.NoModule", "--trust", "my_nets"]) == 2
+
+
+def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None:
+    before = torch.get_rng_state()
+    request = Request(command="train")
+    config = {"_target_": "gpuaug.cli.model.SmallNet", "width": 4}
+    a, b, c = (train.build_model(request, config, num_classes=3, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["stem.weight"], c["stem.weight"])
+
+
+@pytest.mark.parametrize("size", [(32, 32), (33, 70), (224, 224)])
+def test_small_net_takes_any_size(size: tuple[int, int]) -> None:
+    assert SmallNet(num_classes=7, width=4)(torch.rand(2, 3, *size)).shape == (2, 7)
+
+
+def test_bad_checkpoints_are_refused(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1")) == 0
+
+    def refused(*more: str) -> str:
+        assert main(words(photos, tmp_path / "other", "epochs=2", *more)) == 2
+        return capsys.readouterr().err
+
+    file = tmp_path / "last.pt"
+    assert "another model or optimizer" in refused(f"resume={file}", "model.width=16".replace("model", "++model"))
+    assert "no_such.pt" in refused("resume=no_such.pt")
+    (tmp_path / "junk.pt").write_bytes(b"not a checkpoint")
+    assert "must name a checkpoint" in refused(f"resume={tmp_path}/junk.pt")
+    torch.save({"version": 99}, tmp_path / "newer.pt")
+    assert "of version 1" in refused(f"resume={tmp_path}/newer.pt")
+    found = torch.load(file, weights_only=True)
+    torch.save({**found, "classes": ["a", "b"]}, tmp_path / "classes.pt")
+    assert "was trained on the classes ['a', 'b']" in refused(f"resume={tmp_path}/classes.pt")
+    found["loader"] |= {"position": 8, "after": 0, "order": "x"}
+    torch.save(found, tmp_path / "inside.pt")
+    assert "seed" in refused(f"resume={tmp_path}/inside.pt", "seed=5")
+
+
+def test_a_checkpoint_that_was_tampered_with_is_refused(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1")) == 0
+    whole, bad = checkpoint(tmp_path), tmp_path / "bad.pt"
+
+    def refused() -> str:
+        assert main(words(photos, tmp_path / "other", "epochs=2", "limit_batches=1", f"resume={bad}")) == 2
+        return capsys.readouterr().err
+
+    for part in ("model", "optimizer", "scaler", "loader", "classes", "sums", "steps", "history"):
+        torch.save({k: v for k, v in whole.items() if k != part}, bad)
+        assert f"`{part}`" in refused()
+    entry = whole["history"][0]
+    momentum = copy.deepcopy(whole["optimizer"])
+    momentum["state"][0]["momentum_buffer"] = torch.zeros(3)
+    for changed, said in (
+        ({"model": 3}, "`model` of a checkpoint must be a mapping. Found: `model` = '3'"),
+        ({"optimizer": [1]}, "`optimizer`"),
+        ({"scaler": 3}, "`scaler`"),
+        ({"scaler": {"scale": "x"}}, "`scaler`"),
+        ({"loader": "x"}, "`loader`"),
+        ({"classes": 7}, "`classes`"),
+        ({"classes": [3]}, "`classes`"),
+        ({"sums": [1.0, 2.0]}, "`sums` of a checkpoint must be three numbers"),
+        ({"sums": [1.0, 2.0, "x"]}, "`sums`"),
+        ({"steps": "a"}, "`steps` of a checkpoint must be a whole number >= 0. Found: `steps` = 'a'"),
+        ({"steps": -1}, "`steps`"),
+        ({"steps": True}, "`steps`"),
+        ({"history": 3}, "`history`"),
+        ({"history": [3]}, "`history`"),
+        ({"history": [{"epoch": 0}]}, "`history`"),
+        ({"history": [{**entry, "loss": "x"}]}, "`history`"),
+        ({"optimizer": {}}, "another model or optimizer"),
+        ({"optimizer": momentum}, "another model or optimizer"),
+        ({"model": {3: 4}}, "another model or optimizer"),
+        ({"loader": {}}, "loader state"),
+        ({"loader": {**whole["loader"], "epoch": "x"}}, "state"),
+    ):
+        torch.save({**whole, **changed}, bad)
+        assert said in refused(), changed
+    for content in (b"abc", b"", b"\x80\x02.", b"PK\x03\x04", (tmp_path / "last.pt").read_bytes()[:5000]):
+        bad.write_bytes(content)
+        assert "`resume` must name a checkpoint of `gpuaug train`" in refused(), content[:9]
+    torch.save(torch.zeros(3), bad)
+    assert "of version 1" in refused()
+
+
+def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*more: str) -> str:
+        assert main(words(photos, tmp_path, "epochs=1", *more)) == 2
+        return capsys.readouterr().err
+
+    assert "needs labels" in refused("source.labels=none")
+    assert "an epoch has no batch" in refused("last=drop", "batch_size=100")
+    assert "Lower `lr`" in refused("lr=1e30", "epochs=2", "momentum=0")
+    assert "needs a label for every class" in refused("loss=binary_cross_entropy")
+    assert "source.root" in refused("val.batch_size=3")
+    other = ",".join(sorted(photographs.PHOTOGRAPHS, reverse=True))
+    found = refused(f"val.source.root={photos}/val", f"val.source.classes=[{other}]")
+    assert "must have the training's classes" in found
+    assert "Set `last=drop`" in refused("batch_size=9")  # 64 leaves a last batch of one
+
+
+def test_uneven_ranks_are_refused(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(words(photos, tmp_path, "last=uneven")) == 2
+
+
+def test_broken_images_cost_nothing_but_themselves(photos: Path, tmp_path: Path) -> None:
+    for name in ("cat", "coffee"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for file in sorted((photos / "train" / name).iterdir())[:4]:
+            (tmp_path / "images" / name / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "images" / name / "a_broken.jpg").write_bytes(b"\xff\xd8 no image")
+    more = ("epochs=1", "batch_size=2", f"source.root={tmp_path}/images")
+    for policy in ("blank", "drop"):
+        assert main(words(photos, tmp_path, *more, f"faults.policy={policy}")) == 0
+        assert math.isfinite(checkpoint(tmp_path)["history"][0]["loss"])
+    assert main(words(photos, tmp_path, *more)) == 2
+
+
+def test_loss_is_the_formula_and_views_count_equally() -> None:
+    generator = torch.Generator().manual_seed(0)
+    views = [torch.randn(6, 4, generator=generator) for _ in range(2)]
+    hard = torch.tensor([0, 1, 2, 3, 0, 1])
+    soft = torch.rand(6, 4, generator=generator).softmax(dim=1)
+    several = (torch.rand(6, 4, generator=generator) > 0.5).float()
+    losses, right = train.outcome(views, hard, "cross_entropy")
+    expected = sum(-log_softmax(view, dim=1)[torch.arange(6), hard] for view in views) / 2
+    torch.testing.assert_close(losses, expected)
+    assert right.tolist() == ((views[0] + views[1]).argmax(dim=1) == hard).float().tolist()
+    losses, right = train.outcome(views[:1], soft, "cross_entropy")
+    torch.testing.assert_close(losses, -(soft * log_softmax(views[0], dim=1)).sum(dim=1))
+    assert right.tolist() == (views[0].argmax(dim=1) == soft.argmax(dim=1)).float().tolist()
+    losses, right = train.outcome(views[:1], several, "binary_cross_entropy")
+    expected = binary_cross_entropy_with_logits(views[0], several, reduction="none").mean(dim=1)
+    torch.testing.assert_close(losses, expected)
+    assert right.tolist() == ((views[0] > 0) == several.bool()).float().mean(dim=1).tolist()
+    with pytest.raises(ConfigError, match="needs labels"):
+        train.outcome(views, None, "cross_entropy")
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 1.0])
+def test_rate_rises_then_falls(warmup: float) -> None:
+    values = [train.rate(i / 1000, warmup=warmup) for i in range(1001)]
+    top = values.index(max(values))
+    assert abs(top / 1000 - warmup) < 0.002
+    assert values[: top + 1] == sorted(values[: top + 1])
+    assert values[top:] == sorted(values[top:], reverse=True)
+    assert all(0 <= value <= 1 for value in values)
+    assert warmup == 1.0 or values[-1] < 1e-6
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    decaying, others = train._optimizer(model, train.Settings()).param_groups
+    assert [p.shape for p in decaying["params"]] == [model[0].weight.shape, model[2].weight.shape]
+    assert decaying["weight_decay"] > 0
+    assert others["weight_decay"] == 0
+    assert len(others["params"]) == 4
+
+
+def test_a_checkpoint_is_whole_or_not_there(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1")) == 0
+    before = (tmp_path / "last.pt").read_bytes()
+    save = torch.save
+
+    def half(what: Any, stream: Any) -> None:
+        save(what, stream)
+        stream.truncate(100)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(GpuaugError, match="No space left"):
+        train.main(Request(command="train", overrides=tuple(words(photos, tmp_path, "epochs=1")[1:])))
+    assert (tmp_path / "last.pt").read_bytes() == before
+
+
+def test_memory_counts_workers_once() -> None:
+    buffer = bytearray(os.urandom(64 * 2**20))
+    before = memory.host()
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        assert child in memory.tree()
+        assert memory.host() - before < len(buffer) / 2  # its pages are this process's own
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+DDP_NET = (
+    "from torch import nn\n"
+    "class Flat(nn.Sequential):\n"  # without norms, whose statistics are each rank's own
+    "    def __init__(self, num_classes):\n"
+    "        super().__init__(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))\n"
+)
+
+
+def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "gpuaug.cli"]
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command, *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
+
+
+def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same samples per step, mean over all that are valid: 61 do not divide, so the last batch is padded."""
+    (tmp_path / "ddp_nets.py").write_text(DDP_NET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    more = ["source.subset=61", "model._target_=ddp_nets.Flat", "--trust", "ddp_nets", "epochs=2", "lr=0.01"]
+    more += [f"val.source.root={photos}/val", *HELD_OUT]
+
+    def arguments(out: str, *last: str) -> list[str]:
+        return [word for word in words(photos, tmp_path / out, *more, *last) if "width" not in word]
+
+    assert main(arguments("one", "batch_size=8")) == 0
+    done = launch(2, arguments("two", "batch_size=4"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two")
+    assert one["steps"] == two["steps"] == 16
+    for name, value in one["model"].items():
+        torch.testing.assert_close(two["model"][name], value, rtol=1e-4, atol=1e-6)
+    for a, b in zip(one["history"], two["history"], strict=True):
+        assert b == {name: pytest.approx(value, rel=1e-4) for name, value in a.items()}
+    assert done.stdout.count("images per second") == 1
+
+
+@pytest.mark.long
+def test_sigterm_under_torchrun_and_resume_on_one_rank(photos: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gpuaug.cli"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = words(photos, tmp_path, "epochs=100000", "num_workers=1")
+    with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("epoch 2:"):
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) != 0
+    assert "SIGTERM: stopped in epoch" in rest
+    epoch = checkpoint(tmp_path)["loader"]["epoch"]
+    assert main(words(photos, tmp_path, "resume=auto", f"epochs={epoch + 1}", "batch_size=4")) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("amp", ["auto", "float16", "float32"])
+def test_on_the_gpu(amp: str, photos: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    more = [f"val.source.root={photos}/val", *HELD_OUT, "epochs=3", f"json={file}", "memory_format=channels_last"]
+    given = [word for word in words(photos, tmp_path) if word != "device=cpu"]
+    assert main([*given, "device=cuda", f"amp={amp}", *more]) == 0
+    values = json.loads(file.read_text())
+    assert values["device_memory"]["torch_peak"] > 0
+    assert 0 <= values["waiting_for_data"] <= 1
+    assert math.isfinite(values["history"][-1]["loss"])

@@ -1,0 +1,121 @@
+"""The CUDA kernels equal the reference, whatever the program; run by test_triton_kernels.py in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from test_fused import (
+    JUMPS,
+    KNOWN,
+    NORMALIZE,
+    POINT,
+    POINTWISE,
+    POLICIES,
+    SPACE,
+    SPATIAL,
+    adversarial,
+    draw,
+    photographs,
+)
+
+from gpuaug.augment import fused, triton_kernels
+from gpuaug.augment.parameters import prepare
+from gpuaug.augment.reference import ReferenceBackend
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(
+    ops: dict[str, Any], images: torch.Tensor, seed: int = 0, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    prepared = [prepare(name, op) for name, op in ops.items()]
+    size = (images.shape[1], images.shape[2])
+    chosen = [draw(p, len(images), size, seed + k, extreme=seed % 2 == 1) for k, p in enumerate(prepared)]
+    (part,) = fused._parts(tuple(prepared))
+    assert part.lowering is not None
+    code, args = part.lowering.program(chosen, size)
+    scale, shift = fused._affine(NORMALIZE)
+    found = triton_kernels.run(
+        images.to(DEVICE),
+        code,
+        args,
+        fields=fused._fields(part.lowering, chosen, code, size, DEVICE),
+        ramps=fused.warp_ramps(size),
+        scale=scale,
+        shift=shift,
+        **{"dtype": torch.float32, "channels_last": False, **options},
+    )
+    return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), triton_kernels.stretches(code, args)
+
+
+def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    return ((found - expected).abs() > tolerance).float().mean().item()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_operation_equals_kornia(name: str) -> None:
+    for seed, images in enumerate((adversarial(17, 23), photographs(24))):
+        found, expected, _ = run({name: KNOWN[name]()}, images, seed)
+        assert far(found, expected, SPACE if name in SPATIAL else POINT) <= (1e-4 if name in JUMPS else 0)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (30, 43)])
+def test_chains_of_colours_are_one_stretch(size: tuple[int, int]) -> None:
+    ops = {k: POINTWISE[k]() for k in ("vflip", "hflip", "jitter", "gray")}
+    found, expected, stretches = run(ops, adversarial(*size))
+    assert [(s.first, s.last, s.contrast, s.rest) for s in stretches] == [(0, 7, True, [])]
+    assert far(found, expected, POINT) == 0
+
+
+def test_a_blur_is_two_more_kernels() -> None:
+    ops = {"hflip": POINTWISE["hflip"](), "jitter": POINTWISE["jitter"](), "blur": SPATIAL["blur"]()}
+    found, expected, stretches = run(ops, photographs(24))
+    assert [len(s.rest) for s in stretches] == [1]
+    assert far(found, expected, SPACE) == 0
+    solarized = {**ops, "solarize": K.RandomSolarize(0.4, 0.0, p=0.5), "flip": K.RandomVerticalFlip()}
+    found, expected, stretches = run(solarized, photographs(24))
+    assert len(stretches) == 2
+    assert far(found, expected, SPACE) <= 1e-4
+
+
+def test_what_must_not_share_a_kernel() -> None:
+    ops = {"a": K.ColorJitter(contrast=0.9, p=1.0), "b": K.ColorJitter(contrast=0.9, p=1.0)}  # two means
+    found, expected, stretches = run(ops, photographs(24))
+    assert len(stretches) == 2
+    assert far(found, expected, POINT) == 0
+    erased = {"erase": K.RandomErasing(value=0.5, p=1.0), "flip": K.RandomHorizontalFlip(p=0.5)}
+    found, expected, stretches = run(erased, photographs(24))
+    assert len(stretches) == 2
+    assert far(found, expected, POINT) == 0
+
+
+@pytest.mark.parametrize("name", ["randaugment", "autoaugment", "one_of"])
+def test_a_policy_equals_kornia(name: str) -> None:
+    found, expected, _ = run({"flip": K.RandomHorizontalFlip(), name: POLICIES[name]()}, photographs(24))
+    assert far(found, expected, SPACE) <= 1e-3  # chains with a jump after arithmetic that is not Kornia's to the bit
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("last", ["gray", "blur"])
+def test_dtypes_and_memory_formats(last: str, dtype: torch.dtype, channels_last: bool) -> None:
+    ops = {"jitter": POINTWISE["jitter"](), last: KNOWN[last]()}
+    plain, _, _ = run(ops, photographs(24))
+    found, _, _ = run(ops, photographs(24), dtype=dtype, channels_last=channels_last)
+    assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert (found.float() - plain).abs().max() <= (0 if dtype == torch.float32 else 0.02)
+
+
+def test_no_operations() -> None:
+    images = photographs(8)
+    out = triton_kernels.run(
+        images.to(DEVICE), np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32), fields={},
+        ramps=np.zeros(1, dtype=np.float32), scale=(1.0,) * 3, shift=(0.0,) * 3, dtype=torch.float32,
+        channels_last=False,
+    )  # fmt: skip
+    assert torch.equal(out.cpu(), images.permute(0, 3, 1, 2).float() / 255)
