@@ -1,0 +1,574 @@
+"""End to end beside its peers: from files to consumed batches, real photographs, each contestant a process of its own.
+
+    python bench/loader.py --json loader.json                       # everything that runs here
+    python bench/loader.py --recipe standard --who ours torchvision --peer-python ~/other/bin/python
+    python bench/loader.py --table loader.json                      # the section of bench/README.md
+    python bench/loader.py --quick --json loader.json               # a minute: shows that it runs, measures nothing
+
+All are started first and have done one epoch (compilation, page cache). Then every round lets each of them run one
+epoch while the others sleep (A B C A B C ...); the median of the rounds counts. One more epoch, which no time is taken
+of, gives the highest sum of PSS over all processes of a contestant. Consuming a batch is waiting until it is there.
+
+Who is who:
+    ours            files -> gpuaug.Loader -> batches; ours_ram, ours_packed, ours_s3: the same from another place
+    read, decode, augment   a stage of ours alone, on the same cores; `ceiling` is what they allow together
+    checks          reading and checking the headers, and the faults' policy, alone
+    shapes          reading height and width alone, which crops are drawn for, with nvImageCodec and no check
+    torchvision, torchvision_v2     DataLoader over PIL files, transforms v1 on PIL images, v2 on tensors
+    kornia_eager    DataLoader of bytes, DALI decodes, crops and resizes in the main process, Kornia eager on the batch
+    dali_reader     DALI alone: its file reader, decoder and operators
+    dali_proxy      DataLoader of bytes with DALI's PyTorch proxy
+    ffcv, ffcv_raw  FFCV from its own file of JPEGs, of raw pixels
+    spdl            SPDL: threads that decode, crop and resize with ffmpeg
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import random
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from contestants import Spec
+
+RECIPES = ("standard", "flip", "simclr")
+SETS = ("photos", "large")
+OURS = ("ours", "ours_ram", "ours_packed", "ours_s3", "read", "decode", "augment", "checks", "shapes")
+PEERS = ("torchvision", "torchvision_v2", "kornia_eager", "dali_reader", "dali_proxy", "ffcv", "ffcv_raw", "spdl")
+ELSEWHERE = ("torchvision", "torchvision_v2", "ffcv", "ffcv_raw", "spdl")  # may live in another environment
+PATIENCE = 600  # seconds that a contestant may take for an epoch
+LATENCY = 0.05  # seconds to the first byte of the S3 server
+PROSE = """From files to consumed batches; every contestant is a process of its own, and they run in turns.
+`ceiling` is what `read`, `decode` and `augment` allow together, each measured alone on the same cores (one after the
+other on a CPU; on a GPU reading runs beside the rest). Memory is the highest sum of PSS over a contestant's processes.
+Peers draw for themselves, so their pixels are of the same kind but not the same. `fault_machinery` is an upper bound:
+what `checks` take, as if nothing else ran meanwhile.
+
+Make it again: `python bench/loader.py --json loader.json --peer-python PYTHON`, then with `--table loader.json --readme
+bench/README.md`.
+"""
+BEGIN, END = "<!-- loader.py -->", "<!-- end of loader.py -->"
+
+
+class Contestant:
+    """A process that runs an epoch when it is told to."""
+
+    def __init__(self, spec: Spec, python: str, *, preload: str | None, data: str, delay: float) -> None:
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        if preload:
+            environment |= {"LD_PRELOAD": preload, "SLOW_OPEN": data, "SLOW_OPEN_US": str(int(delay * 1e6))}
+        self.spec, self.rates = spec, list[float]()
+        self.process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("contestants.py")), json.dumps(asdict(spec))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("BENCH_STDERR") else subprocess.DEVNULL,
+            text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        answer = self._answer()
+        self.reason = None if answer.get("ok") else answer["reason"]
+        self.first = answer.get("seconds")
+        self.peak = 0
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+            return {"reason": f"nothing came in {PATIENCE} s"}
+        return json.loads(self.process.stdout.readline() or '{"reason": "its process ended"}')
+
+    def _ask(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write("run\n")
+            self.process.stdin.flush()
+
+    def round(self) -> None:
+        self._ask()
+        answer = self._answer()
+        if "images" in answer:
+            self.rates.append(answer["images"] / answer["seconds"])
+        else:
+            self.reason = answer["reason"]
+
+    def weigh(self) -> None:
+        """One epoch with an eye on the memory; looking costs time, so none is taken."""
+        from gpuaug.cli import memory
+
+        self._ask()
+        assert self.process.stdout is not None
+        while True:
+            self.peak = max(self.peak, memory.host(self.process.pid))
+            if select.select([self.process.stdout], [], [], 0.1)[0]:
+                self._answer()
+                return
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+
+# --- data
+
+
+def prepare(folder: Path, kind: str, count: int) -> Path:
+    """An ImageFolder of at least ``count`` photographs, made once per folder."""
+    from photographs import PHOTOGRAPHS, cut, photograph
+
+    out = folder / f"{kind}_{count}"
+    if (out / "done").exists():
+        return out / "train"
+    if kind == "photos":
+        cut(out, count=math.ceil(max(count, 16) / 0.8) + len(PHOTOGRAPHS), progress=True)
+    else:  # 2 to 12 megapixels: tiles of the photographs, so that the detail of a pixel stays a photograph's
+        from PIL import Image
+        from tqdm import tqdm
+
+        photos = {name: photograph(name) for name in sorted(PHOTOGRAPHS)}
+        for number in tqdm(range(count), desc="large photographs", unit="image"):
+            draw = random.Random(f"large/{number}")
+            pixels, ratio = draw.uniform(2e6, 12e6), draw.choice((4 / 3, 3 / 2, 3 / 4))
+            width, height = int(math.sqrt(pixels * ratio)), int(math.sqrt(pixels / ratio))
+            name = sorted(photos)[number % len(photos)]
+            image = Image.new("RGB", (width, height))
+            for x in range(0, width, 640):
+                for y in range(0, height, 480):
+                    photo = photos[draw.choice(sorted(photos))]
+                    w, h = min(640, photo.width), min(480, photo.height)
+                    left, top = draw.randint(0, photo.width - w), draw.randint(0, photo.height - h)
+                    image.paste(photo.resize((640, 480), box=(left, top, left + w, top + h)), (x, y))
+            (out / "train" / name).mkdir(parents=True, exist_ok=True)
+            image.save(out / "train" / name / f"{number:04d}.jpg", quality=draw.randint(80, 92))
+    (out / "done").touch()
+    return out / "train"
+
+
+def pack(root: Path, out: Path) -> str:
+    """The same photographs as pixels, at their full size."""
+    if not (out / "manifest.json").exists():
+        subprocess.run(
+            [sys.executable, "-m", "gpuaug.cli", "pack", f"source.root={root}", f"out={out}", "format=uint8"],
+            check=True, cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    return str(out)
+
+
+def write_ffcv(root: str, out: str, mode: str) -> None:
+    """FFCV's own file; run by the Python that has it."""
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+    from PIL import Image
+
+    class Labelled:
+        files = sorted(str(p) for p in Path(root).rglob("*.jpg"))
+
+        def __len__(self) -> int:
+            return len(self.files)
+
+        def __getitem__(self, index: int) -> Any:
+            return Image.open(self.files[index]).convert("RGB"), 0
+
+    fields = {"image": RGBImageField(write_mode=mode, jpeg_quality=90), "label": IntField()}
+    DatasetWriter(out, fields, num_workers=2).from_indexed_dataset(Labelled())
+
+
+def places(root: Path, who: list[str], python: str) -> dict[str, str]:
+    """Where the data of contestants is that read no files."""
+    found = {}
+    if "ours_packed" in who:
+        found["packed"] = pack(root, root.parent / "packed")
+    for name, mode in (("ffcv", "jpg"), ("ffcv_raw", "raw")):
+        file = root.parent / f"{mode}.beton"
+        if name in who and not file.exists():
+            code = subprocess.run(
+                [python, __file__, "--write-ffcv", str(root), str(file.with_suffix(".part")), mode],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ).returncode  # fmt: skip
+            if code == 0:
+                file.with_suffix(".part").rename(file)
+        if file.exists():
+            found[name] = str(file)
+    return found
+
+
+SLOW_OPEN = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static void wait_for(const char *path) {
+  const char *below = getenv("SLOW_OPEN"), *us = getenv("SLOW_OPEN_US");
+  if (path && below && us && !strncmp(path, below, strlen(below))) usleep(atoi(us));
+}
+#define OPEN(name) int name(const char *path, int flags, ...) { \
+  va_list args; va_start(args, flags); mode_t mode = va_arg(args, mode_t); va_end(args); \
+  wait_for(path); return ((int (*)(const char *, int, ...))dlsym(RTLD_NEXT, #name))(path, flags, mode); }
+OPEN(open) OPEN(open64)
+#define FOPEN(name) FILE *name(const char *path, const char *mode) { \
+  wait_for(path); return ((FILE *(*)(const char *, const char *))dlsym(RTLD_NEXT, #name))(path, mode); }
+FOPEN(fopen) FOPEN(fopen64)
+int openat(int dir, const char *path, int flags, ...) {
+  va_list args; va_start(args, flags); mode_t mode = va_arg(args, mode_t); va_end(args);
+  wait_for(path);
+  return ((int (*)(int, const char *, int, ...))dlsym(RTLD_NEXT, "openat"))(dir, path, flags, mode);
+}
+"""
+
+
+def slow_open(folder: Path) -> str:
+    """A library that delays every opening of a file, for all contestants alike."""
+    source, library = folder / "slow_open.c", folder / "slow_open.so"
+    source.write_text(SLOW_OPEN)
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return str(library)
+
+
+# --- a small S3 server: listings and objects of a folder, with latency; in a process of its own
+
+
+def serve_s3(root: Path, port: int) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
+                method, target, _ = lines[0].split(" ")
+                headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:])}
+                await asyncio.sleep(LATENCY)
+                status, body, more = _object(root, target, headers)
+                head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode()
+                writer.write(head + (b"" if method == "HEAD" else body))
+                await writer.drain()
+
+    async def main() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", port, backlog=1024) as server:
+            await server.serve_forever()
+
+    asyncio.run(main())
+
+
+def _object(root: Path, target: str, headers: dict[str, str]) -> tuple[str, bytes, str]:
+    url = urlsplit(target)
+    bucket, _, key = unquote(url.path).lstrip("/").partition("/")
+    if not key:
+        query = parse_qs(url.query)
+        prefix = query.get("prefix", [""])[0]
+        below = "" if "delimiter" not in query else query["delimiter"][0]
+        contents, folders = [], set()
+        for path in sorted(p for p in root.rglob("*") if p.is_file()):
+            name = str(path.relative_to(root))
+            if name.startswith(prefix):
+                rest = name[len(prefix) :]
+                if below and below in rest:
+                    folders.add(prefix + rest.split(below)[0] + below)
+                    continue
+                contents.append(
+                    f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                    f"<ETag>&quot;{path.stat().st_size}&quot;</ETag><Size>{path.stat().st_size}</Size></Contents>"
+                )
+        prefixes = "".join(f"<CommonPrefixes><Prefix>{f}</Prefix></CommonPrefixes>" for f in sorted(folders))
+        body = (
+            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Name>{bucket}</Name><Prefix>{prefix}</Prefix><KeyCount>{len(contents)}</KeyCount><MaxKeys>100000</MaxKeys>"
+            f"<IsTruncated>false</IsTruncated>{''.join(contents)}{prefixes}</ListBucketResult>"
+        )
+        return "200 OK", body.encode(), "Content-Type: application/xml\r\n"
+    path = root / key
+    if not path.is_file():
+        return "404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>", "Content-Type: application/xml\r\n"
+    data = path.read_bytes()
+    more = f'ETag: "{len(data)}"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nAccept-Ranges: bytes\r\n'
+    if headers.get("range", "").startswith("bytes="):
+        first, _, last = headers["range"][6:].partition("-")
+        begin, end = int(first), min(len(data), int(last or len(data) - 1) + 1)
+        more += f"Content-Range: bytes {begin}-{end - 1}/{len(data)}\r\n"
+        return "206 Partial Content", data[begin:end], more
+    return "200 OK", data, more
+
+
+@contextlib.contextmanager
+def s3(root: Path) -> Iterator[str]:
+    """``ENDPOINT ROOT`` of the folder behind S3's protocol."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, __file__, "--serve-s3", str(root.parent), str(port)])
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port} s3://bench/{root.name}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- measuring
+
+
+def takes_part(who: str, recipe: str, kind: str) -> bool:
+    """Rows that say nothing new are left out."""
+    if who in ("ours_packed", "ffcv", "ffcv_raw", "spdl"):
+        return recipe == "flip" and kind == "photos"
+    if who in ("ours_ram", "ours_s3", "checks", "shapes"):
+        return recipe == "standard" and kind == "photos"
+    return kind == "photos" or recipe == "standard"
+
+
+def measure(args: argparse.Namespace, recipe: str, kind: str, root: Path, preload: str | None) -> list[dict[str, Any]]:
+    who = [w for w in args.who if takes_part(w, recipe, kind)]
+    python = args.peer_python or sys.executable
+    batch = args.batch if kind == "photos" else max(1, args.batch // 4)  # else an epoch is over when it has begun
+    rows, running = [], list[Contestant]()
+    with contextlib.ExitStack() as stack:
+        found = places(root, who, python)
+        if "ours_s3" in who:
+            found["s3"] = stack.enter_context(s3(root))
+        for name in who:
+            spec = Spec(name, recipe, str(root), batch, args.workers, args.threads, args.device, args.dtype, found)
+            contestant = Contestant(
+                spec, python if name in ELSEWHERE else sys.executable, preload=preload, data=str(root.parent.parent),
+                delay=args.open_delay,
+            )  # fmt: skip
+            stack.callback(contestant.close)
+            if contestant.reason is None:
+                running.append(contestant)
+                print(f"{kind} {recipe} {name}: ready after {contestant.first:.1f} s", flush=True)
+            else:
+                rows.append({"set": kind, "recipe": recipe, "who": name, "reason": contestant.reason})
+                print(f"{kind} {recipe} {name}: not run: {contestant.reason}", flush=True)
+        for _ in range(args.rounds):
+            for contestant in running:
+                if contestant.reason is None:
+                    contestant.round()
+        for contestant in running:
+            if contestant.reason is None:
+                contestant.weigh()
+            row: dict[str, Any] = {"set": kind, "recipe": recipe, "who": contestant.spec.who}
+            if contestant.rates:
+                rates = sorted(contestant.rates)
+                row |= {
+                    "images_per_second": _median(rates), "lowest": rates[0], "highest": rates[-1],
+                    "rounds": len(rates), "peak_pss": contestant.peak, "start_up_seconds": contestant.first,
+                }  # fmt: skip
+            else:
+                row["reason"] = contestant.reason
+            rows.append(row)
+            print(_line(row), flush=True)
+    rows += _derived(rows, kind, recipe, on_gpu=args.device != "cpu")
+    return rows
+
+
+def _median(values: list[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _derived(rows: list[dict[str, Any]], kind: str, recipe: str, *, on_gpu: bool) -> list[dict[str, Any]]:
+    """The ceiling, and the share of the time that finding faults takes where there are none."""
+    rate = {r["who"]: r["images_per_second"] for r in rows if "images_per_second" in r}
+    out = []
+    if {"read", "decode", "augment"} <= set(rate):
+        device = 1 / (1 / rate["decode"] + 1 / rate["augment"])
+        # on a CPU all stages share the cores, on a GPU reading has cores of its own
+        ceiling = min(rate["read"], device) if on_gpu else 1 / (1 / device + 1 / rate["read"])
+        out.append({"set": kind, "recipe": recipe, "who": "ceiling", "images_per_second": ceiling})
+    if {"checks", "ours"} <= set(rate):
+        row = {"set": kind, "recipe": recipe, "who": "fault_machinery"}
+        row["share_of_time_at_most"] = rate["ours"] / rate["checks"]  # as if nothing else ran meanwhile
+        if "shapes" in rate:
+            row["beyond_the_shapes"] = rate["ours"] / rate["checks"] - rate["ours"] / rate["shapes"]
+        out.append(row)
+    return out
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """ours/peer per recipe; null where the peer did not run."""
+    rate = {(r["set"], r["recipe"], r["who"]): r["images_per_second"] for r in rows if "images_per_second" in r}
+
+    def ratio(a: tuple[str, str, str], b: tuple[str, str, str]) -> float | None:
+        return rate[a] / rate[b] if a in rate and b in rate else None
+
+    out: dict[str, dict[str, float | None]] = {}
+    for kind in SETS:
+        for recipe in RECIPES:
+            mine = (kind, recipe, "ours")
+            if mine not in rate:
+                continue
+            found = {p: ratio(mine, (kind, recipe, p)) for p in (*PEERS, "ceiling", "decode") if p != "ffcv_raw"}
+            v2 = found.pop("torchvision_v2")
+            both = [x for x in (found["torchvision"], v2) if x is not None]
+            found["torchvision"] = min(both) if both else None  # the faster of the two
+            out[recipe if kind == "photos" else f"{recipe}_{kind}"] = found
+    out["flip_packed"] = {"ffcv_raw": ratio(("photos", "flip", "ours_packed"), ("photos", "flip", "ffcv_raw"))}
+    out["standard_s3"] = {"local": ratio(("photos", "standard", "ours_s3"), ("photos", "standard", "ours"))}
+    out["standard_ram"] = {"local": ratio(("photos", "standard", "ours_ram"), ("photos", "standard", "ours"))}
+    return out
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    processor = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            processor = line.split(":", 1)[1].strip()
+            break
+    versions = {}
+    for package in ("torch", "kornia", "nvidia-dali-cuda120"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    if args.peer_python:
+        code = (
+            "import importlib.metadata as m, json, contextlib\nout = {}\n"
+            "for p in ('torch', 'torchvision', 'ffcv', 'spdl', 'pillow'):\n"
+            "    with contextlib.suppress(m.PackageNotFoundError): out[p] = m.version(p)\nprint(json.dumps(out))"
+        )
+        found = subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True).stdout
+        versions |= {f"{k} (peers)" if k == "torch" else k: v for k, v in json.loads(found or "{}").items()}
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
+        "load_before": os.getloadavg()[0],
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+    }
+
+
+# --- the table
+
+
+def _line(r: dict[str, Any]) -> str:
+    start = f"| {r['set']} | {r['recipe']} | {r['who']} |"
+    if "reason" in r:
+        return f"{start} not run: {r['reason']} | | | |"
+    if "share_of_time_at_most" in r:
+        beyond = f", {r['beyond_the_shapes']:.2%} beyond reading shapes" if "beyond_the_shapes" in r else ""
+        return f"{start} at most {r['share_of_time_at_most']:.2%} of the time{beyond} | | | |"
+    ratio = f"{r['ours']:.2f}×" if r.get("ours") else ""
+    spread = f"{r['lowest']:,.0f} to {r['highest']:,.0f}" if "lowest" in r else ""
+    memory = f"{r['peak_pss'] / 2**20:,.0f}" if "peak_pss" in r else ""
+    return f"{start} {r['images_per_second']:,.0f} | {spread} | {ratio} | {memory} |"
+
+
+def table(report: dict[str, Any]) -> str:
+    m, s = report["machine"], report["settings"]
+    mine = {(r["set"], r["recipe"]): r.get("images_per_second") for r in report["results"] if r["who"] == "ours"}
+    lines = [
+        f"{m['processor']}, {m['cores']} cores, device {m['device']}, {m['date']}, load {m['load_before']:.1f}; "
+        f"batches of {s['batch']} (large: a quarter), {s['workers']} workers, {s['threads']} threads, median of "
+        f"{s['rounds']} rounds; " + ", ".join(f"{k} {v}" for k, v in m["versions"].items()),
+        "",
+        "| photographs | recipe | who | images/s | lowest to highest | ours is faster by | memory, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in report["results"]:
+        own = mine.get((r["set"], r["recipe"]))
+        lines.append(_line({**r, "ours": own / r["images_per_second"] if own and r.get("images_per_second") else None}))
+    return "\n".join(lines)
+
+
+def insert(text: str, section: str) -> str:
+    """A README with this section between its marks, which are added at the end where there are none."""
+    if BEGIN not in text:
+        return f"{text.rstrip()}\n\n## loader.py: end to end\n\n{PROSE}\n{BEGIN}\n{section}\n{END}\n"
+    before, rest = text.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{section}\n{END}{rest.split(END, 1)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--who", nargs="+", default=[*OURS, *PEERS], choices=[*OURS, *PEERS])
+    parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS, dest="sets")
+    parser.add_argument("--count", type=int, default=2000, help="photographs of about 500 x 375 (default: 2000)")
+    parser.add_argument("--large", type=int, default=120, help="photographs of 2 to 12 megapixels (default: 120)")
+    parser.add_argument("--rounds", type=int, default=5, help="epochs of each; the median counts (default: 5)")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=None, help="processes of everybody's loader (default: cores)")
+    parser.add_argument("--threads", type=int, default=None, help="threads of DALI, FFCV, SPDL, torch (default: cores)")
+    parser.add_argument("--device", default=None, help="cuda where there is one")
+    parser.add_argument("--dtype", default=None, help="float32 on the cpu, bfloat16 on cuda, unless given")
+    parser.add_argument("--open-delay", type=float, default=0.0, help="seconds that opening a file takes longer")
+    parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
+    parser.add_argument("--peer-python", help="a Python in whose environment torchvision, FFCV, SPDL are")
+    parser.add_argument("--quick", action="store_true", help="few photographs, one round")
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--table", type=Path, help="print the table of a report and stop")
+    parser.add_argument("--readme", type=Path, help="with --table: put it between the marks of this file")
+    parser.add_argument("--serve-s3", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--write-ffcv", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve_s3:
+        serve_s3(Path(args.serve_s3[0]), int(args.serve_s3[1]))
+        return
+    if args.write_ffcv:
+        write_ffcv(*args.write_ffcv)
+        return
+    if args.table:
+        text = table(json.loads(args.table.read_text()))
+        if args.readme:
+            args.readme.write_text(insert(args.readme.read_text(), text))
+        else:
+            print(text)
+        return
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    args.workers = cores if args.workers is None else args.workers
+    args.threads = cores if args.threads is None else args.threads
+    if args.quick:
+        args.count, args.large, args.rounds, args.batch = 48, 12, 1, 8
+    settings = ("batch", "workers", "threads", "rounds", "count", "large", "device", "dtype", "open_delay")
+    report: dict[str, Any] = {
+        "machine": machine(args),
+        "settings": {name: getattr(args, name) for name in settings},
+        "results": [],
+        "ratios": {},
+    }
+    with contextlib.ExitStack() as stack:
+        data = (args.data or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
+        data.mkdir(parents=True, exist_ok=True)
+        preload = slow_open(data) if args.open_delay else None
+        for kind in args.sets:
+            root = prepare(data, kind, args.count if kind == "photos" else args.large)
+            for recipe in args.recipe:
+                if any(takes_part(w, recipe, kind) for w in args.who):
+                    report["results"] += measure(args, recipe, kind, root, preload)
+                    report["ratios"] = ratios(report["results"])
+                    if args.json:  # as far as it is: who has little time may stop it
+                        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["ratios"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
