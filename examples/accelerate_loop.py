@@ -1,0 +1,49 @@
+"""A loop of Hugging Face Accelerate: one process or many, mixed precision, checkpoints that hold the loader too.
+
+accelerate launch examples/accelerate_loop.py source.root=/data/train augment=standard batch_size=256
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+import gpuaug
+
+CHECKPOINT = Path("accelerate_loop")
+
+
+def train(overrides: list[str], *, epochs: int = 3, checkpoint: Path = CHECKPOINT, **settings: object) -> None:
+    """Train a small network; where ``checkpoint`` exists, go on from there. ``settings`` are Accelerator's."""
+    accelerator = Accelerator(**settings)
+    # The loader finds rank and world size itself and puts batches on the device: `prepare` is for model and optimizer.
+    # last=pad gives all ranks equally many batches, as every loop with collectives needs.
+    cfg = gpuaug.compose("train", [*overrides, f"device={accelerator.device}", "last=pad"])
+    with gpuaug.build(cfg) as loader:
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 16, 7, stride=8),
+            torch.nn.ReLU(),
+            torch.nn.AdaptiveAvgPool2d(1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(16, loader.num_classes or 1),
+        )
+        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        accelerator.register_for_checkpointing(loader)
+        if checkpoint.exists():
+            accelerator.load_state(str(checkpoint))
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:
+                with accelerator.autocast():
+                    losses = torch.nn.functional.cross_entropy(net(batch.images), batch.labels, reduction="none")
+                valid = batch.valid.to(losses.device)  # False: repeated only to fill the last batch, or not decodable
+                loss = (losses * valid).sum() / valid.sum().clamp(min=1)
+                optimizer.zero_grad()
+                accelerator.backward(loss)
+                optimizer.step()
+            accelerator.save_state(str(checkpoint))
+            accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    train(sys.argv[1:])
