@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; the table below is what
     from gpuaug.errors import StateError as StateError
     from gpuaug.faults import Faults as Faults
     from gpuaug.loader import Loader as Loader
-    from gpuaug.materialize import Materialize as Materialize
+    from gpuaug.offline.materialize import Materialize as Materialize
     from gpuaug.order import Repeated as Repeated
     from gpuaug.order import Sequential as Sequential
     from gpuaug.order import Shuffle as Shuffle
@@ -59,7 +59,7 @@ _WHERE = {
     "FolderSource": "gpuaug.source.folder",
     "GpuaugError": "gpuaug.errors",
     "Loader": "gpuaug.loader",
-    "Materialize": "gpuaug.materialize",
+    "Materialize": "gpuaug.offline.materialize",
     "MaterializedSource": "gpuaug.source.materialized",
     "Mix": "gpuaug.augment.mix",
     "MultiView": "gpuaug.augment.recipe",

@@ -33,7 +33,7 @@ from torch import Tensor
 from gpuaug import header, machine
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, Int32, Int64, Interpolation
-from gpuaug.doctor import verdict
+from gpuaug.diagnose.doctor import verdict
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
 

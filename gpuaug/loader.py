@@ -28,9 +28,9 @@ from gpuaug.batch import Batch, EncodedBatch, Fault
 from gpuaug.decode import Decode, Decoder
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.faults import Faults
+from gpuaug.offline.replay import Replay
 from gpuaug.order import EpochOrder
 from gpuaug.read import Reader
-from gpuaug.replay import Replay
 from gpuaug.source.cache import CachedSource, RamCache
 from gpuaug.state import State, differences, plain
 

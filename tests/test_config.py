@@ -526,7 +526,8 @@ import sys
 sys.argv = ["app", "train", "source.root=/no/such/folder"]
 import gpuaug
 targets = (
-    "gpuaug gpuaug.cli.__main__ gpuaug.cli.train gpuaug.parity gpuaug.on_ray gpuaug.cli.train.Settings "
+    "gpuaug gpuaug.cli.__main__ gpuaug.cli.train gpuaug.diagnose.parity gpuaug.offline.on_ray "
+    "gpuaug.cli.train.Settings "
     "gpuaug.augment.recipe.Augment kornia.core.external.diffusers.X kornia.core.external.onnx.load kornia.__main__ "
     "kornia.onnx.utils.ONNXLoader kornia.feature.loftr.LoFTR kornia.augmentation.__main__"
 )
@@ -538,7 +539,8 @@ for target in targets.split():
         assert repr(target) in str(error), error
     else:
         raise SystemExit(f"{target} was taken")
-print([m for m in ("gpuaug.cli", "gpuaug.parity", "gpuaug.on_ray", "diffusers", "onnx") if m in sys.modules])
+unwanted = ("gpuaug.cli", "gpuaug.diagnose.parity", "gpuaug.offline.on_ray", "diffusers", "onnx")
+print([m for m in unwanted if m in sys.modules])
 """
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuaug import doctor, machine, probes
+from gpuaug import machine
 from gpuaug.cli import doctor as command
 from gpuaug.cli import main
-from gpuaug.doctor import Verdict
+from gpuaug.diagnose import doctor, probes
+from gpuaug.diagnose.doctor import Verdict
 from gpuaug.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +99,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     """Planted: a PATH without any."""
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("CXX", None)
-    code = "from gpuaug.probes import main; main()"
+    code = "from gpuaug.diagnose.probes import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "compiler"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -216,7 +217,7 @@ def test_without_cuda_nothing_is_claimed(cache: Path) -> None:
 
 def test_asking_imports_nothing_heavy(tmp_path: Path) -> None:
     heavy = "{'torch', 'nvidia.dali'} & set(sys.modules)"
-    code = f"import sys; from gpuaug.doctor import verdict; verdict('roi'); print({heavy})"
+    code = f"import sys; from gpuaug.diagnose.doctor import verdict; verdict('roi'); print({heavy})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         python(code), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug import materialize
 from gpuaug.cli import main
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError, StateError
+from gpuaug.offline import materialize
 
 ROOT = Path(__file__).parent.parent
 STD = (0.229, 0.224, 0.225)

@@ -25,13 +25,13 @@ from PIL import Image, ImageOps
 
 import gpuaug
 from gpuaug import header
-from gpuaug import pack as packing
 from gpuaug.cli import conf_dir, main
 from gpuaug.cli.memory import tree
 from gpuaug.decode import Decode
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError, GpuaugError, SourceError
 from gpuaug.faults import Faults
-from gpuaug.pack import Pack, pack, verify
+from gpuaug.offline import pack as packing
+from gpuaug.offline.pack import Pack, pack, verify
 from gpuaug.read import Reader
 from gpuaug.source.folder import FolderSource
 from gpuaug.source.packed import MANIFEST, PackedSource

@@ -20,8 +20,8 @@ from bench import photographs
 from gpuaug.augment.parameters import prepare
 from gpuaug.cli import main
 from gpuaug.cli import parity as command
-from gpuaug.counterpart import counterpart
-from gpuaug.parity import Difference, Parity, Sample, compare, summary
+from gpuaug.diagnose.counterpart import counterpart
+from gpuaug.diagnose.parity import Difference, Parity, Sample, compare, summary
 
 
 @pytest.fixture(scope="module")

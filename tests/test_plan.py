@@ -14,11 +14,11 @@ import planted
 import pytest
 
 import gpuaug
-from gpuaug import plan
 from gpuaug.cli import main, train
+from gpuaug.diagnose import plan
+from gpuaug.diagnose.plan import MIB, Machine, Settings
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
-from gpuaug.plan import MIB, Machine, Settings
 
 ROOT = Path(__file__).parent.parent
 ROOMY = Machine(host=1 << 40, host_by="test", shared=1 << 40)

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 import gpuaug
-from gpuaug import profiling
 from gpuaug.batch import Batch
 from gpuaug.cli import main
+from gpuaug.diagnose import profiling
+from gpuaug.diagnose.profiling import Cost, Measured, Profiler, bottleneck, diagnose, predict, run_whole
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
-from gpuaug.profiling import Cost, Measured, Profiler, bottleneck, diagnose, predict, run_whole
 
 ROOT = Path(__file__).parent.parent
 BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64", "~source")

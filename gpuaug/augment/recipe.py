@@ -29,7 +29,7 @@ from gpuaug.augment.fingerprint import named, settings
 from gpuaug.augment.parameters import Prepared, prepare_all
 from gpuaug.augment.policy import OneOf
 from gpuaug.crop import Boxes
-from gpuaug.doctor import verdict
+from gpuaug.diagnose.doctor import verdict
 from gpuaug.draw import Float, Int, Stream, sample_keys, uniforms
 from gpuaug.errors import ConfigError
 

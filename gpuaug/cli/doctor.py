@@ -20,11 +20,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpuaug import doctor, machine
+from gpuaug import machine
 from gpuaug.cli.memory import gib
 from gpuaug.cli.report import Report, check_text
 from gpuaug.cli.request import Request
-from gpuaug.doctor import Verdict
+from gpuaug.diagnose import doctor
+from gpuaug.diagnose.doctor import Verdict
 from gpuaug.errors import ConfigError
 
 log = logging.getLogger("gpuaug")

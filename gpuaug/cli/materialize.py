@@ -12,7 +12,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from gpuaug.cli.report import Report, check_text
 from gpuaug.cli.request import Request
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.materialize import Materialize, gigabytes
+from gpuaug.offline.materialize import Materialize, gigabytes
 
 log = logging.getLogger("gpuaug")
 

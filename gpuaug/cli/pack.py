@@ -12,7 +12,7 @@ from gpuaug.cli.request import OVERRIDE, Request
 from gpuaug.decode import Decode
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.faults import Faults
-from gpuaug.pack import Pack, finished, pack, verify
+from gpuaug.offline.pack import Pack, finished, pack, verify
 
 PARTS = ("source", "decode", "faults")  # of the loader's configuration; nothing else decides what is packed
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
 from gpuaug.decode import Decode
+from gpuaug.diagnose.parity import Difference, Parity, Worst, compare, summary
 from gpuaug.errors import ConfigError
-from gpuaug.parity import Difference, Parity, Worst, compare, summary
 from gpuaug.source.materialized import MaterializedSource
 
 PAPER, INK, FAINT, MARK = (255, 255, 255), (32, 32, 36), (118, 118, 126), (230, 57, 70)
@@ -116,7 +116,7 @@ def table(parity: Parity) -> list[str]:
     if parity.torchvision is None:
         lines += [
             "",
-            "torchvision cannot be imported here: its formulas, written out in gpuaug/formulas.py, stand for it",
+            "torchvision cannot be imported here: its formulas, as gpuaug/diagnose/formulas.py has them, stand for it",
         ]
     return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
 

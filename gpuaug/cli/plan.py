@@ -6,12 +6,13 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuaug import distributed, plan, size
+from gpuaug import distributed, size
 from gpuaug.cli.report import Report, check_text
 from gpuaug.cli.request import Request
+from gpuaug.diagnose import plan
+from gpuaug.diagnose.plan import Machine, Plan
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
-from gpuaug.plan import Machine, Plan
 
 log = logging.getLogger("gpuaug")
 

@@ -17,14 +17,14 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gpuaug import profiling
 from gpuaug.batch import Batch
 from gpuaug.cli import train
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
+from gpuaug.diagnose import profiling
+from gpuaug.diagnose.profiling import Cost, Measured, Profiler, Step, Verdict
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
-from gpuaug.profiling import Cost, Measured, Profiler, Step, Verdict
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -25,13 +25,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gpuaug import formulas, header
+from gpuaug import header
 from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Augment, Drawn, View
 from gpuaug.batch import EncodedBatch
-from gpuaug.counterpart import Call, counterpart, text, why
 from gpuaug.crop import Boxes, Interpolation
 from gpuaug.decode import Decode, Decoder, Look
+from gpuaug.diagnose import formulas
+from gpuaug.diagnose.counterpart import Call, counterpart, text, why
 from gpuaug.loader import Loader
 from gpuaug.read import Reader
 

@@ -1,4 +1,4 @@
-"""Augmented epochs, written once: what a loader shows, up to `mix`, as files that :mod:`gpuaug.replay` shows again.
+"""Augmented epochs, written once: what a loader shows, up to `mix`, as files that :mod:`.replay` shows again.
 
 takes: a loader, and which of its epochs.
 does: iterates them, rounds pixels to uint8 before normalization or keeps the final dtype, and writes chunks.
@@ -31,14 +31,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from gpuaug import machine, on_ray
+from gpuaug import machine
 from gpuaug import order as orders
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.faults import Faults
 from gpuaug.loader import DTYPES, Loader
-from gpuaug.replay import made_of, refuse_others
+from gpuaug.offline import on_ray
+from gpuaug.offline.replay import made_of, refuse_others
 from gpuaug.source.index import Names
 from gpuaug.source.materialized import (
     KIND,

@@ -42,12 +42,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from gpuaug import header, machine, on_ray
+from gpuaug import header, machine
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, Interpolation, Resize
 from gpuaug.decode import Decode, Decoder, Look
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.faults import Faults
+from gpuaug.offline import on_ray
 from gpuaug.read import Reader
 from gpuaug.source import Source, adapt
 from gpuaug.source.packed import ENDINGS, FULL, KIND, MANIFEST, VERSION, Size, checksum, parse_manifest, shard_name

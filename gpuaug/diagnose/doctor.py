@@ -1,8 +1,9 @@
 """Tests of what may crash, hang or lie on a machine, each in a process of its own; and what they found, remembered.
 
-A test is a name of :mod:`gpuaug.probes`. It is good, or not: because the pixels are wrong, because it said why, because
-the process crashed, or because it did not answer in time. What decoders do depends on processor, devices, driver and
-versions, so those verdicts are kept as JSON in the user's cache folder under a name made of them, and :func:`verdict`
+A test is a name of :mod:`gpuaug.diagnose.probes`. It is good, or not: because the pixels are wrong, because it said
+why, because the process crashed, or because it did not answer in time. What decoders do depends on processor,
+devices, driver and versions, so those verdicts are kept as JSON in the user's cache folder under a name made of them,
+and :func:`verdict`
 tells them to whoever has to choose between a fast and a safe way. It only reads: it never starts a test.
 """
 
@@ -122,7 +123,8 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
         command: what to run instead of the test; its last line of output is the answer, as JSON.
     """
     # appended, not PYTHONPATH: this package's folder must not come before the standard library
-    start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from gpuaug.probes import main; main()"
+    root = str(Path(__file__).parents[2])
+    start = f"import sys; sys.path.append({root!r}); from gpuaug.diagnose.probes import main; main()"
     began = time.perf_counter()
     process = subprocess.Popen(
         list(command or (sys.executable, "-c", start, name)),
