@@ -1,6 +1,7 @@
 """Photographs for the tests: windows of the ones inside scikit-image's and scikit-learn's wheels."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve the others
@@ -10,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
