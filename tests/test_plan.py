@@ -14,7 +14,7 @@ import planted
 import pytest
 
 import gpuaug
-from gpuaug.cli import main, train
+from gpuaug.cli import main, training
 from gpuaug.diagnose import plan
 from gpuaug.diagnose.plan import MIB, Machine, Settings
 from gpuaug.errors import ConfigError
@@ -124,13 +124,13 @@ def test_training_starts_with_what_fits(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Loader] = []
-    before = train.Training.__init__
+    before = training.Training.__init__
 
-    def noting(self: train.Training, loader: Loader, **rest: Any) -> None:
+    def noting(self: training.Training, loader: Loader, **rest: Any) -> None:
         seen.append(loader)
         before(self, loader, **rest)
 
-    monkeypatch.setattr(train.Training, "__init__", noting)
+    monkeypatch.setattr(training.Training, "__init__", noting)
     small = ["augment.crop.size=32", "+model.width=8", "num_workers=1", "prefetch=40", "device=cpu", "last=drop"]
     call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", "batch_size=8", *small]
     with build(photos, "augment.crop.size=32", "batch_size=8", "prefetch=3") as loader:

@@ -23,7 +23,7 @@ pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
 from bench import photographs
-from gpuaug.cli import main, memory, train
+from gpuaug.cli import main, memory, train, training
 from gpuaug.cli.model import SmallNet
 from gpuaug.cli.request import Request
 from gpuaug.errors import ConfigError, GpuaugError
@@ -59,7 +59,7 @@ def checkpoint(out: Path) -> dict[str, Any]:
     return torch.load(out / "last.pt", weights_only=True)
 
 
-class StopAfter(train.Stop):
+class StopAfter(training.Stop):
     """SIGTERM at the n-th time that the training looks whether it has come."""
 
     left = 0
@@ -97,7 +97,7 @@ def test_stopping_in_mid_epoch_and_resuming_changes_nothing(
     assert main(words(photos, tmp_path / "whole", "epochs=2")) == 0
     monkeypatch.setattr(train, "Stop", StopAfter)
     StopAfter.left = 3
-    assert main(words(photos, tmp_path / "parts", "epochs=2")) == train.TERMINATED
+    assert main(words(photos, tmp_path / "parts", "epochs=2")) == training.TERMINATED
     found = checkpoint(tmp_path / "parts")
     assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 24, 3)
     StopAfter.left = 10**6
@@ -113,15 +113,15 @@ def test_resuming_with_another_batch_size_sees_the_rest_once(
 ) -> None:
     monkeypatch.setattr(train, "Stop", StopAfter)
     StopAfter.left = 3
-    assert main(words(photos, tmp_path, "epochs=1")) == train.TERMINATED
+    assert main(words(photos, tmp_path, "epochs=1")) == training.TERMINATED
     seen: list[int] = []
-    step = train.Training._step
+    step = training.Training._step
 
-    def noting(self: train.Training, batch: Any, **more: Any) -> None:
+    def noting(self: training.Training, batch: Any, **more: Any) -> None:
         seen.extend(batch.indices.tolist())
         step(self, batch, **more)
 
-    monkeypatch.setattr(train.Training, "_step", noting)
+    monkeypatch.setattr(training.Training, "_step", noting)
     StopAfter.left = 10**6
     assert main(words(photos, tmp_path, "epochs=1", f"resume={tmp_path}/last.pt", "batch_size=5")) == 0
     assert len(seen) == len(set(seen)) == 64 - 24
@@ -135,7 +135,7 @@ def test_stop_during_held_out_images_keeps_the_epoch(
     monkeypatch.setattr(train, "Stop", StopAfter)
     StopAfter.left = 8 + 2  # 8 steps of training, then the second batch of held-out images
     more = (f"val.source.root={photos}/val", *HELD_OUT, "val.batch_size=4", "epochs=2")
-    assert main(words(photos, tmp_path, *more)) == train.TERMINATED
+    assert main(words(photos, tmp_path, *more)) == training.TERMINATED
     found = checkpoint(tmp_path)
     assert (found["loader"]["epoch"], found["loader"]["position"]) == (1, 0)
     assert len(found["history"]) == 1
@@ -155,7 +155,7 @@ def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
         workers = memory.tree(process.pid)
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-        assert process.wait(timeout=60) == train.TERMINATED
+        assert process.wait(timeout=60) == training.TERMINATED
     assert "SIGTERM: stopped in epoch" in rest
     found = checkpoint(tmp_path)
     assert found["loader"]["epoch"] >= 2
@@ -215,7 +215,7 @@ def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None
     before = torch.get_rng_state()
     request = Request(command="train")
     config = {"_target_": "gpuaug.cli.model.SmallNet", "width": 4}
-    a, b, c = (train.build_model(request, config, num_classes=3, seed=seed).state_dict() for seed in (0, 0, 1))
+    a, b, c = (training.build_model(request, config, num_classes=3, seed=seed).state_dict() for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["stem.weight"], c["stem.weight"])
@@ -337,24 +337,24 @@ def test_loss_is_the_formula_and_views_count_equally() -> None:
     hard = torch.tensor([0, 1, 2, 3, 0, 1])
     soft = torch.rand(6, 4, generator=generator).softmax(dim=1)
     several = (torch.rand(6, 4, generator=generator) > 0.5).float()
-    losses, right = train.outcome(views, hard, "cross_entropy")
+    losses, right = training.outcome(views, hard, "cross_entropy")
     expected = sum(-log_softmax(view, dim=1)[torch.arange(6), hard] for view in views) / 2
     torch.testing.assert_close(losses, expected)
     assert right.tolist() == ((views[0] + views[1]).argmax(dim=1) == hard).float().tolist()
-    losses, right = train.outcome(views[:1], soft, "cross_entropy")
+    losses, right = training.outcome(views[:1], soft, "cross_entropy")
     torch.testing.assert_close(losses, -(soft * log_softmax(views[0], dim=1)).sum(dim=1))
     assert right.tolist() == (views[0].argmax(dim=1) == soft.argmax(dim=1)).float().tolist()
-    losses, right = train.outcome(views[:1], several, "binary_cross_entropy")
+    losses, right = training.outcome(views[:1], several, "binary_cross_entropy")
     expected = binary_cross_entropy_with_logits(views[0], several, reduction="none").mean(dim=1)
     torch.testing.assert_close(losses, expected)
     assert right.tolist() == ((views[0] > 0) == several.bool()).float().mean(dim=1).tolist()
     with pytest.raises(ConfigError, match="needs labels"):
-        train.outcome(views, None, "cross_entropy")
+        training.outcome(views, None, "cross_entropy")
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 1.0])
 def test_rate_rises_then_falls(warmup: float) -> None:
-    values = [train.rate(i / 1000, warmup=warmup) for i in range(1001)]
+    values = [training.rate(i / 1000, warmup=warmup) for i in range(1001)]
     top = values.index(max(values))
     assert abs(top / 1000 - warmup) < 0.002
     assert values[: top + 1] == sorted(values[: top + 1])
@@ -365,7 +365,7 @@ def test_rate_rises_then_falls(warmup: float) -> None:
 
 def test_norms_and_biases_do_not_decay() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
-    decaying, others = train._optimizer(model, train.Settings()).param_groups
+    decaying, others = training._optimizer(model, training.Settings()).param_groups
     assert [p.shape for p in decaying["params"]] == [model[0].weight.shape, model[2].weight.shape]
     assert decaying["weight_decay"] > 0
     assert others["weight_decay"] == 0

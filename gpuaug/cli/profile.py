@@ -18,9 +18,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug.batch import Batch
-from gpuaug.cli import train
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
+from gpuaug.cli.training import Settings as TrainingSettings
+from gpuaug.cli.training import Training, build_model
 from gpuaug.diagnose import profiling
 from gpuaug.diagnose.profiling import Cost, Measured, Profiler, Step, Verdict
 from gpuaug.errors import ConfigError
@@ -77,9 +78,9 @@ class Settings:
         check_text(self, "out", "trace", "json", optional=True)
 
     @property
-    def training(self) -> train.Settings:
+    def training(self) -> TrainingSettings:
         """How a step is made; the learning rate is small, as the same batches come again and again."""
-        return train.Settings(optimizer=self.optimizer, loss=self.loss, amp=self.amp, lr=1e-5)
+        return TrainingSettings(optimizer=self.optimizer, loss=self.loss, amp=self.amp, lr=1e-5)
 
 
 def main(request: Request) -> int:
@@ -96,7 +97,7 @@ def main(request: Request) -> int:
         model = None
         if named:
             classes = settings.num_classes or loader.num_classes or CLASSES
-            model = train.build_model(request, settings.model, num_classes=classes, seed=loader.seed)
+            model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
         prefix = f"{request.at}." if request.at else ""
         step = None if model is None else training_step(loader, model, settings.training)
         measured, verdict = look(loader, step, report, settings=settings, prefix=prefix)
@@ -108,7 +109,7 @@ def main(request: Request) -> int:
     return 0
 
 
-def inside(request: Request, config: DictConfig, loader: Loader, settings: train.Settings, **rule: Any) -> None:
+def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings, **rule: Any) -> None:
     """Profile the first batches of a training that is about to begin, with a loader and a model of its own.
 
     Nothing of the training changes, torch's generator included.
@@ -118,15 +119,15 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: train
     twin: Loader
     with torch.random.fork_rng(devices=[]), request.build(config, **same) as twin:
         classes = loader.num_classes or CLASSES
-        model = train.build_model(request, settings.model, num_classes=classes, seed=loader.seed)
+        model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
         step = training_step(twin, model, replace(settings, lr=1e-5))
         prefix = f"{request.at}." if request.at else ""
         look(twin, step, Report(quiet=quiet), settings=Settings(out=None), prefix=prefix)
 
 
-def training_step(loader: Loader, model: nn.Module, settings: train.Settings) -> Step:
+def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) -> Step:
     """One step exactly as `gpuaug train` makes it; images without labels get the first class."""
-    training = train.Training(loader, model=model, settings=settings)
+    training = Training(loader, model=model, settings=settings)
     training.each.train()
 
     def step(batch: Batch) -> None:
