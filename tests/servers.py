@@ -31,6 +31,7 @@ class Proxy:
     def reset(self):
         self.now = self.most = 0
         self.asked = []  # (method, path, range)
+        self.agents = Counter()  # of GETs
         self.counts = Counter()
 
     @property
@@ -41,6 +42,8 @@ class Proxy:
         key = (handler.command, handler.path, handler.headers.get("Range"))
         with self.lock:
             self.asked.append(key)
+            if handler.command == "GET":
+                self.agents[(handler.headers.get("User-Agent") or "").partition("/")[0]] += 1
             self.now += 1
             self.most = max(self.most, self.now)
             count = self.counts[key]

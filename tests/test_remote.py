@@ -105,23 +105,34 @@ def test_a_folder_over_http_is_the_same(folder):
             FolderSource(f"{url}/nowhere")
 
 
-@pytest.mark.parametrize("kind", ["s3", "http"])
-def test_latency_is_hidden_by_requests_at_the_same_time(store, bucket, folder, kind):
+# s3fs in this process, which may fork, obstore in a worker; one client for HTTP
+KINDS = [("s3", 0, "aiobotocore"), ("s3", 1, "object_store"), ("http", 0, "Python"), ("http", 1, "Python")]
+
+
+def agent(proxy):
+    """The one client that asked."""
+    (found,) = {name.split()[0] for name in proxy.agents}
+    return found
+
+
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+def test_latency_is_hidden_by_requests_at_the_same_time(store, bucket, folder, kind, workers, client):
     with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
         root = bucket if kind == "s3" else f"{url}/train"
         source = FolderSource(root, remote=Remote(options=options(url) if kind == "s3" else None, concurrency=16))
         source[0]
         proxy.reset()
         proxy.latency = 0.05
-        data, _, faults = read_all(source, size=20)
+        data, _, faults = read_all(source, size=20, num_workers=workers)
+        assert agent(proxy) == client
         assert data == dict(enumerate(x[0] for x in FolderSource(folder)))
         assert list(faults.values()) == ["0 bytes"]
         assert 12 <= proxy.most <= 16
         assert len(proxy.gets) == len(source)
 
 
-@pytest.mark.parametrize("kind", ["s3", "http"])
-def test_what_passes_is_tried_again(store, bucket, folder, kind):
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client):
     def trouble(path, count):
         if ".jpg" not in path:
             return None
@@ -132,15 +143,16 @@ def test_what_passes_is_tried_again(store, bucket, folder, kind):
         source = FolderSource(root, subset=3, remote=Remote(options=options(url) if kind == "s3" else None))
         proxy.reset()
         proxy.trouble = trouble
-        data, _, faults = read_all(source)
+        data, _, faults = read_all(source, num_workers=workers)
+        assert agent(proxy) == client
         local = FolderSource(folder)
         assert data == {i: local[i][0] for i in source.indices.tolist()}
         assert not faults
         assert len(proxy.gets) == 12
 
 
-@pytest.mark.parametrize("kind", ["s3", "http"])
-def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind):
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind, workers, client):
     whats = {"1%20%231": 500, "2%20%232": "cut", "4%20%234": "hang", "5%20%235": 404, "7%20%237": 403}
 
     def trouble(path, count):
@@ -152,7 +164,8 @@ def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind):
         source = FolderSource(root, remote=remote)
         proxy.reset()
         proxy.trouble = trouble
-        data, labels, faults = read_all(source)
+        data, labels, faults = read_all(source, num_workers=workers)
+        assert agent(proxy) == client
         named = {source.key(i): reason for i, reason in faults.items()}
         bad = {f"ant/{i} #{i}%20.jpg": i for i in (1, 2, 4, 5, 7)}
         assert named.keys() == {*bad, "ant/empty.jpg"}

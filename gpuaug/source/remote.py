@@ -17,15 +17,16 @@ import re
 import stat
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from gpuaug import header
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.source import objects
 from gpuaug.source.disk import Disk
 
 log = logging.getLogger("gpuaug")
@@ -65,7 +66,7 @@ class Remote:
     """
 
     options: Mapping[str, Any] | None = field(default=None, repr=False)
-    concurrency: int = 32
+    concurrency: int = 64
     tries: int = 4
     timeout: float = 10.0
     cache: str | os.PathLike[str] | None = None
@@ -118,8 +119,8 @@ class _Call(NamedTuple):
     size: int = 0  # bytes that are expected
 
     def seconds(self, remote: Remote) -> float:
-        """For one try; a slow line brings a megabyte a second."""
-        return remote.timeout + self.size / 1e6
+        """For one try."""
+        return _seconds(self.size, remote)
 
 
 class Storage:
@@ -164,7 +165,7 @@ class Storage:
                 found[i] = self._disk.get(_name(ranges[i]))
             away = [i for i in away if found[i] is None]
         if away:
-            items = self._all([_Call(ranges[i].place, _reading(ranges[i]), ranges[i].size or 0) for i in away])
+            items = self._all([_reading(ranges[i], self.remote) for i in away], self._reader)
             for i, item in zip(away, items, strict=True):
                 found[i] = item
             if self._disk is not None:
@@ -202,7 +203,7 @@ class Storage:
             except OSError as error:
                 raise SourceError(f"{shown(place)!r} cannot be used: {error}.") from error
         away = [i for i, item in enumerate(found) if item is None]
-        items = self._all([_Call(places[i], _asking_info) for i in away])
+        items = self._all([_Call(places[i], _asking_info) for i in away], self._system)
         for i, item in zip(away, items, strict=True):
             if isinstance(item, Exception):
                 raise SourceError(f"{shown(places[i])!r} cannot be used: {_said(item)}.") from item
@@ -226,7 +227,7 @@ class Storage:
                 )
             places = [join(root, folder) if folder else root for folder in folders]
             below: list[str] = []
-            items = self._all([_Call(place, _asking_list) for place in places])
+            items = self._all([_Call(place, _asking_list) for place in places], self._system)
             for folder, place, item in zip(folders, places, items, strict=True):
                 if isinstance(item, FileNotFoundError) and not folder:
                     raise SourceError(f"`source.root` does not exist, or is empty: {shown(root)!r}.") from item
@@ -280,8 +281,9 @@ class Storage:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._systems: dict[str, Any] = {}
+        self._readers: dict[str, Any] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
         self._disk = None
@@ -290,24 +292,30 @@ class Storage:
 
     def _settle(self) -> None:
         if self._pid != os.getpid():
-            _ABANDONED.append((self._systems, self._threads))
+            _ABANDONED.append((self._systems, self._readers, self._threads))
             self._reset()
 
     def _system(self, place: str) -> Any:
-        key = re.match(r"\w[\w.+-]*://[^/]*", place)
-        if key is None or "::" in place:
-            raise ConfigError(f"a URL must be as s3://bucket/path. Found: {shown(place)!r}.")
+        """The file system of fsspec: it lists, and reads where nothing else can."""
         with self._lock:
-            if key[0] not in self._systems:
-                self._systems[key[0]] = _file_system(place, self.remote)
-            return self._systems[key[0]]
+            if (key := _bucket(place)) not in self._systems:
+                self._systems[key] = _file_system(place, self.remote)
+            return self._systems[key]
 
-    def _all(self, asked: Sequence[_Call]) -> list[Any]:
+    def _reader(self, place: str) -> Any:
+        """What reads objects: an Objects, or the file system."""
+        with self._lock:
+            if (key := _bucket(place)) not in self._readers:
+                system = self._system(place)
+                self._readers[key] = objects.opened(system, place, timeout=self.remote.timeout) or system
+            return self._readers[key]
+
+    def _all(self, asked: Sequence[_Call], by: Callable[[str], Any]) -> list[Any]:
         """What each call gives for its place, or the exception that its last try ended with."""
         items: list[Any] = [None] * len(asked)
         groups: dict[int, tuple[Any, list[int]]] = {}
         for i, call in enumerate(asked):
-            system = self._system(call.place)
+            system = by(call.place)
             groups.setdefault(id(system), (system, []))[1].append(i)
         for system, rows in groups.values():
             calls = [asked[i] for i in rows]
@@ -360,17 +368,36 @@ class Storage:
                 time.sleep(_pause(attempt))
             raise AssertionError
 
+        items: list[Any] = [None] * len(calls)
+        todo = deque(range(len(calls)))
+
+        def work() -> None:
+            while todo:
+                try:
+                    row = todo.popleft()
+                except IndexError:
+                    return
+                items[row] = one(calls[row])
+
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(remote.concurrency, thread_name_prefix="gpuaug-remote")
             threads = self._threads
-        futures = [threads.submit(one, call) for call in calls]
-        items: list[Any] = []
-        for future, call in zip(futures, calls, strict=True):
-            try:
-                items.append(future.result(timeout=remote.tries * (call.seconds(remote) + LONGEST_PAUSE)))
-            except TimeoutError as error:
-                items.append(_reason(error, call, remote.tries, remote))
+        # one task per thread, not per call: handing over a task costs as much as a tenth of a request
+        tasks = [threads.submit(work) for _ in range(min(remote.concurrency, len(calls)))]
+        turns = -(-len(calls) // remote.concurrency)
+        longest = max(call.seconds(remote) for call in calls)
+        try:
+            wait(tasks, timeout=turns * remote.tries * (longest + LONGEST_PAUSE))
+        finally:  # after an interrupt of the user too
+            todo.clear()
+        for row, (item, call) in enumerate(zip(items, calls, strict=True)):
+            if item is None:
+                items[row] = _reason(TimeoutError(), call, remote.tries, remote)
+        if not all(task.done() for task in tasks):  # its threads hang in a file system that knows no timeouts
+            threads.shutdown(wait=False, cancel_futures=True)
+            with self._lock:
+                self._threads = None
         return items
 
 
@@ -495,6 +522,17 @@ def local_stamp(status: os.stat_result) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
+def _seconds(size: int, remote: Remote) -> float:
+    return remote.timeout + size / 1e6  # a slow line brings a megabyte a second
+
+
+def _bucket(place: str) -> str:
+    found = re.match(r"\w[\w.+-]*://[^/]*", place)
+    if found is None or "::" in place:
+        raise ConfigError(f"a URL must be as s3://bucket/path. Found: {shown(place)!r}.")
+    return found[0]
+
+
 def _name(part: Range) -> str:
     return f"{part.place}\n{part.begin}\n{part.size}\n{part.stamp}"
 
@@ -535,8 +573,9 @@ def _file_system(place: str, remote: Remote) -> Any:
     return system
 
 
-def _reading(part: Range) -> Callable[[Any, str], Any]:
+def _reading(part: Range, remote: Remote) -> _Call:
     """The call that reads a range through a file system: a coroutine where it has an event loop."""
+    seconds = _seconds(part.size or 0, remote)
 
     def check(data: Any) -> bytes:
         if part.size is not None and len(data) != part.size:
@@ -559,6 +598,9 @@ def _reading(part: Range) -> Callable[[Any, str], Any]:
             raise
 
     def read_now(system: Any, place: str) -> bytes:
+        if isinstance(system, objects.Objects):
+            key = place.split("://", 1)[1].split("/", 1)[1]
+            return check(system.read(key, part.begin, part.size, most=part.most, seconds=seconds))
         begin, end = (None, None) if part.size is None else (part.begin, part.begin + part.size)
         return check(system.cat_file(system._strip_protocol(place), start=begin, end=end))
 
@@ -567,7 +609,7 @@ def _reading(part: Range) -> Callable[[Any, str], Any]:
             raise OSError(errno.EFBIG, f"{part.size} bytes, more than {part.most}", shown(place))
         return read(system, place) if getattr(system, "async_impl", False) else read_now(system, place)
 
-    return call
+    return _Call(part.place, call, part.size or 0)
 
 
 async def _http(system: Any, part: Range) -> bytes:
@@ -583,7 +625,7 @@ async def _http(system: Any, part: Range) -> bytes:
         if response.status in (401, 403):
             raise PermissionError(errno.EACCES, f"HTTP status {response.status}", shown(part.place))
         if response.status >= 400:
-            raise _StatusError(response.status, shown(part.place))
+            raise objects.StatusError(f"HTTP status {response.status}", response.status)
         if part.size is not None and response.status != 206:
             raise ReadError(f"the server of {shown(part.place)!r} gives no ranges of files. Use one that does.")
         limit = part.most if part.size is None else part.size
@@ -593,14 +635,6 @@ async def _http(system: Any, part: Range) -> bytes:
             if len(data) > limit:
                 raise OSError(errno.EFBIG, f"more than {limit} bytes", shown(part.place))
         return bytes(data)
-
-
-class _StatusError(Exception):
-    """An HTTP status that is an error."""
-
-    def __init__(self, status: int, place: str) -> None:
-        super().__init__(f"HTTP status {status}: {place}")
-        self.status = status
 
 
 def _asking_info(system: Any, place: str) -> Any:
