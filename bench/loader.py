@@ -25,7 +25,6 @@ Who is who:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
 import json
@@ -37,15 +36,13 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import s3
 from contestants import Spec
 
 RECIPES = ("standard", "flip", "simclr")
@@ -59,7 +56,8 @@ PROSE = """From files to consumed batches; every contestant is a process of its 
 `ceiling` is what `read`, `decode` and `augment` allow together, each measured alone on the same cores (one after the
 other on a CPU; on a GPU reading runs beside the rest). Memory is the highest sum of PSS over a contestant's processes.
 Peers draw for themselves, so their pixels are of the same kind but not the same. `fault_machinery` is an upper bound:
-what `checks` take, as if nothing else ran meanwhile.
+what `checks` take, as if nothing else ran meanwhile. `ours_s3` reads the same folder out of a bucket, one request per
+image, 50 ms to the first byte; `s3.py` is its server.
 
 Make it again: `python bench/loader.py --json loader.json --peer-python PYTHON`, then with `--table loader.json --readme
 bench/README.md`.
@@ -75,6 +73,8 @@ class Contestant:
         if preload:
             environment |= {"LD_PRELOAD": preload, "SLOW_OPEN": data, "SLOW_OPEN_US": str(int(delay * 1e6))}
         self.spec, self.rates = spec, list[float]()
+        self.processor = self.server = 0.0  # seconds that the rounds took of the cores, here and in the S3 server
+        self.images = 0
         self.process = subprocess.Popen(
             [python, str(Path(__file__).with_name("contestants.py")), json.dumps(asdict(spec))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -99,10 +99,13 @@ class Contestant:
             self.process.stdin.flush()
 
     def round(self) -> None:
+        before = s3.seconds(self.process.pid)
         self._ask()
         answer = self._answer()
         if "images" in answer:
             self.rates.append(answer["images"] / answer["seconds"])
+            self.processor += s3.seconds(self.process.pid) - before
+            self.images += answer["images"]
         else:
             self.reason = answer["reason"]
 
@@ -243,89 +246,6 @@ def slow_open(folder: Path) -> str:
     return str(library)
 
 
-# --- a small S3 server: listings and objects of a folder, with latency; in a process of its own
-
-
-def serve_s3(root: Path, port: int) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
-                method, target, _ = lines[0].split(" ")
-                headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:])}
-                await asyncio.sleep(LATENCY)
-                status, body, more = _object(root, target, headers)
-                head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode()
-                writer.write(head + (b"" if method == "HEAD" else body))
-                await writer.drain()
-
-    async def main() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", port, backlog=1024) as server:
-            await server.serve_forever()
-
-    asyncio.run(main())
-
-
-def _object(root: Path, target: str, headers: dict[str, str]) -> tuple[str, bytes, str]:
-    url = urlsplit(target)
-    bucket, _, key = unquote(url.path).lstrip("/").partition("/")
-    if not key:
-        query = parse_qs(url.query)
-        prefix = query.get("prefix", [""])[0]
-        below = "" if "delimiter" not in query else query["delimiter"][0]
-        contents, folders = [], set()
-        for path in sorted(p for p in root.rglob("*") if p.is_file()):
-            name = str(path.relative_to(root))
-            if name.startswith(prefix):
-                rest = name[len(prefix) :]
-                if below and below in rest:
-                    folders.add(prefix + rest.split(below)[0] + below)
-                    continue
-                contents.append(
-                    f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-                    f"<ETag>&quot;{path.stat().st_size}&quot;</ETag><Size>{path.stat().st_size}</Size></Contents>"
-                )
-        prefixes = "".join(f"<CommonPrefixes><Prefix>{f}</Prefix></CommonPrefixes>" for f in sorted(folders))
-        body = (
-            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-            f"<Name>{bucket}</Name><Prefix>{prefix}</Prefix><KeyCount>{len(contents)}</KeyCount><MaxKeys>100000</MaxKeys>"
-            f"<IsTruncated>false</IsTruncated>{''.join(contents)}{prefixes}</ListBucketResult>"
-        )
-        return "200 OK", body.encode(), "Content-Type: application/xml\r\n"
-    path = root / key
-    if not path.is_file():
-        return "404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>", "Content-Type: application/xml\r\n"
-    data = path.read_bytes()
-    more = f'ETag: "{len(data)}"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nAccept-Ranges: bytes\r\n'
-    if headers.get("range", "").startswith("bytes="):
-        first, _, last = headers["range"][6:].partition("-")
-        begin, end = int(first), min(len(data), int(last or len(data) - 1) + 1)
-        more += f"Content-Range: bytes {begin}-{end - 1}/{len(data)}\r\n"
-        return "206 Partial Content", data[begin:end], more
-    return "200 OK", data, more
-
-
-@contextlib.contextmanager
-def s3(root: Path) -> Iterator[str]:
-    """``ENDPOINT ROOT`` of the folder behind S3's protocol."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, __file__, "--serve-s3", str(root.parent), str(port)])
-    try:
-        for _ in range(200):
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port} s3://bench/{root.name}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 # --- measuring
 
 
@@ -345,8 +265,14 @@ def measure(args: argparse.Namespace, recipe: str, kind: str, root: Path, preloa
     rows, running = [], list[Contestant]()
     with contextlib.ExitStack() as stack:
         found = places(root, who, python)
+        server = None
         if "ours_s3" in who:
-            found["s3"] = stack.enter_context(s3(root))
+            try:
+                server = stack.enter_context(s3.serve(root, LATENCY))
+                found["s3"] = f"{server.endpoint} {server.url}"
+            except ImportError as error:
+                who.remove("ours_s3")
+                rows.append({"set": kind, "recipe": recipe, "who": "ours_s3", "reason": f"no S3 server: {error}"})
         for name in who:
             spec = Spec(name, recipe, str(root), batch, args.workers, args.threads, args.device, args.dtype, found)
             contestant = Contestant(
@@ -363,7 +289,9 @@ def measure(args: argparse.Namespace, recipe: str, kind: str, root: Path, preloa
         for _ in range(args.rounds):
             for contestant in running:
                 if contestant.reason is None:
+                    before = 0.0 if server is None else server.seconds()
                     contestant.round()
+                    contestant.server += 0.0 if server is None else server.seconds() - before
         for contestant in running:
             if contestant.reason is None:
                 contestant.weigh()
@@ -373,7 +301,10 @@ def measure(args: argparse.Namespace, recipe: str, kind: str, root: Path, preloa
                 row |= {
                     "images_per_second": _median(rates), "lowest": rates[0], "highest": rates[-1],
                     "rounds": len(rates), "peak_pss": contestant.peak, "start_up_seconds": contestant.first,
+                    "processor_us": 1e6 * contestant.processor / contestant.images,
                 }  # fmt: skip
+                if contestant.spec.who == "ours_s3" and server is not None:
+                    row |= {"server": server.how, "server_us": 1e6 * contestant.server / contestant.images}
             else:
                 row["reason"] = contestant.reason
             rows.append(row)
@@ -492,6 +423,18 @@ def table(report: dict[str, Any]) -> str:
     for r in report["results"]:
         own = mine.get((r["set"], r["recipe"]))
         lines.append(_line({**r, "ours": own / r["images_per_second"] if own and r.get("images_per_second") else None}))
+    for r in report["results"]:
+        local = mine.get((r["set"], r["recipe"]))
+        if "server" in r and local:
+            # the server's share of the cores given back to training
+            alone = 1 / (1 / r["images_per_second"] - r["server_us"] / 1e6 / m["cores"])
+            ours = next(x for x in report["results"] if (x["set"], x["who"]) == (r["set"], "ours"))
+            lines += ["", (
+                f"`ours_s3`: {r['server']}, on the same cores. Processor per image: local {ours['processor_us']:.0f} us, "
+                f"from S3 {r['processor_us']:.0f} us and the server {r['server_us']:.0f} us. From S3 it is "
+                f"{r['images_per_second'] / local:.2f} of the local speed; {alone / local:.2f} with the server's time "
+                "taken out."
+            )]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -523,12 +466,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--table", type=Path, help="print the table of a report and stop")
     parser.add_argument("--readme", type=Path, help="with --table: put it between the marks of this file")
-    parser.add_argument("--serve-s3", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--write-ffcv", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve_s3:
-        serve_s3(Path(args.serve_s3[0]), int(args.serve_s3[1]))
-        return
     if args.write_ffcv:
         write_ffcv(*args.write_ffcv)
         return
