@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; the table below is what runs
     from gpuaug.augment.mix import Mix as Mix
+    from gpuaug.augment.normalize import Normalize as Normalize
+    from gpuaug.augment.policy import OneOf as OneOf
     from gpuaug.augment.recipe import Augment as Augment
     from gpuaug.augment.recipe import MultiView as MultiView
-    from gpuaug.augment.recipe import Normalize as Normalize
-    from gpuaug.augment.recipe import OneOf as OneOf
     from gpuaug.batch import Batch as Batch
     from gpuaug.batch import EncodedBatch as EncodedBatch
     from gpuaug.config import build as build
@@ -63,8 +63,8 @@ _WHERE = {
     "MaterializedSource": "gpuaug.source.materialized",
     "Mix": "gpuaug.augment.mix",
     "MultiView": "gpuaug.augment.recipe",
-    "Normalize": "gpuaug.augment.recipe",
-    "OneOf": "gpuaug.augment.recipe",
+    "Normalize": "gpuaug.augment.normalize",
+    "OneOf": "gpuaug.augment.policy",
     "PackedSource": "gpuaug.source.packed",
     "ParquetSource": "gpuaug.source.parquet",
     "RamCache": "gpuaug.source.cache",

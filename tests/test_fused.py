@@ -18,8 +18,10 @@ from torch import Tensor
 import gpuaug
 from gpuaug.augment import batched, native
 from gpuaug.augment.fused import FusedBackend
-from gpuaug.augment.parameters import Chosen, prepare
-from gpuaug.augment.recipe import Normalize, OneOf
+from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.parameters import Chosen
+from gpuaug.augment.policy import OneOf
+from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
 
 ROOT = Path(__file__).parent.parent

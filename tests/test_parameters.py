@@ -15,7 +15,8 @@ import scipy.stats
 import torch
 from torch import nn
 
-from gpuaug.augment.parameters import noise, prepare, prepare_all
+from gpuaug.augment.parameters import noise
+from gpuaug.augment.prepare import prepare, prepare_all
 from gpuaug.draw import Stream, sample_keys, uniforms
 from gpuaug.errors import ConfigError
 

@@ -12,8 +12,9 @@ import torch
 from kornia.augmentation.container.params import ParamItem
 from torch import Tensor, nn
 
-from gpuaug.augment.parameters import Prepared, prepare, tensors
+from gpuaug.augment.parameters import Prepared, tensors
 from gpuaug.augment.policy import OneOf
+from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError
 from tests.test_reference import images

@@ -20,8 +20,8 @@ pytest.importorskip("sklearn")
 
 import gpuaug
 from bench import photographs
-from gpuaug.augment.parameters import prepare
-from gpuaug.augment.recipe import OneOf
+from gpuaug.augment.policy import OneOf
+from gpuaug.augment.prepare import prepare
 from gpuaug.cli import main, operations, page, preview
 from gpuaug.errors import ConfigError
 

@@ -20,7 +20,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import gpuaug
-from gpuaug.augment.recipe import Augment, MultiView, Normalize, OneOf
+from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.policy import OneOf
+from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.errors import ConfigError
 from tests.test_parameters import OPS

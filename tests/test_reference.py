@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpuaug.augment.parameters import noise, prepare, tensors
+from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.parameters import noise, tensors
 from gpuaug.augment.policy import OneOf
-from gpuaug.augment.recipe import Augment, Normalize
+from gpuaug.augment.prepare import prepare
+from gpuaug.augment.recipe import Augment
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError
 from tests.test_parameters import OPS

@@ -12,7 +12,7 @@ import torch
 from test_fused import NORMALIZE, POINTWISE, SPACE, SPATIAL, draw, photographs
 
 from gpuaug.augment import fused
-from gpuaug.augment.parameters import prepare
+from gpuaug.augment.prepare import prepare
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

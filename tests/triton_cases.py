@@ -23,7 +23,7 @@ from test_fused import (
 )
 
 from gpuaug.augment import fused, triton_kernels
-from gpuaug.augment.parameters import prepare
+from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

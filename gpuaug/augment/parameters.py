@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug.draw import Float, Int, field, normal_field, scale
-from gpuaug.errors import ConfigError
 
 logger = logging.getLogger("gpuaug")
 
@@ -85,65 +84,6 @@ class Prepared:
         return Chosen(choice, params, keys)
 
 
-def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
-    """The operations of a mapping, in its order; None is an operation switched off.
-
-    Raises:
-        ConfigError: not a mapping of names to operations.
-    """
-    if ops is not None and not isinstance(ops, Mapping):
-        raise ConfigError(
-            f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}: the "
-            f"name keys an operation's draws and lets it be overridden. Found: a {type(ops).__name__}."
-        )
-    for name in ops or {}:
-        if not isinstance(name, str) or not name or "\0" in name:
-            raise ConfigError(f"`{path}` must have names that are text. Found: {name!r}.")
-        if name == "crop":
-            raise ConfigError(f"`{path}.crop` is the name of the crop's own draws. Choose another name.")
-    return tuple(prepare(name, op, path=path) for name, op in (ops or {}).items() if op is not None)
-
-
-def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
-    """An operation of a recipe, ready to be drawn.
-
-    Args:
-        name: its key in ``ops``.
-        op: a Kornia operation, one of Kornia's policies, or any module from float [1, 3, H, W] to the same shape.
-        path: where ``ops`` stands in the configuration, for messages.
-
-    Raises:
-        ConfigError: a setting contradicts per-sample draws, or the module has its place elsewhere in a recipe.
-    """
-    from gpuaug.augment import policy  # it needs the rules below
-
-    key = f"{path}.{name}"
-    if isinstance(op, policy.OneOf):
-        return policy.prepare_one_of(name, op, key=key)
-    _check(key, op)
-    import kornia.augmentation as K
-
-    if type(op) in (K.auto.RandAugment, K.auto.TrivialAugment, K.auto.AutoAugment):
-        return policy.prepare(name, op, key=key)
-    if isinstance(op, (K.ColorJitter, K.ColorJiggle)) and type(op) in (K.ColorJitter, K.ColorJiggle):
-        return _prepare_jitter(name, op)
-    known = rule_of(op)
-    if known is None:
-        reason = "its kernel size is one per batch" if type(op) is K.RandomMotionBlur else "no rule for its parameters"
-        kind = type(op).__name__
-        logger.warning(
-            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
-            key,
-            kind,
-            reason,
-        )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _untouched_rule, keyed=True, seeded=reason)
-    count, rule = known
-    return Prepared(
-        name, op, ((private(op),),), 1 + count, partial(_gated, p=float(op.p), rule=rule), keyed=needs_noise(op)
-    )
-
-
 def private(op: nn.Module) -> Any:
     """A copy of a Kornia operation that is always applied: the gate is drawn outside, and ``p = 1`` skips blending."""
     module = copy.deepcopy(op)
@@ -154,13 +94,10 @@ def private(op: nn.Module) -> Any:
 # --- rules: uniforms of a sample, in the order Kornia draws them, to Kornia's parameters
 
 
-def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
+def gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
+    """The rule's parameters for the samples whose first uniform is below ``p``."""
     choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
     return choice, ((rule(u[:, 1:], size),),)
-
-
-def _untouched_rule(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    return np.zeros((len(u), 1), dtype=np.int64), (({},),)
 
 
 def nothing(u: Float, size: Size) -> Params:
@@ -192,9 +129,10 @@ def _jitter_factors(u: Float, size: Size, *, low: Float, span: Float, jiggle: bo
     return params
 
 
-def _jitter(
+def jitter(
     u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
+    """Factors for the samples whose first uniform is below ``p``, and one of ``orders`` for each."""
     params = factors(u[:, 1:], size)
     number = (u[:, order_column] * np.float32(len(orders))).astype(np.int64)
     choice = orders[number]
@@ -299,13 +237,14 @@ def _motion(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: F
 # --- reading the settings of a Kornia operation
 
 
-def _range(sampler: Any) -> tuple[np.float32, np.float32]:
+def bounds(sampler: Any) -> tuple[np.float32, np.float32]:
+    """Lowest and highest value of a Kornia sampler."""
     return np.float32(float(sampler.low)), np.float32(float(sampler.high))
 
 
 def _ranges(*samplers: Any) -> dict[str, Any]:
     """``low`` and ``span`` float32 [n, 1], as torch's Uniform has them."""
-    low, high = np.array([_range(s) for s in samplers], dtype=np.float32).T[:, :, None]
+    low, high = np.array([bounds(s) for s in samplers], dtype=np.float32).T[:, :, None]
     return {"low": low, "span": high - low}
 
 
@@ -337,14 +276,14 @@ def rule_of(op: nn.Module) -> tuple[int, Rule] | None:
     if kind is K.RandomJPEG:
         return 1, partial(uniform, names=("jpeg_quality",), **_ranges(g.jpeg_quality_sampler))
     if kind is K.RandomPosterize:
-        low, high = _range(g.bit_sampler)
+        low, high = bounds(g.bit_sampler)
         return 1, partial(posterize, low=low, span=high - low)
     if kind is K.RandomErasing:
         if hasattr(g, "ratio_sampler1"):
-            ratios: tuple[Any, ...] = (*_range(g.ratio_sampler1), _range(g.ratio_sampler2)[1])
+            ratios: tuple[Any, ...] = (*bounds(g.ratio_sampler1), bounds(g.ratio_sampler2)[1])
         else:
-            ratios = _range(g.ratio_sampler)
-        return 2 * len(ratios), partial(_erasing, area=_range(g.scale_sampler), ratios=ratios, value=float(g.value))
+            ratios = bounds(g.ratio_sampler)
+        return 2 * len(ratios), partial(_erasing, area=bounds(g.scale_sampler), ratios=ratios, value=float(g.value))
     if kind is K.RandomAffine:
         optional = (
             g.scale_2_sampler,
@@ -365,14 +304,14 @@ def rule_of(op: nn.Module) -> tuple[int, Rule] | None:
     if kind is K.RandomShear:
         return 2, partial(_shear, **_ranges(g.shear_x_sampler, g.shear_y_sampler))
     if kind is K.RandomTranslate:
-        x, y = (None if s is None else _range(s) for s in (g.translate_x_sampler, g.translate_y_sampler))
+        x, y = (None if s is None else bounds(s) for s in (g.translate_x_sampler, g.translate_y_sampler))
         return (x is not None) + (y is not None), partial(_translate, x=x, y=y)
     if kind is K.RandomPerspective:
         return 8, partial(_perspective, distortion=float(g._distortion_scale), basic=g.sampling_method == "basic")
     if kind is K.RandomChannelShuffle:
         return 3, _channels
     if kind is K.RandomPlanckianJitter:
-        low, high = _range(g.pl_idx_dist)
+        low, high = bounds(g.pl_idx_dist)
         return 1, partial(_planckian, low=low, high=high)
     if kind is K.RandomMotionBlur and isinstance(g.kernel_size, int):
         names = ("angle_factor", "direction_factor")
@@ -380,31 +319,6 @@ def rule_of(op: nn.Module) -> tuple[int, Rule] | None:
             _motion, names=names, kernel_size=g.kernel_size, **_ranges(g.angle_sampler, g.direction_sampler)
         )
     return None
-
-
-def _prepare_jitter(name: str, op: Any) -> Prepared:
-    """ColorJitter and ColorJiggle; without a given ``order`` every sample has its own.
-
-    Four slots, each offering the four steps as modules of one step: the same bits as one module with the whole order.
-    """
-    known = rule_of(op)
-    assert known is not None
-    count, factors = known
-    p = float(op.p)
-    if op._fixed_order is not None:
-        return Prepared(name, op, ((private(op),),), 1 + count, partial(_gated, p=p, rule=factors))
-    steps = tuple(
-        type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(step,)) for step in range(4)
-    )
-    assert isinstance(factors, partial)
-    low, span = factors.keywords["low"][:, 0], factors.keywords["span"][:, 0]
-    idle = [bool(span[k] == 0 and low[k] == neutral) for k, neutral in ((0, 1), (1, 1), (3, 1), (2, 0))]  # per step
-    orders = ORDERS
-    if not all(idle):  # where all are, the input is still clamped
-        orders = np.where(np.array(idle)[ORDERS], -1, ORDERS)
-    return Prepared(
-        name, op, (steps,) * 4, 2 + count, partial(_jitter, p=p, factors=factors, orders=orders, order_column=1 + count)
-    )
 
 
 # --- per-pixel noise
@@ -429,76 +343,6 @@ def noise(op: nn.Module, keys: Tensor, size: Size) -> dict[str, Tensor]:
     if type(op) is K.RandomElasticTransform:
         return {"noise": field(keys, 2 * height * width).view(-1, 2, height, width) * 2 - 1}
     return {}
-
-
-# --- what cannot be an operation of a recipe
-
-
-def _both(size: Any) -> tuple[Any, ...]:
-    return tuple(size) if isinstance(size, list | tuple) else (size,)
-
-
-def _check(key: str, op: Any) -> None:
-    if not isinstance(op, nn.Module):
-        raise ConfigError(
-            f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
-        )
-    import kornia.augmentation as K
-    from kornia.augmentation.auto.base import PolicyAugmentBase
-    from kornia.augmentation.container.base import ImageSequentialBase
-
-    from gpuaug.augment import recipe  # it needs this module
-
-    kind = type(op).__name__
-    resizes = (
-        K.Resize, K.LongestMaxSize, K.SmallestMaxSize, K.CenterCrop, K.RandomCrop, K.RandomResizedCrop, K.PadTo,
-    )  # fmt: skip
-    if isinstance(op, resizes):
-        raise ConfigError(
-            f"`{key}` must keep the size of the images. Found: {kind}. Sizes are decided before decoding: use `crop`, "
-            "for example gpuaug.RandomResizedCrop(224)."
-        )
-    if isinstance(op, recipe.Augment | recipe.MultiView):
-        raise ConfigError(
-            f"`{key}` must be one operation. Found: {kind}, a whole recipe. Write each of its operations as an entry "
-            "of `ops`, or the recipe as a view of gpuaug.MultiView."
-        )
-    if isinstance(op, (K.Normalize, K.Denormalize, recipe.Normalize)):
-        raise ConfigError(
-            f"`{key}` must leave pixels in 0..1, which later operations expect. Found: {kind}. Use `normalize` instead."
-        )
-    if isinstance(op, K.MixAugmentationBaseV2):
-        raise ConfigError(f"`{key}` must treat each sample alone. Found: {kind}, which mixes. Use `mix` instead.")
-    if isinstance(op, K.AugmentationBase3D):
-        raise ConfigError(f"`{key}` must take images. Found: {kind}, which takes volumes. Use its 2D counterpart.")
-    containers = (
-        nn.Sequential, nn.ModuleList, nn.ModuleDict, ImageSequentialBase, K.ManyToManyAugmentationDispather,
-        K.ManyToOneAugmentationDispather,
-    )  # fmt: skip
-    if isinstance(op, containers) and not isinstance(op, PolicyAugmentBase):
-        raise ConfigError(
-            f"`{key}` must be one operation. Found: {kind}, a container. Write each of its operations as an entry of "
-            "`ops` with a name of its own."
-        )
-    for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
-        found = getattr(op, setting, wanted)
-        if found is not None and found != wanted:  # containers say None
-            raise ConfigError(
-                f"`{key}.{setting}` must be {wanted}: every sample draws for itself, whatever batch it is in. "
-                f"Found: {found!r}. Remove the setting."
-            )
-    p = getattr(op, "p", 1.0)
-    unset = p is None and not isinstance(op, K.AugmentationBase2D)  # a policy's, or a module's of one's own
-    if not unset and (isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1):
-        raise ConfigError(f"`{key}.p` must be a probability from 0 to 1. Found: {p!r}.")
-    sizes = getattr(op, "flags", {}).get("kernel_size")
-    if isinstance(op, K.RandomGaussianBlur) and any(size % 2 == 0 for size in _both(sizes)):
-        raise ConfigError(f"`{key}.kernel_size` must be odd. Found: {sizes!r}.")
-    if isinstance(op, K.RandomGamma):  # Kornia finds it only when it is drawn, on a GPU by killing the context
-        for name, sampler in vars(op._param_generator)["sampler_dict"].items():
-            low, high = _range(sampler)
-            if not 0 <= low <= high:
-                raise ConfigError(f"`{key}` must draw `{name}` from 0 <= low <= high. Found: ({low}, {high}).")
 
 
 def tensors(params: Params, rows: Int | None = None) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, prepare_all, private, rule_of
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, private, rule_of
 from gpuaug.draw import Float, Int
 from gpuaug.errors import ConfigError
 
@@ -36,29 +36,8 @@ class OneOf:
         return f"OneOf(ops={self.ops!r}, p={self.p})"
 
 
-def prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
-    """A :class:`OneOf`, ready to be drawn: its slots offer the alternatives of all its operations."""
-    members = prepare_all(op.ops, path=f"{key}.ops")
-    if not members:
-        raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Remove `{key}` instead.")
-    if isinstance(op.p, bool) or not isinstance(op.p, int | float) or not 0 <= op.p <= 1:
-        raise ConfigError(f"`{key}.p` must satisfy 0 <= p <= 1. Found: {op.p!r}.")
-    for member in members:
-        if member.seeded is not None:
-            raise ConfigError(
-                f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
-                f"{type(member.op).__name__}. Use it as an operation of its own."
-            )
-    slots = tuple(
-        tuple(module for m in members if slot < len(m.slots) for module in m.slots[slot])
-        for slot in range(max(len(m.slots) for m in members))
-    )
-    rule = partial(_one_of, p=float(op.p), members=members)
-    keyed = any(m.keyed for m in members)
-    return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=keyed)
-
-
-def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
+def one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
+    """One member per sample, where the first uniform is below ``p``; the second says which."""
     which = (u[:, 1] * np.float32(len(members))).astype(np.int64)
     which[u[:, 0] >= np.float32(p)] = -1
     choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpuaug.augment.fingerprint import named, settings
-from gpuaug.augment.parameters import Prepared, prepare_all
-from gpuaug.augment.policy import OneOf
+from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.parameters import Prepared
+from gpuaug.augment.prepare import Whole, prepare_all
 from gpuaug.crop import Boxes
 from gpuaug.diagnose.doctor import verdict
 from gpuaug.draw import Float, Int, Stream, sample_keys, uniforms
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from gpuaug.augment.reference import ReferenceBackend
 
 log = logging.getLogger("gpuaug")
-
-__all__ = ["Augment", "Drawn", "MultiView", "Normalize", "OneOf", "View"]
 
 _BACKENDS = ("fused", "kornia")
 
@@ -61,7 +59,7 @@ class Drawn:
     keys: Mapping[tuple[str, int, str], Int]
 
 
-class _Recipe(nn.Module):
+class _Recipe(Whole):
     """What Augment and MultiView share: everything is done per view."""
 
     views: list[View]
@@ -344,55 +342,6 @@ class MultiView(_Recipe):
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides draws and pixels, as JSON."""
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
-
-
-class Normalize(nn.Module):
-    """``(x - mean) / std`` per channel, in float32, on float32 [B, 3, H, W] in 0..1.
-
-    The buffers follow ``.to(device)`` and stay float32 whatever the module is cast to.
-
-    Args:
-        mean: three values, in 0..1 as the pixels are.
-        std: three positive values.
-    """
-
-    mean: Tensor  # float32 [3]
-    std: Tensor
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        for name, given in (("mean", mean), ("std", std)):
-            values = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
-            numbers = isinstance(values, Sequence) and all(
-                isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values
-            )
-            if not numbers or len(values) != 3:
-                raise ConfigError(f"`augment.normalize.{name}` must be three numbers, for R, G, B. Found: {given!r}.")
-            if name == "std" and min(values) <= 0:
-                raise ConfigError(f"`augment.normalize.std` must be positive. Found: {given!r}.")
-            if max(abs(v) for v in values) > 2:
-                raise ConfigError(
-                    f"`augment.normalize.{name}` is in units of pixels in 0..1. Found: {given!r}. Divide by 255."
-                )
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
-        self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalized ``images``: float32 [B, 3, H, W] in 0..1 to the same shape."""
-        mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
-        return (images - mean).div_(std)
-
-    def extra_repr(self) -> str:
-        """Mean and standard deviation."""
-        return ", ".join(f"{k}={v}" for k, v in self.settings.items())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
-        super()._apply(fn, recurse)
-        for name, values in self.settings.items():  # half precision would lose the values themselves
-            buffer = getattr(self, name)
-            if buffer.dtype != torch.float32:
-                setattr(self, name, torch.tensor(values, dtype=torch.float32, device=buffer.device))
-        return self
 
 
 def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:

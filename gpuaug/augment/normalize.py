@@ -1,0 +1,61 @@
+"""Mean and standard deviation per channel: the last step of a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpuaug.errors import ConfigError
+
+
+class Normalize(nn.Module):
+    """``(x - mean) / std`` per channel, in float32, on float32 [B, 3, H, W] in 0..1.
+
+    The buffers follow ``.to(device)`` and stay float32 whatever the module is cast to.
+
+    Args:
+        mean: three values, in 0..1 as the pixels are.
+        std: three positive values.
+    """
+
+    mean: Tensor  # float32 [3]
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        for name, given in (("mean", mean), ("std", std)):
+            values = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+            numbers = isinstance(values, Sequence) and all(
+                isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values
+            )
+            if not numbers or len(values) != 3:
+                raise ConfigError(f"`augment.normalize.{name}` must be three numbers, for R, G, B. Found: {given!r}.")
+            if name == "std" and min(values) <= 0:
+                raise ConfigError(f"`augment.normalize.std` must be positive. Found: {given!r}.")
+            if max(abs(v) for v in values) > 2:
+                raise ConfigError(
+                    f"`augment.normalize.{name}` is in units of pixels in 0..1. Found: {given!r}. Divide by 255."
+                )
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
+        self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalized ``images``: float32 [B, 3, H, W] in 0..1 to the same shape."""
+        mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
+        return (images - mean).div_(std)
+
+    def extra_repr(self) -> str:
+        """Mean and standard deviation."""
+        return ", ".join(f"{k}={v}" for k, v in self.settings.items())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
+        super()._apply(fn, recurse)
+        for name, values in self.settings.items():  # half precision would lose the values themselves
+            buffer = getattr(self, name)
+            if buffer.dtype != torch.float32:
+                setattr(self, name, torch.tensor(values, dtype=torch.float32, device=buffer.device))
+        return self
