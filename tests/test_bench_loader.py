@@ -96,18 +96,18 @@ def test_the_table_goes_between_its_marks_and_touches_nothing_else(bench):
     assert twice.count(bench.BEGIN) == 1
 
 
-def test_the_small_s3_server_lists_and_serves_ranges(bench, tmp_path):
-    for name in ("train/a/1.jpg", "train/a/2.jpg", "train/b/3.jpg", "other"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(name.encode())
-    status, body, _ = bench._object(tmp_path, "/bucket?list-type=2&prefix=train/", {})
-    assert status == "200 OK"
-    assert body.count(b"<Contents>") == 3
-    _, body, _ = bench._object(tmp_path, "/bucket?list-type=2&prefix=train/&delimiter=/", {})
-    assert body.count(b"<Contents>") == 0
-    assert body.count(b"<CommonPrefixes>") == 2
-    assert bench._object(tmp_path, "/bucket/train/a/1.jpg", {})[1] == b"train/a/1.jpg"
-    status, body, more = bench._object(tmp_path, "/bucket/train/a/1.jpg", {"range": "bytes=6-8"})
-    assert (status, body) == ("206 Partial Content", b"a/1")
-    assert "Content-Range: bytes 6-8/13" in more
-    assert bench._object(tmp_path, "/bucket/nothing", {})[0] == "404 Not Found"
+def test_the_s3_server_gives_the_folder_as_it_is(bench, tmp_path):
+    from gpuaug.source import FolderSource, Remote
+    from gpuaug.source.remote import Range, Storage
+
+    for name in ("a/1.jpg", "a/2.jpg", "b/3 #.jpg"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(name.encode() * 100)
+    with bench.s3.serve(tmp_path / "train", 0.01) as server:
+        remote = Remote(options={"endpoint_url": server.endpoint, "key": "x", "secret": "x"})
+        source = FolderSource(server.url, remote=remote)
+        for _ in range(2):  # the second time out of what is kept
+            assert list(source) == list(FolderSource(tmp_path / "train"))
+        assert Storage(remote).read([Range(f"{server.url}/a/1.jpg", 6, 3)]) == [("a/1.jpg" * 2).encode()[6:9]]
+        assert server.seconds() > 0
+        assert "moto" in server.how
