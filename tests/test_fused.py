@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpuaug
+from gpuaug import compiled
 from gpuaug.augment import batched, native
 from gpuaug.augment.fused import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -427,7 +428,7 @@ def test_the_build_is_not_kept_behind_a_link(
     (tmp_path / "gpuaug").symlink_to(tmp_path / "other")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO, logger="gpuaug"):
-        found = native._cache()
+        found = compiled.cache()
     assert found.resolve() != (tmp_path / "other").resolve()
     assert "is not kept" in caplog.text
     found.rmdir()

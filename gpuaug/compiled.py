@@ -1,0 +1,144 @@
+"""C++ that is built once per machine with the compiler that is there, and kept.
+
+The build is kept in the user's cache directory under a name that holds source, compiler, flags and processor, so that a
+home directory shared by different machines serves each its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger("gpuaug")
+
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-pthread",
+)
+_lock = threading.Lock()
+
+
+def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
+    """The library built of one C++ file, or None where it cannot be built; logs which and why.
+
+    Args:
+        source: the file.
+        name: what it is for, in the log and in the name of what is kept.
+        without: what happens where it cannot be built, for the log.
+        flags: of the compiler.
+    """
+    with _lock:
+        compiler = _compiler()
+        if compiler is None:
+            logger.warning(
+                "%s on cpu %s: no C++ compiler found. Install g++ or clang++, or set CXX to one.", name, without
+            )
+            return None
+        try:
+            text, folder = source.read_text(), cache()
+            stem = f"{name}-{_fingerprint(text, compiler, flags)}"
+            path = _found(folder, stem) or _build(compiler, flags, text, folder, stem)
+            return ctypes.CDLL(str(path))
+        except (OSError, subprocess.SubprocessError) as error:
+            detail = getattr(error, "stderr", None) or error
+            logger.warning("%s on cpu %s: %s failed: %s", name, without, compiler, detail)
+            return None
+
+
+def _compiler() -> str | None:
+    given = os.environ.get("CXX")
+    candidates = given.split()[:1] if given else ["g++", "clang++", "c++"]
+    return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+def cache() -> Path:
+    """A directory of this user alone: what lies in it is loaded as code."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuaug"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = root.lstat()
+        if stat.S_ISDIR(about.st_mode) and os.access(root, os.W_OK) and _is_ours_alone(about):
+            return root
+    except (OSError, RuntimeError):
+        pass
+    logger.info("what is compiled is not kept: %s is not a folder that this user alone can write", root)
+    return Path(tempfile.mkdtemp(prefix="gpuaug-"))
+
+
+def _found(folder: Path, stem: str) -> Path | None:
+    """A build that may be loaded: this user's, and whole; others of the name are removed.
+
+    The name holds the digest of the content, since to load a file that a full disk has cut kills the process.
+    """
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        try:
+            about = path.lstat()
+            own = stat.S_ISREG(about.st_mode) and _is_ours_alone(about)
+            if own and path.stem.endswith(_digest(path.read_bytes())):
+                return path
+        except FileNotFoundError:
+            continue  # another rank has removed it
+        logger.warning(
+            "%s on cpu: %s is %s, and is built anew",
+            stem.split("-")[0],
+            path,
+            "damaged" if own else "not this user's alone",
+        )
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _is_ours_alone(about: os.stat_result) -> bool:
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+def _fingerprint(source: str, compiler: str, flags: Sequence[str]) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    processor = platform.processor() + platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor += "".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
+    except OSError:
+        pass
+    text = "\0".join((source, version, processor, *flags))
+    return _digest(text.encode())
+
+
+def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem: str) -> Path:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        text, built = Path(inside, "source.cpp"), Path(inside, "built.so")
+        text.write_text(source)
+        command = [compiler, *flags, str(text), "-o", str(built)]
+        try:
+            subprocess.run([*command, "-march=native"], capture_output=True, text=True, check=True, timeout=300)
+        except subprocess.CalledProcessError:  # some compilers have no -march=native for their machine
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        built.chmod(0o700)  # a umask may leave it to the group
+        path = folder / f"{stem}-{_digest(built.read_bytes())}.so"
+        os.replace(built, path)  # in one step: several ranks may build at once
+    took = time.perf_counter() - start
+    logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, took, compiler)
+    return path
