@@ -9,11 +9,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning th
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from PIL import Image
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(min(2, torch.get_num_threads()))
+# how long an example takes is the machine's affair; how it can be repeated is printed
+hypothesis_settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+hypothesis_settings.load_profile("busy")
 
 
 def photographs() -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """Encoded bytes in memory: once per machine, never half, bounded, and gone with the processes."""
 
-import gc
+import contextlib
 import json
 import logging
 import os
@@ -230,24 +230,28 @@ def test_threads_and_processes_exclude_each_other():
     assert memory.head[1] == 4000
 
 
-def descriptors():
-    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-    return sum("memfd:gpuaug" in os.readlink(link) for link in links if os.path.lexists(link))
+def memories():
+    """Which of our unnamed memories this process has open."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if "memfd:gpuaug" in os.readlink(f"/proc/self/fd/{number}"):
+                found.add(os.fstat(int(number)).st_ino)
+    return found
 
 
 def test_the_memory_ends_with_its_last_user():
-    gc.collect()
-    before = descriptors()
+    others = memories()
     cached = RamCache(max_bytes="1MiB").open(adapt(Counted()))
     assert cached[3]
     view = cached[3][0]
-    assert descriptors() > before
+    assert memories() - others
     cached.close()
     assert bytes(view) == Counted().bytes(3)  # what was handed out stays
     assert bytes(cached[3][0]) == Counted().bytes(3)  # and the source is still there
     assert cached.samples == cached.nbytes == 0
     del view
-    assert descriptors() == before
+    assert not memories() - others
 
 
 def test_settings_are_checked_where_they_enter():
@@ -339,6 +343,22 @@ def left_behind(pids):
     return [x for x in os.listdir("/dev/shm") if "gpuaug" in x or any(f"_{pid}_" in x for pid in pids)]
 
 
+def sockets():
+    """Names of the abstract sockets of this machine by their inodes."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {fields[6]: fields[7] for fields in lines if len(fields) > 7 and fields[7].startswith("@gpuaug")}
+
+
+def claimed(pids):
+    """Those that these processes hold."""
+    found, names = set(), sockets()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found |= {name for inode, name in names.items() if os.readlink(link) == f"socket:[{inode}]"}
+    return found
+
+
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_three_ranks_with_two_workers_hold_the_bytes_once(method):
     number = 300
@@ -355,15 +375,17 @@ def test_three_ranks_with_two_workers_hold_the_bytes_once(method):
         assert [r["processes"] for r in reports] == [3] * 3
         together = sum(r["cache"] for r in reports)
         assert 0.9 * encoded < together <= 1.1 * encoded
+        names = claimed(pid for r in reports for pid in r["pids"])
+        assert names
         for rank, process in enumerate(processes):  # the first of them owns the name
             process.kill()
             process.wait()
             assert not left_behind([pid for r in reports for pid in r["pids"]]), rank
-        deadline = time.monotonic() + 15  # workers notice that their parent is gone
+        deadline = time.monotonic() + 60  # workers notice that their parent is gone
         while any(os.path.exists(f"/proc/{pid}") for r in reports for pid in r["pids"]) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not [pid for r in reports for pid in r["pids"] if os.path.exists(f"/proc/{pid}")]
-        assert not [line for line in Path("/proc/net/unix").read_text().splitlines() if "@gpuaug" in line]
+        assert not names & set(sockets().values())
     finally:
         for process in processes:
             process.kill()
@@ -388,7 +410,7 @@ def test_an_index_is_there_once_for_all_ranks(tmp_path):
     finally:
         go_on(processes)
         for process in processes:
-            process.wait(20)
+            process.wait(100)
 
 
 def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,17 +33,19 @@ def request(*overrides: str, command: str = "train", **more: object) -> Request:
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_is_quick_and_imports_nothing_heavy(words: list[str]) -> None:
+def test_help_imports_nothing_but_a_little_of_the_standard_library(words: list[str]) -> None:
+    """Which is why it answers in a tenth of a second: 98 modules, most of them Python's own start."""
     code = (
-        "import sys; from gpuaug.cli import main; status = main(sys.argv[1:]); "
-        "heavy = {'torch', 'hydra', 'kornia', 'nvidia.dali', 'numpy', 'PIL'} & set(sys.modules); "
-        "assert not heavy, heavy; sys.exit(status)"
+        "import sys; sys.modules.pop('_distutils_hack', None); before = set(sys.modules)\n"
+        "from gpuaug.cli import main; status = main(sys.argv[1:])\n"
+        "new = set(sys.modules) - before\n"
+        "others = {name.partition('.')[0] for name in new} - {'gpuaug', *sys.stdlib_module_names}\n"
+        "assert not others, others\n"
+        "assert len(new) < 100, sorted(new)\n"
+        "sys.exit(status)"
     )
-    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
-    seconds = time.perf_counter() - begin
     assert done.returncode == 0, done.stderr
-    assert seconds < 1.0
     if len(words) == 1:
         assert all(f"  {name} " in done.stdout for name in COMMANDS)
         assert "--trust" in done.stdout

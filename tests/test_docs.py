@@ -8,7 +8,6 @@ import inspect
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,32 +124,23 @@ def test_contributing_names_the_tables_of_the_tests() -> None:
         assert all(f"`{name}`" in text and f"\n{name} = {{" in source for name in names)
 
 
-def fastest(*arguments: str, bound: float) -> tuple[float, str]:
-    """Seconds of the fastest of at most five runs (the first within the bound ends it), and what it printed."""
-    best, text = float("inf"), ""
-    for _ in range(5):
-        begin = time.perf_counter()
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=True)
-        best, text = min(best, time.perf_counter() - begin), done.stdout
-        if best < bound:
-            break
-    return best, text
-
-
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
-def test_help_is_quick(words: list[str]) -> None:
-    seconds, text = fastest("-m", "gpuaug.cli", *words, bound=1.0)
-    assert seconds < 1.0
-    assert text.startswith("usage: gpuaug")
+def test_help_of_the_module_as_a_program(words: list[str]) -> None:
+    command = [sys.executable, "-m", "gpuaug.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith("usage: gpuaug")
 
 
-def test_import_is_quick_and_light() -> None:
+def test_import_is_light() -> None:
+    """Nothing but a few modules of ours and of the standard library, which is why it takes milliseconds."""
     code = (
-        "import sys, gpuaug; print(sorted({'torch', 'numpy', 'kornia', 'hydra', 'PIL', 'nvidia'} & set(sys.modules)))"
+        "import sys; before = set(sys.modules); import gpuaug; new = set(sys.modules) - before\n"
+        "print(len(new), *sorted({name.partition('.')[0] for name in new} - {'gpuaug', *sys.stdlib_module_names}))"
     )
-    seconds, text = fastest("-c", code, bound=0.5)
-    assert seconds < 0.5
-    assert text == "[]\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    count, *others = done.stdout.split()
+    assert others == []
+    assert int(count) < 50
 
 
 def test_python_in_docstrings_compiles() -> None:

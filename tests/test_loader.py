@@ -196,14 +196,14 @@ def test_limit_batches_ends_the_epoch(photos):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_breaking_out_and_starting_again(photos, expected, num_workers):
-    threads = threading.active_count()
+    others, processes = set(threading.enumerate()), set(multiprocessing.active_children())
     with loader(photos, num_workers=num_workers) as ours:
         for _ in range(3):
             for _batch in ours:
                 break
         assert pixels(ours) == expected
-    assert threading.active_count() == threads
-    assert not multiprocessing.active_children()
+    assert ended(set(threading.enumerate()) - others) == []
+    assert not set(multiprocessing.active_children()) - processes
 
 
 def test_a_second_iterator_ends_the_first(photos, expected):
@@ -216,16 +216,26 @@ def test_a_second_iterator_ends_the_first(photos, expected):
         assert pixels(second) == expected
 
 
+def ended(threads):
+    """Names of the threads that do not end."""
+    for thread in threads:
+        thread.join(30)
+    return [thread.name for thread in threads if thread.is_alive()]
+
+
 def test_an_abandoned_loader_leaves_nothing(photos):
-    threads = threading.active_count()
+    others, processes = set(threading.enumerate()), set(multiprocessing.active_children())
     iterator = iter(loader(photos, num_workers=2))
     next(iterator)
+    threads = set(threading.enumerate()) - others
+    workers = set(multiprocessing.active_children()) - processes
+    assert {"gpuaug-loader", "gpuaug-decode_0"} <= {thread.name for thread in threads}
+    assert len(workers) == 2
     del iterator
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (multiprocessing.active_children() or threading.active_count() > threads):
-        time.sleep(0.05)
-    assert not multiprocessing.active_children()
-    assert threading.active_count() == threads
+    assert ended(threads) == []
+    for worker in workers:
+        worker.join(30)
+    assert not set(multiprocessing.active_children()) - processes
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

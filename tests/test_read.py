@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def check(batches, expected, label=lambda i: i % 5):
 @pytest.fixture
 def reading():
     """Makes readers and closes them; no process is left."""
-    readers = []
+    readers, others = [], set(multiprocessing.active_children())
 
     def make(source, **settings):
         readers.append(Reader(source, **{"timeout": 60.0, **settings}))
@@ -92,7 +93,7 @@ def reading():
     yield make
     for reader in readers:
         reader.close()
-    assert not multiprocessing.active_children()
+    assert not set(multiprocessing.active_children()) - others
 
 
 @given(total=st.integers(1, 30), batch_size=st.integers(1, 40), last=st.sampled_from(["uneven", "pad", "drop"]))
@@ -190,20 +191,28 @@ def test_an_epoch_left_in_the_middle_leaves_nothing_behind(reading, num_workers,
 
 
 def test_a_new_epoch_does_not_wait_for_what_was_asked_ahead(reading):
-    def slow(i):
-        time.sleep(0.2 if i < 50 else 0)
+    read, gate = torch.zeros(60, dtype=torch.int64).share_memory_(), multiprocessing.Event()
 
-    source = Bytes(60, slow)
+    def held(i):
+        read[i] += 1
+        if 2 <= i < 50:
+            assert gate.wait(100)
+
+    source = Bytes(60, held)
     reader = reading(source, num_workers=1, prefetch_factor=4)
     next(reader.batches(plan(source, 2, order=Sequential)))
-    begin = time.monotonic()
     expected = [batch for batch in plan(source, 2, order=Sequential) if batch[0][0] >= 50]
-    check(reader.batches(expected), expected)
-    assert time.monotonic() - begin < 1.5  # three batches ahead would take 1.2 s, and the fourth 0.4 s
+    batches = reader.batches(expected)  # from here on nobody wants the four batches that were asked for ahead
+    gate.set()
+    check(batches, expected)
+    assert read[:2].tolist() == [1, 1]
+    assert read[2] <= 1  # was under way
+    assert not read[3:50].any()
+    gate.clear()
     begin = time.monotonic()
     next(reader.batches(plan(source, 2, order=Sequential)))
     reader.close()
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 60  # the read under way takes 100 s
 
 
 def fail_with(errors):
@@ -257,10 +266,10 @@ def test_a_read_is_tried_again_where_that_may_help():
     source = Bytes(5, act)
     begin = time.monotonic()
     (batch,) = Reader(source).batches(plan(source, 5, order=Sequential))
+    assert time.monotonic() - begin > 0.2  # it pauses between them
     assert tries == {0: 1, 1: 3, 2: 3, 3: 1, 4: 1}
     assert [fault.row for fault in batch.faults] == [2, 3, 4]
     assert batch.encoded(1).numpy().tobytes() == content(1)
-    assert 0.2 < time.monotonic() - begin < 2
 
 
 def test_labels_that_a_source_knows_are_kept_where_bytes_are_not(reading, tmp_path):
@@ -330,7 +339,7 @@ def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
         "next(reader.batches([(n, n * 0, n >= 0)]))\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) < 6 * 40 + 100  # MB
 
 
@@ -405,12 +414,12 @@ def test_a_dead_worker_is_an_error_at_once(reading, code):
             os._exit(3) if code == "exit" else os.kill(os.getpid(), code)
 
     source = Bytes(20, act)
-    reader = reading(source, num_workers=2)
+    reader = reading(source, num_workers=2, timeout=600.0)
     batches = reader.batches(plan(source, 2, order=Sequential))
     begin = time.monotonic()
     with pytest.raises(ReadError, match="exit code 3" if code == "exit" else f"signal {int(code)}") as raised:
         list(batches)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 100
     assert "begins with sample" in str(raised.value)
     assert "num_workers" in str(raised.value) or code == "exit"
     assert not multiprocessing.active_children()
@@ -438,7 +447,7 @@ def hang(i):
 @pytest.mark.parametrize("thread", [False, True])
 def test_silence_is_an_error_in_time(reading, thread):
     source = Bytes(20, hang)
-    reader = reading(source, num_workers=2, timeout=1.0)
+    reader = reading(source, num_workers=2, timeout=5.0)
     found = []
 
     def consume():
@@ -452,13 +461,13 @@ def test_silence_is_an_error_in_time(reading, thread):
     if thread:
         consumer = threading.Thread(target=consume)
         consumer.start()
-        consumer.join(30)
+        consumer.join(100)
     else:
         consume()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 100  # the read takes 600 s
     check(found[:2], [plan(source, 2, order=Sequential)[k] for k in (0, 1)])
     assert isinstance(found[-1], ReadError)
-    assert "gave no batch for 1 s" in str(found[-1])
+    assert "gave no batch for 5 s" in str(found[-1])
     assert "begins with sample 4 ('4')" in str(found[-1])
     assert "raise `timeout`" in str(found[-1])
 
@@ -470,13 +479,14 @@ def test_close_does_not_wait_for_a_read_that_hangs(reading):
     consumer = threading.Thread(target=lambda: found.extend(reader.batches(plan(source, 2, order=Sequential))))
     consumer.start()
     while len(found) < 2:
+        assert consumer.is_alive()
         time.sleep(0.01)
     time.sleep(0.3)
     begin = time.monotonic()
     reader.close()
-    consumer.join(5)
+    consumer.join(100)
     assert not consumer.is_alive()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 100  # the read takes 600 s
     assert len(found) == 2
 
 
@@ -516,20 +526,20 @@ def test_a_worker_that_dies_raises_nothing_in_the_main_thread(reading):
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while consumer.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "signal 9" in str(found[0])
 
 
 def test_a_reader_that_is_dropped_leaves_no_process():
-    source = Bytes(20)
+    source, others = Bytes(20), set(multiprocessing.active_children())
     batches = Reader(source, num_workers=2).batches(plan(source, 2))
     next(batches)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(set(multiprocessing.active_children()) - others) == 2
     del batches
     gc.collect()
-    assert not multiprocessing.active_children()
+    assert not set(multiprocessing.active_children()) - others
 
 
 def test_a_process_that_ends_while_a_thread_reads(tmp_path):
@@ -557,7 +567,7 @@ while len(seen) < 9:
 """
     )
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.read.__file__))}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -745,11 +755,18 @@ def test_an_interrupt_ends_workers(reading):
     batches = reader.batches(plan(source, 2, order=Sequential))
     next(batches)
     next(batches)
-    timer = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
+    main = threading.get_ident()
+
+    def interrupt():
+        while "_try_get_data" not in "".join(traceback.format_stack(sys._current_frames()[main])):
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt, daemon=True)
     with pytest.raises(KeyboardInterrupt):
+        interrupter.start()
         next(batches)
-    timer.join()
+    interrupter.join()
     assert not multiprocessing.active_children()
     good = [batch for batch in plan(source, 2, order=Sequential) if 5 not in batch[0]]
     check(reader.batches(good), good)
