@@ -36,6 +36,7 @@ CASES = [
     ("affine", {"angle": 20, "translate": [3.5, -7], "scale": 1.2, "shear": [10, -5]}),
     ("affine", {"angle": 0, "translate": [0, 0], "scale": 1.0, "shear": [17, 0], "center": [9.0, 6.0]}),
     ("rotate", {"angle": 33}),
+    ("elastic", {"displacement": np.random.default_rng(4).normal(0, 0.1, (24, 31, 2))}),
     (
         "perspective",
         {"startpoints": [[0, 0], [30, 0], [30, 23], [0, 23]], "endpoints": [[2, 1], [27, 3], [29, 20], [1, 22]]},
@@ -54,7 +55,9 @@ def test_equals_torchvision(name: str, given: dict) -> None:
     image = noise()
     x = torch.from_numpy(image).permute(2, 0, 1).contiguous()
     for ours, other, unit in ((image, x, 1), (F.to_float(image), theirs.to_dtype(x, torch.float32, scale=True), 255)):
-        expected = getattr(theirs, name)(other, **given, **more).permute(1, 2, 0).numpy().astype(np.float64) * unit
+        if name == "elastic":
+            more = {"displacement": torch.from_numpy(given["displacement"]).float()[None]}
+        expected = getattr(theirs, name)(other, **{**given, **more}).permute(1, 2, 0).numpy().astype(np.float64) * unit
         gap = np.abs(getattr(F, name)(ours, **given).astype(np.float64) * unit - expected)
         assert gap.max() <= (1 if unit == 1 else 0.05)
         assert (gap > 0.5).mean() <= 0.01
@@ -188,3 +191,98 @@ def test_normalize() -> None:
     image = noise()
     out = F.normalize(image, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
     np.testing.assert_allclose(out[3, 4], (image[3, 4] / 255 - (0.4, 0.5, 0.6)) / (0.2, 0.25, 0.3))
+
+
+def test_noise_is_added_and_clipped() -> None:
+    image, field = noise(), np.random.default_rng(1).normal(0.02, 0.1, (24, 31, 3))
+    fine = F.to_float(image)
+    np.testing.assert_array_equal(F.gaussian_noise(fine, field), np.clip(fine + field, 0, 1))
+    np.testing.assert_array_equal(F.gaussian_noise(fine, field, clip=False), fine + field)
+    whole = F.gaussian_noise(image, field)
+    assert whole.dtype == np.uint8
+    assert np.abs(whole - F.gaussian_noise(fine, field) * 255).max() < 1
+    np.testing.assert_array_equal(F.gaussian_noise(image, field * 0), image)
+
+
+@pytest.mark.parametrize("size", [(20, 20), (17, 30)])
+def test_elastic_moves_by_its_displacement(size: tuple[int, int]) -> None:
+    """By whole pixels it is a shift; by anything, what torch's grid_sample makes of the same grid."""
+    height, width = size
+    image = noise(height, width)
+    shift = np.zeros((height, width, 2))
+    shift[..., 0], shift[..., 1] = 2 * 3 / width, 2 * -2 / height
+    moved = F.elastic(image, shift)
+    np.testing.assert_array_equal(moved[2:, : width - 3], image[:-2, 3:])
+    field = np.random.default_rng(2).normal(0, 0.1, (height, width, 2))
+    x, y = ((2 * np.arange(n) + 1) / n - 1 for n in (width, height))
+    grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1) + field)[None]
+    fine = F.to_float(image)
+    pixels = torch.from_numpy(fine).permute(2, 0, 1)[None]
+    expected = torch.nn.functional.grid_sample(pixels, grid, align_corners=False)
+    np.testing.assert_allclose(F.elastic(fine, field), expected[0].permute(1, 2, 0).numpy(), atol=1e-12)
+
+
+def test_torchvisions_own_displacements() -> None:
+    flat = np.ones((30, 40, 2)) * [1.0, -0.5]
+    field = F.elastic_displacement(flat, [3.0, 4.0], [2.0, 2.0])
+    np.testing.assert_allclose(field, flat * [3 / 30, 4 / 40], atol=1e-12)  # a constant stays, edges are reflected
+
+
+@given(lam=st.floats(0, 1), x=st.floats(0, 0.999), y=st.floats(0, 0.999), size=st.tuples(*[st.integers(1, 40)] * 2))
+@settings(max_examples=50, deadline=None)
+def test_boxes_of_cutmix_are_ours(lam: float, x: float, y: float, size: tuple[int, int]) -> None:
+    from gpuaug.augment.mix import _box
+
+    height, width = size
+    x1, y1, x2, y2 = F.cutmix_box(lam, int(x * width), int(y * height), size)
+    assert _box(lam, height, width, y, x) == (y1, x1, y2, x2)
+
+
+def test_mixes_take_the_one_before() -> None:
+    images = np.stack([np.full((4, 6, 3), float(n)) for n in range(3)])
+    labels = np.eye(3)
+    mixed, soft = F.mixup(images, labels, 0.75)
+    np.testing.assert_allclose(mixed[:, 0, 0, 0], [0.5, 0.75, 1.75])
+    np.testing.assert_allclose(soft[1], [0.25, 0.75, 0])
+    mixed, soft = F.cutmix(images, labels, (1, 2, 4, 4))
+    assert (mixed[1, 2:4, 1:4] == 0).all()
+    assert mixed[1].sum() == 3 * (24 - 6)
+    np.testing.assert_allclose(soft[1], [0.25, 0.75, 0])
+
+
+def test_mixes_equal_torchvision() -> None:
+    """Where torchvision can be imported, with what it drew read off its labels and pixels."""
+    try:
+        from torchvision.transforms import v2
+    except Exception as error:
+        pytest.skip(f"torchvision cannot be imported: {type(error).__name__}")
+    images = torch.rand(3, 3, 12, 16, dtype=torch.float64)
+    for kind in (v2.MixUp, v2.CutMix):
+        made, soft = kind(alpha=1.0, num_classes=3)(images, torch.arange(3))
+        arrays = images.permute(0, 2, 3, 1).numpy()
+        if kind is v2.MixUp:
+            mixed, labels = F.mixup(arrays, np.eye(3), float(soft[0, 0]))
+        else:
+            rows, columns = np.nonzero((made[0] != images[0]).any(dim=0).numpy())
+            box = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1) if len(rows) else (0, 0, 0, 0)
+            mixed, labels = F.cutmix(arrays, np.eye(3), box)
+        np.testing.assert_allclose(made.permute(0, 2, 3, 1).numpy(), mixed, atol=1e-6)
+        np.testing.assert_allclose(soft.numpy(), labels, atol=1e-6)
+
+
+def test_noise_equals_torchvision() -> None:
+    """Where torchvision can be imported, whose generator is asked for the same field once more."""
+    try:
+        import torchvision.transforms.v2.functional as theirs
+    except Exception as error:
+        pytest.skip(f"torchvision cannot be imported: {type(error).__name__}")
+    image = noise()
+    x = torch.from_numpy(image).permute(2, 0, 1).contiguous()
+    with torch.random.fork_rng(devices=[]):
+        for given, ours in ((x, image), (x.float() / 255, F.to_float(image, np.float32))):
+            torch.manual_seed(3)
+            expected = theirs.gaussian_noise(given, mean=0.02, sigma=0.1)
+            torch.manual_seed(3)
+            field = (0.02 + 0.1 * torch.randn(given.shape)).permute(1, 2, 0).numpy()
+            made = torch.from_numpy(F.gaussian_noise(ours, field)).permute(2, 0, 1)
+            np.testing.assert_allclose(made.float().numpy(), expected.float().numpy(), atol=1e-6)

@@ -130,7 +130,7 @@ def test_what_cannot_be_compared_is_said(op: torch.nn.Module, reason: str, photo
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
 def test_noise_is_torchvisions_but_for_the_clip(backend: str, photos: Path) -> None:
-    """Given the same field; a faint image, which noise does not lead out of 0..1, shows that nothing else differs."""
+    """Given the same field, and ours clipped like theirs, nothing else differs."""
     noise = K.RandomGaussianNoise(0.01, 0.1, p=1.0)
     parity = measured(photos, {"noise": noise}, backend=backend)
     difference = found(parity, "noise")

@@ -28,6 +28,7 @@ HEADINGS = {
     "resize": "crop and resize, on the same decoded image",
     "operation": "each operation of the recipe as it is drawn, on the same crop",
     "normalize": "normalize, on the same crop",
+    "mix": "mix, on the same crops as one batch",
     "all": "everything, from the bytes to the normalized view",
 }
 
@@ -64,7 +65,7 @@ def main(request: Request) -> int:
     report = Report(file=settings.json)
     config = request.loader()
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
-    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
+    with request.build(config, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
         if isinstance(loader.source, MaterializedSource):
             raise ConfigError(
                 "`source` must have encoded images or packed pixels. Found: materialized epochs, which are decoded and "

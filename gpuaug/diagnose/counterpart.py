@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from gpuaug.augment.parameters import Params
@@ -22,12 +24,20 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 
     Args:
         module: Kornia's.
-        params: its parameters for one sample.
+        params: its parameters for one sample; values per pixel as [channels, H, W].
     """
     import kornia.augmentation as K
 
     kind: type[nn.Module] = type(module)
     flags: dict[str, Any] = getattr(module, "flags", {})
+    if kind.__name__ in ABSENT:
+        return ABSENT[kind.__name__]
+    if kind is K.RandomGaussianNoise:
+        return [("gaussian_noise", {"noise": params["gaussian_noise"].transpose(1, 2, 0)})]
+    if kind is K.RandomElasticTransform:
+        if flags["resample"].name != "BILINEAR" or flags["padding_mode"] != "zeros" or flags["align_corners"]:
+            return "torchvision's elastic is compared as bilinear with zeros outside and align_corners=False"
+        return [("elastic", {"displacement": displacement(params["noise"], **_smoothing(flags))})]
     p = {k: v.tolist() for k, v in params.items()}
     if kind in (K.ColorJitter, K.ColorJiggle):
         steps = (
@@ -70,6 +80,61 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
     return f"torchvision has no counterpart of {kind.__name__} that takes the same parameters"
 
 
+def displacement(
+    noise: NDArray[Any], *, kernel_size: tuple[int, int], sigma: tuple[float, float], alpha: tuple[float, float]
+) -> NDArray[np.float64]:
+    """What Kornia's RandomElasticTransform makes of its noise: (x, y) in halves of width and height, [H, W, 2].
+
+    Args:
+        noise: [2, H, W], (x, y) in -1..1.
+        kernel_size, sigma: of the blur, (y, x); zeros outside the image.
+        alpha: factors of (x, y).
+    """
+    fields = noise.astype(np.float64)
+    for axis, size, s in ((1, kernel_size[0], sigma[0]), (2, kernel_size[1], sigma[1])):
+        weights = np.exp(-0.5 * ((np.arange(size) - size // 2) / s) ** 2)
+        pad = [(size // 2, size // 2) if a == axis else (0, 0) for a in range(3)]
+        padded, length = np.pad(fields, pad), fields.shape[axis]
+        taps = (np.take(padded, range(k, k + length), axis=axis) * w for k, w in enumerate(weights / weights.sum()))
+        fields = sum(taps, np.zeros_like(fields))
+    return (fields * np.array(alpha, dtype=np.float64)[:, None, None]).transpose(1, 2, 0)
+
+
+def _smoothing(flags: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    given = {name: flags[name] for name in ("kernel_size", "sigma", "alpha")}
+    return {k: tuple(v.tolist() if hasattr(v, "tolist") else v) for k, v in given.items()}
+
+
+def remark(module: nn.Module, call: Call, params: Params) -> str:
+    """What somebody who comes from torchvision should know of an operation even where pixels are equal; else ""."""
+    import kornia.augmentation as K
+
+    if type(module) is K.RandomGaussianNoise:
+        generator: Any = module._param_generator
+        field = call[1]["noise"]
+        return (
+            f"both add a normal field; ours comes from the sample's key, torchvision's from torch's generator, so ours "
+            f"was given to both: mean {field.mean():.2g} and std {field.std():.3g}, where {float(generator.mean):.2g} "
+            f"and {float(generator.std):.3g} were asked for"
+        )
+    if type(module) is K.RandomElasticTransform:
+        from gpuaug.diagnose.formulas import elastic_displacement
+
+        how = _smoothing(vars(module)["flags"])
+        field = call[1]["displacement"]
+        size = np.array(field.shape[:2])
+        alpha = (np.array(how["alpha"]) * size).tolist()
+        own = elastic_displacement(params["noise"].transpose(1, 2, 0).astype(np.float64), alpha, how["sigma"][::-1])
+        moved, theirs = (np.abs(x * size[::-1] / 2).max() for x in (field, own))
+        return (
+            f"the same displacements were given to both. Kornia's alpha is in halves of the image and its blur has "
+            f"zeros outside; torchvision's v2.ElasticTransform(alpha=[{alpha[0]:.4g}, {alpha[1]:.4g}], "
+            f"sigma=[{how['sigma'][1]:.4g}, {how['sigma'][0]:.4g}]) blurs over 8 sigma and reflects: the same noise "
+            f"moves pixels by up to {moved:.2f} pixels here, and by up to {theirs:.2f} there"
+        )
+    return ""
+
+
 def _geometry(kind: type[nn.Module], p: dict[str, Any]) -> list[Call] | str:
     import kornia.augmentation as K
 
@@ -108,6 +173,7 @@ def _same() -> dict[type, tuple[str, dict[str, str]]]:
     }
 
 
+ABSENT = {"RandomMotionBlur": "torchvision has no motion blur"}
 ANOTHER = {
     "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
     "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision moves away from the mean gray",
@@ -118,12 +184,15 @@ ANOTHER = {
     "RandomJPEG": "Kornia's JPEG is a differentiable imitation, without chroma rounding; torchvision's is libjpeg",
 }
 _CUT = "torchvision's uint8 operations cut off the fraction after every step; here nothing is rounded before the end"
+_CLIPS = "torchvision clips the sum to 0..1 (clip=True), Kornia leaves what goes beyond to the next operation"
 _FLOAT = {
     "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; ours is its uint8 one",
     "RandomGrayscale": "torchvision's weight of red is 0.2989, Kornia's 0.299",
     "RandomAutoContrast": "a constant channel: torchvision leaves it, Kornia makes it black",
+    "RandomGaussianNoise": _CLIPS,
 }
 _UINT8 = {
+    "RandomGaussianNoise": f"{_CLIPS}; and its uint8 noise has whole levels",
     "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; here nothing is rounded before the end",
     "RandomEqualize": "both through 256 levels",
 }
@@ -157,6 +226,8 @@ def text(calls: list[Call]) -> str:
     def short(value: Any) -> str:
         if isinstance(value, list):
             return f"({', '.join(short(v) for v in value)})"
+        if isinstance(value, np.ndarray):
+            return f"a field of std {value.std():.3g}"
         return f"{value:.3g}" if isinstance(value, float) else str(value)
 
     return ", ".join(f"{name}({', '.join(short(v) for v in given.values())})" for name, given in calls)

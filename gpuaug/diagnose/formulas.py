@@ -230,6 +230,44 @@ def jpeg(image: Image, quality: int) -> Image:
     return to_float(out, image.dtype.type) if _is_float(image) else out
 
 
+def gaussian_noise(image: Image, noise: Image, clip: bool = True) -> Image:
+    """``noise`` added, and the sum clipped; of uint8 the noise's fraction is cut off first.
+
+    Args:
+        noise: [H, W, 3] of an image in 0..1; torchvision draws it, mean + sigma * normal, from torch's generator.
+    """
+    if _is_float(image):
+        out = image + noise.astype(image.dtype)
+        return np.clip(out, 0, 1) if clip else out
+    out = image.astype(np.int16) + (noise.astype(np.float32) * np.float32(255)).astype(np.int16)
+    return (np.clip(out, 0, 255) if clip else out).astype(np.uint8)
+
+
+# --- whole batches: [B, H, W, 3] floating, labels [B, C]; each is mixed with the one before it
+
+
+def mixup(images: Image, labels: Image, lam: float) -> tuple[Image, Image]:
+    """``lam`` of each image and label, and the rest of the one before: ``v2.MixUp``."""
+    return tuple(x * lam + np.roll(x, 1, axis=0) * (1.0 - lam) for x in (images, labels))  # type: ignore[return-value]
+
+
+def cutmix_box(lam: float, r_x: int, r_y: int, size: Sequence[int]) -> tuple[int, int, int, int]:
+    """x1, y1, x2, y2 of the box that ``v2.CutMix`` pastes around (r_x, r_y) into an image of (h, w)."""
+    height, width = size
+    r = 0.5 * math.sqrt(1.0 - lam)
+    half_w, half_h = int(r * width), int(r * height)
+    return max(r_x - half_w, 0), max(r_y - half_h, 0), min(r_x + half_w, width), min(r_y + half_h, height)
+
+
+def cutmix(images: Image, labels: Image, box: Sequence[int]) -> tuple[Image, Image]:
+    """The box of the image before pasted into each, and the labels by its area: ``v2.CutMix``."""
+    x1, y1, x2, y2 = box
+    out = images.copy()
+    out[:, y1:y2, x1:x2] = np.roll(images, 1, axis=0)[:, y1:y2, x1:x2]
+    lam = 1.0 - (x2 - x1) * (y2 - y1) / (images.shape[1] * images.shape[2])
+    return out, mixup(images[:, :1, :1], labels, lam)[1]
+
+
 # --- geometry: bilinear, black outside, pixel centres at half coordinates
 
 
@@ -268,6 +306,26 @@ def perspective(image: Image, startpoints: Sequence[Sequence[float]], endpoints:
     columns, lines = np.meshgrid(np.arange(w) + 0.5, np.arange(h) + 0.5)
     found = np.stack([columns, lines, np.ones_like(columns)], axis=-1) @ matrix.T
     return _sampled(image, found[..., :2] / found[..., 2:])
+
+
+def elastic(image: Image, displacement: NDArray[Any]) -> Image:
+    """Each pixel taken from elsewhere: ``displacement`` [H, W, 2] is (x, y) in halves of width and height."""
+    h, w = image.shape[:2]
+    columns, rows = np.meshgrid(np.arange(w) + 0.5, np.arange(h) + 0.5)
+    return _sampled(image, np.stack([columns, rows], axis=-1) + displacement * np.array([w / 2, h / 2]))
+
+
+def elastic_displacement(noise: NDArray[Any], alpha: Sequence[float], sigma: Sequence[float]) -> NDArray[Any]:
+    """The displacement [H, W, 2] that ``v2.ElasticTransform`` makes of noise [H, W, 2] in -1..1.
+
+    Blurred over 8 sigma and reflected at the edge; ``alpha[0]`` is divided by the height, ``alpha[1]`` by the width.
+    """
+    fields = []
+    for k in (0, 1):
+        size = int(8 * sigma[k] + 1) | 1
+        field = noise[..., k : k + 1]
+        fields.append(gaussian_blur(field, [size, size], sigma) * alpha[k] / noise.shape[k])
+    return np.concatenate(fields, axis=-1)
 
 
 def _sampled(image: Image, at: NDArray[np.float64]) -> Image:

@@ -3,8 +3,8 @@
 takes: a loader, and numbers of samples.
 does: every stage gets the very input of the other side, so that a difference belongs to the stage that shows it:
 decode beside Pillow's decode, crop and resize beside Pillow's on the same decoded image, each operation of the recipe
-beside torchvision's formula with the same drawn parameters, normalization beside its formula. Then the whole way of an
-image beside the whole way of the other side.
+beside torchvision's formula with the same drawn parameters, normalization beside its formula, MixUp and CutMix with the
+same pairs. Then the whole way of an image beside the whole way of the other side.
 gives: :class:`Parity`.
 
 Differences are in levels: 1/255 of the range of a pixel. torchvision's formulas stand in formulas.py, in its float and
@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import header
-from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.augment.mix import Mix
+from gpuaug.augment.parameters import Chosen, Params, Prepared, noise
 from gpuaug.augment.recipe import Augment, Drawn, View
 from gpuaug.batch import EncodedBatch
 from gpuaug.crop import Boxes, Interpolation
 from gpuaug.decode import Decode, Decoder, Look
 from gpuaug.diagnose import formulas
-from gpuaug.diagnose.counterpart import Call, counterpart, text, why
+from gpuaug.diagnose.counterpart import ABSENT, Call, counterpart, remark, text, why
 from gpuaug.loader import Loader
 from gpuaug.read import Reader
 
@@ -74,7 +75,7 @@ class Difference:
     """One comparison over all images; all numbers in levels of 1/255.
 
     Attributes:
-        stage: ``decode``, ``resize``, ``operation``, ``normalize`` or ``all``.
+        stage: ``decode``, ``resize``, ``operation``, ``normalize``, ``mix`` or ``all``.
         name: which of them; an operation's key in the recipe, and after a colon a step or an alternative of it.
         reference: what ours is compared with.
         view: name of the view in a MultiView; "" without one.
@@ -210,7 +211,7 @@ def compare(
     """Compare every stage on some samples.
 
     Args:
-        loader: whose source, recipe, seed and device are meant.
+        loader: whose source, recipe, mix, seed and device are meant.
         decode: settings of the decoder.
         indices: numbers of the samples in the source.
         epoch: whose draws; where they leave an operation out, those of the next epochs are searched.
@@ -225,6 +226,7 @@ def compare(
             _operations(loader, found, view, samples, references, epoch=epoch, progress=progress)
         for view in views:
             _normalize(loader, found, view, samples)
+        _mixed(loader, found, views, samples, epoch=epoch)
         for view in views:
             _whole(loader, found, view, samples, references, epoch=epoch)
     for difference in found.differences.values():
@@ -282,7 +284,7 @@ def summary(parity: Parity) -> str:
 
 # --- bookkeeping
 
-_STAGES = ("decode", "resize", "operation", "normalize", "all")
+_STAGES = ("decode", "resize", "operation", "normalize", "mix", "all")
 
 
 class _Found:
@@ -467,7 +469,8 @@ def _operations(
     augment = view.augment
     for op in augment.prepared:
         if op.seeded is not None:
-            found.note(f"`{op.name}` ({type(op.op).__name__}) is not compared: it draws by itself ({op.seeded})")
+            reason = ABSENT.get(type(op.op).__name__, f"it draws by itself ({op.seeded})")
+            found.note(f"`{op.name}` ({type(op.op).__name__}) is not compared: {reason}")
     ops = [op for op in augment.prepared if op.seeded is None]
     indices = [s.index for s in samples]
     backends: dict[tuple[str, int], Any] = {}
@@ -478,21 +481,23 @@ def _operations(
             for row, sample in enumerate(samples):
                 image = sample.ours[view.name]
                 chosen = _chosen(op, drawn, view, row, image)
-                for name, slots in _parts(op, chosen):
+                for name, slots in _parts(op, chosen, image):
                     if counts.get(name, 0) >= len(samples):
                         continue
                     counts[name] = counts.get(name, 0) + 1
-                    calls = _calls(op, chosen, slots)
+                    calls = _calls(op, chosen, slots, image)
                     if isinstance(calls, str):
                         found.note(f"`{name}`{_of(view)} is not compared: {calls}")
                         continue
+                    if counts[name] == 1 and (told := _remark(op, chosen, slots, calls, image)):
+                        found.note(f"`{name}`{_of(view)}: {told}")
                     key = (op.name, -1 if len(slots) == len(op.slots) else slots[0])
                     if key not in backends:
                         backends[key] = _backend(augment, [replace(op, slots=tuple(op.slots[s] for s in slots))])
                     params = tuple(chosen.params[s] for s in slots)
                     own = [Chosen(chosen.choice[:, list(slots)], params, chosen.keys)]
                     ours = _run(backends[key], image, own, loader.device) * 255
-                    for reference, run in references.items():
+                    for reference, run in _able(references, calls):
                         theirs = _levels(run, image, calls, reference)
                         why, step = _why(op, chosen, slots, reference), name != op.name and counts.get(op.name, 0) > 0
                         difference = found.at("operation", name, reference, why, view=view.name, step=step)
@@ -514,7 +519,7 @@ def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> C
     return Chosen(chosen.choice, params, chosen.keys)
 
 
-def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, tuple[int, ...]]]:
+def _parts(op: Prepared, chosen: Chosen, image: Image) -> list[tuple[str, tuple[int, ...]]]:
     """What to compare of an operation that was drawn for one sample: names, and slots to run."""
     active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
     if not active:
@@ -523,26 +528,45 @@ def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, tuple[int, ...]]]:
         return [(op.name, (0,))]
     kinds = {type(module) for modules in op.slots for module in modules}
     if len(kinds) == 1:  # a jitter: as a whole, then step by step
-        steps = [(f"{op.name}: {_call_name(op, chosen, s)}", (s,)) for s in active]
+        steps = [(f"{op.name}: {_call_name(op, chosen, s, image)}", (s,)) for s in active]
         return [(op.name, tuple(range(len(op.slots)))), *steps]
     return [(f"{op.name}: {type(op.slots[s][chosen.choice[0, s]]).__name__}", (s,)) for s in active]
 
 
-def _call_name(op: Prepared, chosen: Chosen, slot: int) -> str:
-    calls = _calls(op, chosen, (slot,))
+def _call_name(op: Prepared, chosen: Chosen, slot: int, image: Image) -> str:
+    calls = _calls(op, chosen, (slot,), image)
     return calls[0][0] if not isinstance(calls, str) and calls else "nothing"
 
 
-def _calls(op: Prepared, chosen: Chosen, slots: Sequence[int]) -> list[Call] | str:
+def _calls(op: Prepared, chosen: Chosen, slots: Sequence[int], image: Image) -> list[Call] | str:
     """torchvision's functions for what was chosen for the only sample, in order; or why there are none."""
     calls: list[Call] = []
     for slot in slots:
         if (choice := int(chosen.choice[0, slot])) >= 0:
-            one = counterpart(op.slots[slot][choice], {k: v[0] for k, v in chosen.params[slot][choice].items()})
+            module = op.slots[slot][choice]
+            one = counterpart(module, _params(module, chosen, slot, image))
             if isinstance(one, str):
                 return one
             calls += one
     return calls
+
+
+def _params(module: nn.Module, chosen: Chosen, slot: int, image: Image) -> Params:
+    """Parameters of the only sample, with those per pixel, which the backends make from its key."""
+    params = {k: v[0] for k, v in chosen.params[slot][int(chosen.choice[0, slot])].items()}
+    if chosen.keys is not None:
+        fields = noise(module, torch.from_numpy(chosen.keys), (image.shape[0], image.shape[1]))
+        params |= {k: v[0].numpy() for k, v in fields.items()}
+    return params
+
+
+def _remark(op: Prepared, chosen: Chosen, slots: Sequence[int], calls: list[Call], image: Image) -> str:
+    """What is to be known of the only operation of some slots; "" where it is one of several."""
+    active = [s for s in slots if chosen.choice[0, s] >= 0]
+    if len(active) != 1 or len(calls) != 1:
+        return ""
+    module = op.slots[active[0]][int(chosen.choice[0, active[0]])]
+    return remark(module, calls[0], _params(module, chosen, active[0], image))
 
 
 def _why(op: Prepared, chosen: Chosen, slots: Sequence[int], reference: str) -> str:
@@ -551,6 +575,16 @@ def _why(op: Prepared, chosen: Chosen, slots: Sequence[int], reference: str) -> 
 
 
 # --- the other side
+
+
+# what torchvision's function draws by itself, so that it cannot be asked with our draws
+_DRAWING = ("gaussian_noise",)
+
+
+def _able(references: dict[str, Run], calls: list[Call]) -> list[tuple[str, Run]]:
+    """Who can be asked for these calls."""
+    drawing = any(name in _DRAWING for name, _ in calls)
+    return [(name, run) for name, run in references.items() if run is _by_formula or not drawing]
 
 
 def _by_formula(image: Image, call: Call) -> Image:
@@ -570,6 +604,8 @@ def _references() -> dict[str, Run]:
                 given = {**given, "interpolation": "bilinear"}
             if name == "rgb_to_grayscale":
                 given = {"num_output_channels": 3}
+            if name == "elastic":
+                given = {"displacement": torch.from_numpy(given["displacement"].astype(np.float32))[None]}
             x = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
             if name == "erase":
                 given = {**given, "v": torch.tensor(given["v"]).to(x.dtype)}
@@ -645,6 +681,77 @@ def _restored(image: Image, how: dict[str, Any] | None) -> Image:
     return image * 255 if how is None else (image * np.array(how["std"]) + np.array(how["mean"])) * 255
 
 
+def _mixed(loader: Loader, found: _Found, views: list[View], samples: list[Sample], *, epoch: int) -> None:
+    """MixUp and CutMix of the views as one batch, which the other side gets in an order in which its pairs are ours."""
+    mix = loader.mix
+    kinds = [k for k in ("mixup", "cutmix") if mix is not None and getattr(mix, f"{k}_alpha")]
+    if mix is None or not kinds:
+        return
+    batches = [[s.ours[view.name] for s in samples] for view in views]
+    if len(samples) < 2 or any(image.shape != batch[0].shape for batch in batches for image in batch):
+        found.note("mix is not compared: that takes two images of one size at least")
+        return
+    arrays = [formulas.to_float(np.stack(batch), np.float32) for batch in batches]
+    for kind in kinds:
+        other = "cutmix" if kind == "mixup" else "mixup"
+        alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
+        ours, labels, boxes = _mixture(alone, arrays, loader, samples, epoch=epoch)
+        before = labels.copy()
+        np.fill_diagonal(before, 0)
+        lam = float(labels.diagonal().mean())
+        # each is mixed with one other, all in one chain; in its order backwards that is torchvision's "one before"
+        chain = list(range(len(samples)))
+        for n in range(1, len(chain) if before.any() else 0):  # lambda may be drawn as 1
+            chain[n] = int(before[chain[n - 1]].argmax())
+        order = np.array(chain[::-1])
+        eye = np.eye(len(samples), dtype=np.float32)[order]
+        gap = 0.0
+        for n, (view, x) in enumerate(zip(views, arrays, strict=True)):
+            theirs, soft = np.empty_like(x), np.empty_like(eye)
+            made = formulas.mixup(x[order], eye, lam) if kind == "mixup" else formulas.cutmix(x[order], eye, boxes[n])
+            theirs[order], soft[order] = made
+            gap = max(gap, float(np.abs(soft - labels).max())) if n == 0 else gap
+            difference = found.at("mix", kind, "torchvision's formula, float", view=view.name)
+            what = f"lambda {lam:.3g}" if kind == "mixup" else f"box {boxes[n]}"
+            for row, sample in enumerate(samples):
+                difference.add(ours[n][row] * 255, theirs[row] * 255, sample=sample, epoch=epoch, what=what)
+        found.note(
+            f"{kind}: labels differ by at most {gap:.1g}. torchvision pairs each image with the one before it in the "
+            "batch, here the pairs are drawn; the same ones were given to both"
+        )
+    if mix.label_smoothing:
+        found.note("mix: label smoothing is the loss's affair in torchvision (CrossEntropyLoss(label_smoothing=...))")
+
+
+def _mixture(
+    mix: Mix, arrays: list[Image], loader: Loader, samples: list[Sample], *, epoch: int
+) -> tuple[list[Image], Image, list[tuple[int, int, int, int]]]:
+    """Mixed views [B, H, W, 3], labels [B, B] that say whose each is, and per view the box (x1, y1, x2, y2) pasted."""
+    count = len(samples)
+    named: dict[str, Any] = {
+        "valid": torch.ones(count, dtype=torch.bool),
+        "num_classes": None,
+        "seed": loader.seed,
+        "epoch": epoch,
+    }
+
+    def run(images: list[Tensor]) -> tuple[list[Image], Image]:
+        labels = torch.eye(count, device=loader.device)
+        images = [x.to(loader.device) for x in images]
+        made, soft = mix(images, labels, **named, first_index=samples[0].index)
+        return [x.permute(0, 2, 3, 1).cpu().numpy() for x in made], soft.cpu().numpy()
+
+    ours, labels = run([torch.from_numpy(x).permute(0, 3, 1, 2) for x in arrays])
+    numbers = torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1)
+    marked, _ = run([numbers.expand(-1, 3, *x.shape[1:3]) for x in arrays])  # where its number is another's
+    boxes = []
+    for x in marked:
+        rows, columns = np.nonzero(x[0, :, :, 0])
+        whole = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1) if len(rows) else ()
+        boxes.append(whole or (0, 0, 0, 0))
+    return ours, labels, boxes
+
+
 def _whole(
     loader: Loader, found: _Found, view: View, samples: list[Sample], references: dict[str, Run], *, epoch: int
 ) -> None:
@@ -665,13 +772,13 @@ def _whole(
             continue
         chosen = [_chosen(op, drawn, view, row, image) for op in augment.prepared]
         pairs = zip(augment.prepared, chosen, strict=True)
-        parts = [_calls(op, c, range(len(op.slots))) for op, c in pairs]
+        parts = [_calls(op, c, range(len(op.slots)), image) for op, c in pairs]
         calls = [call for part in parts if not isinstance(part, str) for call in part]
         if any(isinstance(part, str) for part in parts):
             left_out += 1
             continue
         ours = _restored(_run(whole, image, chosen, loader.device), how)
-        for reference, run in references.items():
+        for reference, run in _able(references, calls):
             theirs_too = _levels(run, theirs, calls, reference)
             found.at("all", "everything", f"Pillow, then {reference}", _ADDED, view=view.name).add(
                 ours, theirs_too, sample=sample, epoch=epoch, what=text(calls)
