@@ -4,9 +4,9 @@ takes: :class:`EncodedBatch`, then one :class:`Boxes` per view.
 does: looks first (true shapes, faults), then decodes each image once, however many views, crops and resizes.
 gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
 
-On the CPU, DALI decodes the smallest box that holds all views of an image and torch resizes each view: DALI's own CPU
-resize is four times slower. On CUDA, DALI decodes (`mixed`), slices and resizes in one pipeline. Where DALI is not
-installed, Pillow decodes and torch resizes. Orientation is read by `header` and applied here for every codec alike.
+On the CPU, DALI decodes the smallest box that holds all views of an image and `resize` makes each view: DALI's own CPU
+resize is several times slower. On CUDA, DALI decodes (`mixed`), slices and resizes in one pipeline. Where DALI is not
+installed, Pillow decodes. Orientation is read by `header` and applied here for every codec alike.
 
 What a sample looks like never depends on the others of its batch. Nothing here is random.
 """
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -30,9 +29,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug import header, machine
+from gpuaug import header, machine, resize
 from gpuaug.batch import EncodedBatch, Fault
-from gpuaug.crop import Boxes, Int32, Int64, Interpolation
+from gpuaug.crop import Boxes, Int32, Int64
 from gpuaug.diagnose.doctor import verdict
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
@@ -43,10 +42,6 @@ Backend = Literal["auto", "dali", "pillow"]
 Pixels = NDArray[np.uint8]
 
 _BY_DALI = frozenset({"jpeg", "png", "webp", "bmp"})
-_RESIZE = {
-    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # what F.interpolate(antialias=True) calls, with `out`
-    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
-}
 _END_OF_JPEG = b"\xff\xd9"
 _REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
 _SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
@@ -285,7 +280,7 @@ class Decoder:
         images = _canvases(len(batch), boxes)
         targets = [x.numpy() for x in images]
         for part, regions in self._decoded(chunks, plan, refused):
-            self._each(range(len(part)), partial(part.paint_one_of, regions, targets))
+            self._paint(part, regions, targets)
         faults += self._on_host(plan.take(np.array(refused, dtype=np.int64)), targets)
         return [x.to(self.device) for x in images], faults
 
@@ -330,26 +325,39 @@ class Decoder:
         self._dali = self._pipelines()
 
     def _on_host(self, plan: _Plan, targets: list[Pixels]) -> list[Fault]:
-        """Rows that DALI does not decode: by Pillow, or raw ones out of the batch's own buffer."""
-        faults: list[Fault | None] = [None] * len(plan)
+        """Rows that DALI does not decode: by Pillow, or raw ones out of the memory where they are."""
+        raw = np.flatnonzero(plan.route == _RAW)
+        pixels = plan.take(raw)
+        images = [
+            e[RAW_HEADER:].reshape(h, w, 3) for e, (h, w) in zip(pixels.encoded, pixels.stored.tolist(), strict=True)
+        ]
+        self._paint(pixels, _cut(images, pixels.read), targets)
+        others = plan.take(np.flatnonzero(plan.route != _RAW))
+        faults: list[Fault | None] = [None] * len(others)
 
         def one(k: int) -> None:
-            encoded = plan.encoded[k]
+            row, encoded = others.take(np.array([k])), others.encoded[k]
             try:
-                if plan.route[k] == _RAW:
-                    image = encoded[RAW_HEADER:].reshape(*plan.stored[k], 3)
-                else:
-                    image = _pillow(encoded.tobytes(), plan.stored[k], self.settings.max_pixels)
+                image = _pillow(encoded.tobytes(), row.stored[0], self.settings.max_pixels)
             except HeaderError as e:
-                faults[k] = _fault(int(plan.rows[k]), encoded, str(e))
+                faults[k] = _fault(int(row.rows[0]), encoded, str(e))
                 return
-            top, left, height, width = plan.read[k]
-            plan.paint(k, image[top : top + height, left : left + width], targets)
+            self._paint(row, _cut([image], row.read), targets, alone=True)
 
-        for group in _chunks(np.arange(len(plan)), plan.stored, self.settings.max_bytes):
+        for group in _chunks(np.arange(len(others)), others.stored, self.settings.max_bytes):
             self._each(group.tolist(), one)
-        self.rescued += sum(fault is None and plan.route[k] not in (_PILLOW, _RAW) for k, fault in enumerate(faults))
+        refused = others.route != _PILLOW
+        self.rescued += sum(fault is None and refused[k] for k, fault in enumerate(faults))
         return [fault for fault in faults if fault is not None]
+
+    def _paint(self, plan: _Plan, regions: Sequence[Pixels], targets: list[Pixels], *, alone: bool = False) -> None:
+        """Every view of the plan's rows into ``targets[view][row]``, out of ``regions``, their pixels in ``read``.
+
+        ``alone``: on this thread, one of several that do the same.
+        """
+        threads, each = (1, None) if alone else (self.num_threads, self._each)
+        for view, (boxes, target) in enumerate(zip(plan.boxes, targets, strict=True)):
+            resize.views(plan.parts_of(view, regions), boxes, target, plan.rows, threads=threads, each=each)
 
     def _on_device(
         self,
@@ -476,46 +484,16 @@ class _Plan:
             [part[keep] for part in self.parts],
         )
 
-    def paint(self, k: int, region: Pixels, targets: list[Pixels]) -> None:
-        """Row k's views from `region`, its pixels in the box that `read` names, into ``targets[view][row]``."""
-        top, left = self.read[k, :2].tolist()
-        for boxes, parts, target in zip(self.boxes, self.parts, targets, strict=True):
-            y, x, height, width = parts[k].tolist()
-            part = region[y - top : y - top + height, x - left : x - left + width]
-            _place(target[self.rows[k]], _oriented(part, int(self.orientation[k])), boxes, k)
-
-    def paint_one_of(self, regions: Sequence[Pixels], targets: list[Pixels], k: int) -> None:
-        """The same, where ``regions[k]`` is row k's."""
-        self.paint(k, regions[k], targets)
-
-
-def _place(canvas: Pixels, part: Pixels, boxes: Boxes, k: int) -> None:
-    """One view: ``part`` uint8 [h, w, 3] resized, and laid on the canvas where its box says."""
-    (h, w), (y, x) = boxes.resized[k].tolist(), boxes.offset[k].tolist()
-    H, W = boxes.size
-    if (y, x, h, w) == (0, 0, H, W):
-        if part.shape[:2] == (h, w):
-            canvas[:] = part
-        else:
-            _resize(part, canvas, boxes.interpolation)
-        return
-    canvas[:] = boxes.fill
-    y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
-    if y0 >= y1 or x0 >= x1:
-        return
-    if part.shape[:2] != (h, w):
-        resized = np.empty((h, w, 3), dtype=np.uint8)
-        _resize(part, resized, boxes.interpolation)
-        part = resized
-    canvas[y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]
-
-
-def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
-    """``F.interpolate(antialias=True)`` on uint8, which is Pillow's resize; 11,000 images/s to 224 on one thread."""
-    part = np.require(part, requirements=["C", "W"])  # Pillow's arrays are read-only, which torch warns about
-    source = torch.from_numpy(part).permute(2, 0, 1)[None]
-    target = torch.from_numpy(out).permute(2, 0, 1)[None]
-    _RESIZE[interpolation](source, list(out.shape[:2]), False, None, None, out=target)
+    def parts_of(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
+        """A view's part of every row as it is to be seen, out of ``regions``, each row's pixels in its ``read``."""
+        corner = self.parts[view][:, :2] - self.read[:, :2]
+        found = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
+        parts = [
+            region[top:bottom, left:right] for region, (top, left, bottom, right) in zip(regions, found, strict=True)
+        ]
+        if (self.orientation != 1).any():
+            parts = [_oriented(part, o) for part, o in zip(parts, self.orientation.tolist(), strict=True)]
+        return parts
 
 
 # -- orientation: O[Y, X] = F[Y, X], or F[X, Y] where axes are swapped; F is the stored image, flipped --
@@ -850,6 +828,11 @@ def _chunks(rows: Int64, stored: Int64, max_bytes: int) -> list[Int64]:
 def _canvases(count: int, boxes: Sequence[Boxes]) -> list[Tensor]:
     # numpy's zeros are untouched pages, which the threads then share; torch's cost 5 ms for 64 views of 224 x 224.
     return [torch.from_numpy(np.zeros((count, *b.size, 3), dtype=np.uint8)) for b in boxes]
+
+
+def _cut(images: Sequence[Pixels], boxes: Int32) -> list[Pixels]:
+    """Boxes [n, 4] of whole images."""
+    return [image[y : y + h, x : x + w] for image, (y, x, h, w) in zip(images, boxes.tolist(), strict=True)]
 
 
 def _boxes_of(boxes: Boxes, rows: Int64) -> Boxes:

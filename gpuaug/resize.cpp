@@ -1,0 +1,300 @@
+// Antialiased resizing of parts of uint8 images [h, w, 3], each onto its place of a canvas: bit for bit what torch's
+// upsample_{bilinear,bicubic}2d_aa do with uint8, whose weights are 16-bit integers (UpSampleKernel.cpp, after
+// Pillow-SIMD). Columns first, rounded to uint8, then rows. Read by resize.py.
+//
+// Columns: one byte permutation (AVX-512 VBMI) collects two neighbouring pixels for each of up to five outputs, so that
+// a multiply-add serves fifteen of sixteen lanes. Rows of the result are made when they are first needed, in cache.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define FAST 1
+#include <immintrin.h>
+#else
+#define FAST 0
+#endif
+
+struct Task {
+    const uint8_t* src;          // first pixel of the part
+    int64_t row, column;         // bytes to the pixel below, to the pixel beside; negative where it is mirrored
+    uint8_t* canvas;             // uint8 [canvas_height, canvas_width, 3], contiguous
+    int32_t height, width;       // of the part
+    int32_t to_height, to_width; // what it is resized to
+    int32_t top, left;           // where its corner lands in the canvas; negative: cropped away
+    int32_t canvas_height, canvas_width;
+    int32_t fill, cubic;
+};
+
+struct Job {
+    const Task* tasks;
+    int64_t count;
+    uint8_t* memory;  // of all canvases of a batch, or null
+    int64_t bytes;
+    int32_t threads, fresh;
+};
+
+#if FAST
+
+namespace {
+
+constexpr int LANES = 16, GROUP = 5, WINDOW = 64;  // outputs of a group: fifteen lanes; bytes that a permutation reads
+
+double weight(double x, bool cubic) {
+    x = std::fabs(x);
+    if (!cubic) return x < 1.0 ? 1.0 - x : 0.0;
+    constexpr double a = -0.5;
+    if (x < 1.0) return ((a + 2) * x - (a + 3)) * x * x + 1;
+    if (x < 2.0) return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a;
+    return 0.0;
+}
+
+// Which inputs make an output, with what weights, along one axis; for outputs first <= i < last.
+struct Axis {
+    int taps = 0;  // weights per output, even
+    int precision = 0;
+    std::vector<int32_t> start, size;
+    std::vector<int16_t> weights;
+    std::vector<double> exact;
+
+    void make(int64_t in, int64_t out, bool cubic, int64_t first, int64_t last) {
+        const double scale = static_cast<double>(in) / static_cast<double>(out), length = cubic ? 4 : 2;
+        const double support = scale >= 1.0 ? length * 0.5 * scale : length * 0.5;
+        const double inverse = scale >= 1.0 ? 1.0 / scale : 1.0;
+        const int64_t most = static_cast<int64_t>(std::ceil(support)) * 2 + 1;
+        taps = static_cast<int>((most + 1) / 2 * 2);
+        start.resize(last - first);
+        size.resize(last - first);
+        exact.assign((last - first) * taps, 0.0);
+        std::vector<double> other(taps);
+        double largest = 0.0;
+        for (int64_t i = 0; i < out; ++i) {  // all of them: the largest weight decides how all are rounded
+            const bool kept = i >= first && i < last;
+            double* w = kept ? exact.data() + (i - first) * taps : other.data();
+            const double center = scale * (static_cast<double>(i) + 0.5);
+            const int64_t begin = std::max<int64_t>(static_cast<int64_t>(center - support + 0.5), 0);
+            const int64_t n = std::clamp<int64_t>(std::min<int64_t>(static_cast<int64_t>(center + support + 0.5), in) - begin, 0, most);
+            double total = 0.0;
+            for (int64_t j = 0; j < n; ++j) {
+                w[j] = weight((static_cast<double>(j + begin) - center + 0.5) * inverse, cubic);
+                total += w[j];
+            }
+            for (int64_t j = 0; j < n; ++j) {
+                if (total != 0.0) w[j] /= total;
+                largest = std::max(largest, w[j]);
+            }
+            if (kept) {
+                start[i - first] = static_cast<int32_t>(begin);
+                size[i - first] = static_cast<int32_t>(n);
+            }
+        }
+        for (precision = 0; precision < 22; ++precision)
+            if (static_cast<int>(0.5 + largest * (1 << (precision + 1))) >= (1 << 15)) break;
+        weights.resize(exact.size());
+        for (size_t k = 0; k < exact.size(); ++k)
+            weights[k] = static_cast<int16_t>(static_cast<int>((exact[k] < 0 ? -0.5 : 0.5) + exact[k] * (1 << precision)));
+    }
+};
+
+struct alignas(64) Pair {  // of inputs, for the outputs of a group
+    uint8_t index[64];
+    int16_t weight[32];
+};
+
+struct Group {
+    int64_t from, to;  // bytes in a row of the part, and of the result
+    int32_t pairs, first;
+};
+
+struct Worker {
+    Axis across, down;
+    std::vector<Group> groups;
+    std::vector<Pair> pairs;
+    std::vector<__mmask64> masks;
+    std::vector<uint8_t> rows, upright;
+    std::vector<const uint8_t*> lines;
+    std::vector<int32_t> both;
+
+    void group(int64_t width) {
+        groups.clear();
+        pairs.clear();
+        masks.clear();
+        const int count = static_cast<int>(across.start.size());
+        for (int i = 0; i < count;) {
+            int end = i + 1, size = across.size[i];
+            while (end < count && end - i < GROUP && across.start[end] - across.start[i] <= (WINDOW - 6) / 3)
+                size = std::max(size, across.size[end++]);
+            const int n = std::max(1, (size + 1) / 2);
+            groups.push_back({across.start[i] * 3ll, i * 3ll, n, static_cast<int32_t>(pairs.size())});
+            for (int t = 0; t < n; ++t) {
+                Pair& p = pairs.emplace_back();
+                std::memset(&p, 0, sizeof p);
+                for (int k = i; k < end; ++k)
+                    for (int c = 0; c < 3; ++c) {
+                        const int lane = (k - i) * 3 + c, at = (across.start[k] - across.start[i]) * 3 + c;
+                        p.index[lane * 4] = static_cast<uint8_t>(at);
+                        p.index[lane * 4 + 2] = static_cast<uint8_t>(at + 3);
+                        p.weight[lane * 2] = across.weights[static_cast<int64_t>(k) * across.taps + 2 * t];
+                        p.weight[lane * 2 + 1] = across.weights[static_cast<int64_t>(k) * across.taps + 2 * t + 1];
+                    }
+                // never a byte behind the row: a mapped file ends there
+                const int64_t there = std::clamp<int64_t>(width * 3 - (groups.back().from + t * 6), 0, WINDOW);
+                masks.push_back(there == WINDOW ? ~0ull : (1ull << there) - 1);
+            }
+            i = end;
+        }
+    }
+
+    template <int N>
+    void columns(const uint8_t* const* in, uint8_t* const* out) const {
+        constexpr __mmask64 low = 0x5555555555555555ull;
+        const __m512i half = _mm512_set1_epi32(1 << (across.precision - 1)), zero = _mm512_setzero_si512();
+        const __m128i shift = _mm_cvtsi32_si128(across.precision);
+        for (const Group& g : groups) {
+            __m512i sum[N];
+            for (int r = 0; r < N; ++r) sum[r] = half;
+            for (int t = 0; t < g.pairs; ++t) {
+                const Pair& p = pairs[g.first + t];
+                const __m512i index = _mm512_load_si512(p.index), w = _mm512_load_si512(p.weight);
+                const __mmask64 mask = masks[g.first + t];
+                for (int r = 0; r < N; ++r) {
+                    const __m512i x = _mm512_maskz_loadu_epi8(mask, in[r] + g.from + t * 6);
+                    sum[r] = _mm512_add_epi32(sum[r], _mm512_madd_epi16(_mm512_maskz_permutexvar_epi8(low, index, x), w));
+                }
+            }
+            for (int r = 0; r < N; ++r) {  // what is written beyond the group is its neighbour's, which comes next
+                const __m512i x = _mm512_max_epi32(_mm512_sra_epi32(sum[r], shift), zero);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(out[r] + g.to), _mm512_cvtusepi32_epi8(x));
+            }
+        }
+    }
+
+    // One row of the result out of `n` pairs of rows `from`; weights two and two.
+    static void mixed(const uint8_t* const* from, const int32_t* weights, int n, int precision, uint8_t* to, int64_t bytes) {
+        const __m512i zero = _mm512_setzero_si512(), half = _mm512_set1_epi32(1 << (precision - 1));
+        const __m128i shift = _mm_cvtsi32_si128(precision);
+        for (int64_t at = 0; at < bytes; at += 64) {
+            __m512i a = half, b = half, c = half, d = half;
+            for (int t = 0; t < n; ++t) {
+                const __m512i x = _mm512_loadu_si512(from[2 * t] + at), y = _mm512_loadu_si512(from[2 * t + 1] + at);
+                const __m512i w = _mm512_set1_epi32(weights[t]);
+                const __m512i low = _mm512_unpacklo_epi8(x, y), high = _mm512_unpackhi_epi8(x, y);
+                a = _mm512_add_epi32(a, _mm512_madd_epi16(_mm512_unpacklo_epi8(low, zero), w));
+                b = _mm512_add_epi32(b, _mm512_madd_epi16(_mm512_unpackhi_epi8(low, zero), w));
+                c = _mm512_add_epi32(c, _mm512_madd_epi16(_mm512_unpacklo_epi8(high, zero), w));
+                d = _mm512_add_epi32(d, _mm512_madd_epi16(_mm512_unpackhi_epi8(high, zero), w));
+            }
+            a = _mm512_packs_epi32(_mm512_sra_epi32(a, shift), _mm512_sra_epi32(b, shift));
+            c = _mm512_packs_epi32(_mm512_sra_epi32(c, shift), _mm512_sra_epi32(d, shift));
+            const __m512i done = _mm512_packus_epi16(a, c);
+            if (bytes - at >= 64) _mm512_storeu_si512(to + at, done);
+            else _mm512_mask_storeu_epi8(to + at, (1ull << (bytes - at)) - 1, done);
+        }
+    }
+
+    void run(const Task& task) {
+        const int64_t H = task.canvas_height, W = task.canvas_width;
+        const int64_t y0 = std::clamp<int64_t>(task.top, 0, H), y1 = std::clamp<int64_t>(static_cast<int64_t>(task.top) + task.to_height, y0, H);
+        const int64_t x0 = std::clamp<int64_t>(task.left, 0, W), x1 = std::clamp<int64_t>(static_cast<int64_t>(task.left) + task.to_width, x0, W);
+        if (y0 > 0 || x0 > 0 || y1 < H || x1 < W) std::memset(task.canvas, task.fill, H * W * 3);
+        if (y0 == y1 || x0 == x1) return;
+        const uint8_t* src = task.src;
+        int64_t pitch = task.row;
+        const int64_t h = task.height, w = task.width;
+        if (task.column != 3) {
+            upright.resize(h * w * 3);
+            uint8_t* o = upright.data();
+            for (int64_t y = 0; y < h; ++y)
+                for (int64_t x = 0; x < w; ++x, o += 3) std::memcpy(o, src + y * task.row + x * task.column, 3);
+            src = upright.data();
+            pitch = w * 3;
+        }
+        const int64_t from_y = y0 - task.top, from_x = x0 - task.left, high = y1 - y0, wide = x1 - x0;
+        uint8_t* const out = task.canvas + (y0 * W + x0) * 3;
+        const bool same_width = w == task.to_width, same_height = h == task.to_height;
+        if (same_width && same_height) {
+            for (int64_t y = 0; y < high; ++y) std::memcpy(out + y * W * 3, src + (from_y + y) * pitch + from_x * 3, wide * 3);
+            return;
+        }
+        if (!same_width) {
+            across.make(w, task.to_width, task.cubic, from_x, from_x + wide);
+            group(w);
+        }
+        down.make(h, task.to_height, task.cubic, from_y, from_y + high);
+        const int64_t stride = (wide * 3 + 2 * WINDOW - 1) / WINDOW * WINDOW;  // room for what is read and written beyond
+        rows.resize(h * stride);
+        int64_t made = down.start[0];
+        lines.resize(down.taps);
+        both.resize(down.taps / 2);
+        for (int64_t y = 0; y < high; ++y) {
+            const int64_t start = down.start[y], end = start + down.size[y];
+            if (same_width) {
+                for (; made < end; ++made) std::memcpy(rows.data() + made * stride, src + made * pitch + from_x * 3, wide * 3);
+            } else {
+                made = std::max(made, start);
+                while (made < end) {
+                    const uint8_t* in[4];
+                    uint8_t* to[4];
+                    const int64_t n = h - made >= 4 ? 4 : 1;
+                    for (int64_t r = 0; r < n; ++r) in[r] = src + (made + r) * pitch, to[r] = rows.data() + (made + r) * stride;
+                    if (n == 4) columns<4>(in, to);
+                    else columns<1>(in, to);
+                    made += n;
+                }
+            }
+            const int n = std::max(1, (down.size[y] + 1) / 2);
+            const int16_t* weights = down.weights.data() + y * down.taps;
+            for (int t = 0; t < n; ++t) {
+                lines[2 * t] = rows.data() + std::min(start + 2 * t, h - 1) * stride;
+                lines[2 * t + 1] = rows.data() + std::clamp<int64_t>(start + 2 * t + 1, 0, end - 1) * stride;
+                both[t] = static_cast<uint16_t>(weights[2 * t]) | static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint16_t>(weights[2 * t + 1])) << 16);
+            }
+            mixed(lines.data(), both.data(), n, down.precision, out + y * W * 3, wide * 3);
+        }
+    }
+};
+
+}  // namespace
+
+#endif
+
+extern "C" int gpuaug_resize_fast() { return FAST; }
+
+extern "C" int gpuaug_resize(const Job* job) {
+#if FAST
+    std::atomic<int64_t> next{0};
+    std::atomic<int> failed{0};
+    auto work = [&] {
+        try {
+            Worker worker;
+            for (int64_t i = next++; i < job->count; i = next++) worker.run(job->tasks[i]);
+        } catch (...) {  // only std::bad_alloc can come here
+            failed = 1;
+        }
+    };
+#if defined(MADV_HUGEPAGE)
+    // fresh memory of a batch: in pages of 4 KB the kernel takes as long to map it as the rest takes
+    const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(job->memory) + page - 1) & ~(page - 1);
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(job->memory) + job->bytes) & ~(page - 1);
+    if (job->fresh && end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+    const int64_t helpers = std::min<int64_t>(job->threads, job->count) - 1;
+    std::vector<std::thread> threads;
+    try {
+        for (int64_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+    } catch (...) {  // no more threads to be had: the ones there do the work
+    }
+    work();
+    for (auto& t : threads) t.join();
+    return failed;
+#else
+    return job->count != 0;
+#endif
+}
