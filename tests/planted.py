@@ -1,9 +1,13 @@
-"""Bottlenecks made on purpose, each three times slower or more than what is around it."""
+"""Bottlenecks made on purpose, each several times slower than what is around it.
+
+Most wait instead of working, so that a machine with others at work finds the same bottleneck.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import io
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +17,7 @@ import kornia.augmentation as K
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from gpuaug.header import raw_header
 
@@ -25,25 +30,37 @@ def burn(seconds: float) -> None:
 
 
 class Source:
-    """The same few files again and again, as a hundred thousand samples.
+    """The same few files again and again, as so many samples.
 
     Args:
         files: encoded images.
+        count: samples.
         wait: seconds without work per read: storage that answers late.
         turns: FILE; waiting takes turns over all processes: storage with a bandwidth.
         work: CPU-seconds per read.
+        broken: every so many-th sample cannot be read.
     """
 
     def __init__(
-        self, files: Sequence[bytes], *, wait: float = 0.0, turns: str | None = None, work: float = 0.0
+        self,
+        files: Sequence[bytes],
+        *,
+        count: int = 100_000,
+        wait: float = 0.0,
+        turns: str | None = None,
+        work: float = 0.0,
+        broken: int | None = None,
     ) -> None:
-        self.files, self.wait, self.turns, self.work = list(files), wait, turns, work
-        self.labels = torch.arange(len(self)) % 10
+        self.files, self.count = list(files), count
+        self.wait, self.turns, self.work, self.broken = wait, turns, work, broken
+        self.labels = torch.arange(count) % 10
 
     def __len__(self) -> int:
-        return 100_000
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
+        if self.broken is not None and index % self.broken == 0:
+            raise FileNotFoundError(f"sample {index} is not there")
         if self.turns is not None:
             with open(self.turns, "a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -55,19 +72,49 @@ class Source:
 
 
 class SlowOp(K.RandomInvert):
-    """An operation that costs what nobody would think."""
+    """An operation that costs what nobody would think: ``work`` CPU-seconds or ``wait`` seconds per image."""
+
+    def __init__(self, *, work: float = 0.004, wait: float = 0.0, p: float = 0.5) -> None:
+        super().__init__(p=p)
+        self.work, self.wait = work, wait
 
     def apply_transform(self, input: Any, params: Any, flags: Any, transform: Any = None) -> Any:
-        burn(0.004 * len(input))
+        burn(self.work * len(input))
+        time.sleep(self.wait * len(input))
         return super().apply_transform(input, params, flags, transform)
 
 
 class SlowMix:
     """A callback in Python for every image."""
 
+    def __init__(self, *, work: float = 0.006, wait: float = 0.0) -> None:
+        self.work, self.wait = work, wait
+
     def __call__(self, images: Any, labels: Any, *, valid: Any, **rest: Any) -> Any:
-        burn(0.006 * len(valid))
+        burn(self.work * len(valid))
+        time.sleep(self.wait * len(valid))
         return images, labels
+
+
+class Noting(nn.Module):
+    """A model that appends the sum of every batch it is shown to a file.
+
+    Args:
+        num_classes: how many.
+        file: where to.
+        wait: seconds per batch.
+    """
+
+    def __init__(self, *, num_classes: int, file: str, wait: float = 0.0) -> None:
+        super().__init__()
+        self.file, self.wait = file, wait
+        self.head = nn.Linear(3, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.wait)
+        with open(self.file, "a") as file:
+            file.write(f"{os.getpid()} {self.training:d} {x.double().sum().item()!r}\n")
+        return self.head(x.mean(dim=(2, 3)))
 
 
 def jpegs(folder: Path, *, count: int = 16, size: tuple[int, int] | None = None) -> list[bytes]:

@@ -1,13 +1,19 @@
-"""`gpuaug profile`: planted bottlenecks are named, and what is recommended brings what was predicted."""
+"""`gpuaug profile`: planted bottlenecks are named, and the reasoning behind what is predicted holds.
+
+Whether the recommended settings bring what was predicted is a measurement: `bench/bottlenecks.py`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +23,29 @@ import torch
 from PIL import Image
 
 import gpuaug
+from gpuaug import machine
 from gpuaug.batch import Batch
 from gpuaug.cli import main
-from gpuaug.diagnose import profiling
-from gpuaug.diagnose.profiling import Cost, Measured, Profiler, bottleneck, diagnose, predict, run_whole
-from gpuaug.errors import ConfigError
+from gpuaug.diagnose import bottleneck, profiling
+from gpuaug.diagnose.bottleneck import (
+    FREE,
+    GAIN,
+    TITLES,
+    Cost,
+    Measured,
+    Verdict,
+    cpu_is_enough,
+    diagnose,
+    expected,
+    gain,
+    predict,
+)
+from gpuaug.diagnose.profiling import Profiler
+from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader import Loader
 
 ROOT = Path(__file__).parent.parent
-BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64", "~source")
+BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
 
 
 def build(source: Any, *overrides: str, **objects: Any) -> Loader:
@@ -34,57 +54,17 @@ def build(source: Any, *overrides: str, **objects: Any) -> Loader:
     return made
 
 
-def judged(loader: Loader, step: Any = None, **how: Any) -> tuple[Measured, profiling.Verdict]:
-    with Profiler(loader, step=step, **{"repeats": 3, "seconds": 0.1, **how}) as profiler:
+def judged(loader: Loader, step: Any = None, **how: Any) -> tuple[Measured, Verdict]:
+    with Profiler(loader, step=step, **{"repeats": 3, "seconds": 0.05, **how}) as profiler:
         measured = profiler.measure()
         return measured, diagnose(profiler, measured)
 
 
-def gain(before: Loader, after: Loader, step: Any = None, *, rounds: int = 3) -> float:
-    """How many times as fast the second is, both measured in turns."""
-    notes = [profiling._Notes(), profiling._Notes()]
-    endless = [profiling._endless(loader) for loader in (before, after)]
-    for _ in range(rounds):
-        for note, loader, tasks in zip(notes, (before, after), endless, strict=True):
-            run_whole(note, loader, tasks, step, seconds=0.5, sync=lambda: None)
-    return notes[0].cost().wall / notes[1].cost().wall
-
-
-def plant(
-    source: Any,
-    *overrides: str,
-    named: str,
-    brings: float | None = None,
-    other: str | None = None,
-    step: Any = None,
-    cores: float = 1.0,
-    **objects: Any,
-) -> profiling.Verdict:
-    """Require the name, and that the recommended overrides bring at least half of the gain that was predicted.
-
-    Args:
-        source, overrides, objects: the loader.
-        named: the bottleneck.
-        brings: the overrides must be predicted to bring at least this factor; None: none are expected.
-        other: what must stand in an override that changes what is trained on; then that one is tried.
-        step: the training step.
-        cores: that must be free for anything to be gained; on a busier machine the name alone is required.
-    """
+def plant(source: Any, *overrides: str, named: str, step: Any = None, **objects: Any) -> Verdict:
+    """Require the name."""
     with build(source, *overrides, **objects) as loader:
         measured, verdict = judged(loader, step)
-        said = f"{verdict.bottleneck}: {verdict.text} {verdict.evidence} {verdict.changes} {verdict.others} {measured}"
-        assert verdict.bottleneck == named, said
-        if measured.cores >= cores and (brings is not None or other is not None):
-            change, predicted = verdict.overrides, verdict.gain
-            if other is not None:
-                found = next((c for c in verdict.others if any(other in o for o in c.overrides)), None)
-                assert found is not None, said
-                change, predicted = [*change, *found.overrides], predicted * found.gain
-            assert predicted >= (brings or 1.5), said
-            mixed = {"mix": None} if "mix=none" in change else {}
-            with build(source, *overrides, *change, **{**objects, **mixed}) as changed:
-                brought = gain(loader, changed, step)
-            assert brought - 1 >= 0.5 * (predicted - 1), f"{brought:.2f} of {predicted:.2f}. {said}"
+    assert verdict.bottleneck == named, f"{verdict} {measured}"
     return verdict
 
 
@@ -126,6 +106,90 @@ def measured(**changed: Any) -> Measured:
     return replace(plain, **changed)
 
 
+def anything(rng: random.Random) -> Measured:
+    """A measurement with costs of any proportion, as real stages have them: CPU time is part of the clock's."""
+
+    def some(threads: int = 1) -> Cost:
+        wall = 10 ** rng.uniform(-1, 1)
+        return cost(wall, wall * threads * rng.random())
+
+    workers = rng.randrange(5)
+    return measured(
+        workers=workers, prefetch=rng.randrange(4), main_thread=rng.random() < 0.2,
+        cores=rng.choice([0.5, 1, 2, 3.5, 16]), read=some(max(1, workers)),
+        decode=some(2), augment=some(2), host=some(), copy=some() if workers else None,
+        step=some(2) if rng.random() < 0.6 else None, busy=rng.random(),
+        whole=cost(10 ** rng.uniform(0, 1.5)) if rng.random() < 0.5 else None,
+    )  # fmt: skip
+
+
+@dataclass
+class Paper:
+    """Trials that are calculated: reading is work and waiting, decoding work; neither gets more than its cores."""
+
+    cores: int = 2
+    threads: int | None = 1
+    kornia: bool = False
+    cached: bool = False
+    ops: dict[str, float] = field(default_factory=dict)
+
+    def with_workers(self, m: Measured, count: int) -> Measured:
+        alone = m.read.wall * max(1, m.workers)
+        wall = max(alone / max(1, count), m.read.cpu / self.cores)
+        return replace(m, workers=count, read=replace(m.read, wall=wall), take=m.take if count else 0.0)
+
+    def with_threads(self, m: Measured, count: int) -> Measured:
+        return replace(m, decode=replace(m.decode, wall=max(m.decode.cpu / count, m.decode.cpu / self.cores)))
+
+    def with_fused(self, m: Measured) -> Measured:
+        return replace(m, augment=m.augment.scaled(0.2, 0.2))
+
+    def with_cache(self, m: Measured) -> tuple[Measured, float] | None:
+        return None if self.cached or m.copy is None else (replace(m, read=m.copy), 2.0**30)
+
+    def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
+        return None
+
+    def op_costs(self, m: Measured) -> dict[str, float]:
+        return self.ops
+
+    def op_keys(self, name: str) -> list[str]:
+        return [f"augment.ops.{name}"]
+
+
+def simulated(*, workers: int, prefetch: int, read: float, make: float, model: float, batches: int = 200) -> float:
+    """Seconds per batch of workers, a thread that makes batches and one that trains, event by event."""
+    ready, made, taken = [0.0] * batches, [0.0] * batches, [0.0] * batches
+    free, maker, trainer = [0.0] * max(1, workers), 0.0, 0.0
+    for n in range(batches):
+        if workers:  # each reads every so many-th batch, at most two ahead of what was taken over
+            begun = maker if n < 2 * workers else max(0.0, ready[n - workers])
+            free[n % workers] = ready[n] = max(free[n % workers], begun if n < workers else 0.0) + workers * read
+        begin = max(maker, ready[n])
+        if prefetch == 0:
+            begin = max(begin, trainer)
+        elif n > prefetch:
+            begin = max(begin, taken[n - prefetch - 1])
+        maker = made[n] = begin + make + (0.0 if workers else read)
+        taken[n] = max(trainer, made[n])
+        trainer = taken[n] + model
+    half = batches // 2
+    return (taken[-1] - taken[half]) / (batches - 1 - half)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_prediction_equals_a_simulation_of_the_pipeline(seed: int) -> None:
+    rng = random.Random(seed)
+    workers, prefetch = rng.randrange(4), rng.randrange(4)
+    read, make, model = (rng.uniform(1, 10) for _ in range(3))
+    found = simulated(workers=workers, prefetch=prefetch, read=read, make=make, model=model)
+    m = measured(
+        workers=workers, prefetch=prefetch, cores=64.0, read=cost(read), take=0.0, decode=cost(make), augment=FREE,
+        host=FREE, step=cost(model),
+    )  # fmt: skip
+    assert predict(m).seconds * 1e3 == pytest.approx(found, rel=0.03), predict(m).text
+
+
 def test_prediction_is_the_longest_of_the_parallel_ways() -> None:
     assert predict(measured()).seconds == pytest.approx(1.7e-3)  # 0.1 take over + 1.0 + 0.5 + 0.1
     assert predict(measured(workers=0)).seconds == pytest.approx(2.2e-3)  # reads in the same thread
@@ -133,15 +197,67 @@ def test_prediction_is_the_longest_of_the_parallel_ways() -> None:
     assert predict(measured(step=cost(3.0, 6.0))).seconds == pytest.approx((1.1 + 1.0 + 0.5 + 0.1 + 6.0) / 2 * 1e-3)
     assert predict(measured(step=cost(3.0, 0.1), prefetch=0)).seconds == pytest.approx(4.7e-3)
     assert predict(measured(step=cost(3.0, 0.1), main_thread=True)).seconds == pytest.approx(3.6e-3)
+    assert predict(measured(step=cost(3.0, 0.1), device_type="cuda")).seconds == pytest.approx(3.5e-3)
     assert "= 1.7 ms" in predict(measured()).text
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prediction_is_bounded_by_the_cores_and_never_falls_when_a_cost_rises(seed: int) -> None:
+    rng = random.Random(seed)
+    m = anything(rng)
+    now = predict(m).seconds
+    cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step or FREE))
+    assert now > 0
+    assert now >= cpu / m.cores
+    assert predict(replace(m, cores=m.cores * 2)).seconds <= now
+    for name in ("read", "decode", "augment", "host", *(["step"] if m.step else [])):
+        stage: Cost = getattr(m, name)
+        for factors in ((1.5, 1.0), (1.0, 1.5)):
+            assert predict(replace(m, **{name: stage.scaled(*factors)})).seconds >= now
+        assert predict(replace(m, **{name: FREE})).seconds <= now
+    if m.step is not None:
+        assert predict(replace(m, prefetch=2)).seconds <= now or m.prefetch
+        assert now >= m.step.wall  # no loader makes training faster than its steps
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_gains_are_never_more_than_idle_cores_give(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    m = anything(rng)
+    trials = Paper(cores=max(1, math.ceil(m.cores)), threads=rng.choice([None, 1, 2]))
+    verdict = diagnose(trials, m)
+    now = m.whole.wall if m.whole else predict(m).seconds
+    cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step or FREE))
+    factors = [1.0, *(change.gain for change in verdict.changes)]
+    assert factors == sorted(factors)
+    assert all(factor >= GAIN for factor in factors[1:])
+    # workers, threads and prefetch leave the work as it is, so the cores bound what they bring
+    assert verdict.gain <= max(1.0, now / max(cpu / m.cores, 1e-9)) * (1 + 1e-9)
+    if m.step is not None:
+        assert verdict.gain <= max(1.0, now / m.step.wall) * (1 + 1e-9)
+    assert all(change.gain >= GAIN for change in verdict.others)
+    keys = [text.partition("=")[0] for text in verdict.overrides]
+    assert len(keys) == len(set(keys))
+    assert verdict.bottleneck in TITLES
+    assert verdict.ideal_gain is None or verdict.ideal_gain >= 1
+
+
+def test_what_no_part_explains_is_not_credited_to_a_change() -> None:
+    m = measured(read=cost(4, 0.1), workers=1, whole=cost(5))
+    then = replace(m, read=cost(0.1))
+    assert expected(m, m) == pytest.approx(5e-3)
+    assert expected(m, then) == pytest.approx((1.7 + 1.0) * 1e-3)  # 1 ms of the 5 stays
+    assert gain(m, then) == pytest.approx(5 / 2.7)
+    fast = replace(m, whole=cost(3))  # the parts were measured in a worse moment than the whole
+    assert gain(fast, then) == pytest.approx(3 / 1.7)
 
 
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"read": cost(9, 0.2), "source": cost(18, 0.2)}, "storage"),
+        ({"read": cost(9, 0.2), "source": cost(18, 0.2), "busy": 0.02}, "storage"),
         ({"read": cost(9, 18), "source": cost(18)}, "workers"),
-        ({"read": cost(9, 18), "source": cost(4, 0.2), "copy": cost(8)}, "inter-process copy"),
+        ({"read": cost(9, 18), "source": cost(4, 0.2), "copy": cost(8), "busy": 0.1}, "inter-process copy"),
         ({"decode": cost(5)}, "decode"),
         ({"augment": cost(5)}, "augment"),
         ({"host": cost(5)}, "host overhead"),
@@ -149,87 +265,277 @@ def test_prediction_is_the_longest_of_the_parallel_ways() -> None:
         ({"step": cost(2, 0.1), "prefetch": 0}, "host overhead"),
         ({"step": cost(20, 0.1), "prefetch": 0}, "model"),
         ({"whole": cost(9)}, "host overhead"),  # nothing explains it
-        ({"source": cost(18, 8), "read": cost(9, 18), "alone": 0.5}, "workers"),  # busy, on a machine with others
+        ({"source": cost(18, 8), "read": cost(9, 18), "busy": 0.95}, "workers"),  # busy, on a machine with others
+        ({"workers": 0, "copy": None, "read": cost(9, 0.2), "busy": 0.02}, "storage"),
     ],
 )
 def test_bottleneck_is_the_stage_whose_absence_would_bring_most(changed: dict[str, Any], name: str) -> None:
-    assert bottleneck(measured(**changed))[0] == name
+    assert bottleneck.bottleneck(measured(**changed))[0] == name
+
+
+def test_a_second_worker_is_credited_with_idle_cores_only() -> None:
+    m = measured(workers=1, read=cost(12, 12), decode=cost(0.5), augment=cost(0.1))
+    two = diagnose(Paper(cores=2), m)
+    assert two.overrides == ["num_workers=2"]
+    assert two.gain == pytest.approx(12 / ((12 + 0.5 + 0.1 + 0.1) / 2))  # not 2: decode needs a core, too
+    many = diagnose(Paper(cores=16), replace(m, cores=16.0))
+    assert many.gain > 5
+    full = diagnose(Paper(cores=1, cached=True), replace(m, cores=1.0))
+    assert full.changes == []
+    assert "cores are busy" in full.text
+
+
+def test_a_second_thread_is_credited_with_idle_cores_only() -> None:
+    m = measured(workers=1, read=cost(2, 2), decode=cost(10), augment=cost(0.1), copy=cost(0.2))
+    verdict = diagnose(Paper(cores=2), m)
+    assert verdict.bottleneck == "decode"
+    assert verdict.overrides == ["decode.num_threads=2"]
+    assert verdict.gain == pytest.approx(10.3 / ((2 + 10 + 0.1 + 0.1) / 2))
+
+
+def test_overrides_name_the_place_of_the_loader() -> None:
+    slow = measured(workers=1, read=cost(20, 0.1), busy=0.01)
+    verdict = diagnose(Paper(), slow, at="train_data")
+    assert verdict.overrides == ["train_data.num_workers=16", "train_data.decode.num_threads=2"]
+    crawling = measured(workers=16, read=cost(90, 0.1), busy=0.01)
+    found = diagnose(Paper(), crawling, at="train_data").others
+    assert ("gpuaug/cache@train_data.cache=ram",) in [change.overrides for change in found]
+    op = measured(augment=cost(9))
+    (other,) = diagnose(Paper(ops={"blur": 0.8}), op, at="train_data").others
+    assert other.overrides == ("~train_data.augment.ops.blur",)
+    (mix,) = diagnose(Paper(), measured(host=cost(9), host_parts={"mix": 0.0085}), at="data.train").others
+    assert mix.overrides == ("gpuaug/mix@data.train.mix=none",)
+
+
+def test_group_overrides_compose_in_an_application_of_ones_own(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("defaults:\n  - gpuaug@train_data: train\n  - _self_\n")
+    shards = [bottleneck._group("train_data", "source", "shards"), f"train_data.source.root={photos}"]
+    groups = [bottleneck._group("train_data", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
+    composed = gpuaug.compose("app", [*shards, *groups], config_dir=str(tmp_path)).train_data
+    assert composed.cache._target_ == "gpuaug.RamCache"
+    assert composed.mix._target_ is None
+    assert composed.source._target_ == "gpuaug.ShardSource"
+
+
+def test_fused_kernels_are_recommended_instead_of_kornia() -> None:
+    verdict = diagnose(Paper(kornia=True), measured(augment=cost(9)))
+    assert verdict.overrides == ["augment.backend=fused"]
+    assert diagnose(Paper(), measured(augment=cost(9))).overrides == []
+
+
+def test_a_model_that_limits_gets_no_advice() -> None:
+    verdict = diagnose(Paper(), measured(step=cost(20, 0.1), whole=cost(20.2)))
+    assert "nothing in the loader would help" in verdict.text
+    assert (verdict.changes, verdict.others) == ([], [])
+    shared = diagnose(Paper(), measured(step=cost(20, 40), whole=cost(25)))
+    assert "share the cores" in shared.text
+    assert "nothing in the loader" not in shared.text
+
+
+@pytest.mark.parametrize(
+    ("on_host", "changed", "enough"),
+    [
+        (cost(3), {}, True),
+        (cost(30), {}, False),  # the CPU is slower than the model
+        (cost(9), {"cores": 1.0}, False),  # reading and the model's host need the same core
+        (cost(9), {"cores": 8.0}, True),
+        (cost(3), {"device_type": "cpu"}, False),  # it is there already
+        (cost(3), {"step": None}, False),  # nobody to keep busy
+        (cost(3), {"step": cost(0.5, 0.1), "whole": cost(1.5)}, False),  # the device makes batches faster
+    ],
+)
+def test_cpu_is_enough_where_the_model_would_not_wait(on_host: Cost, changed: dict[str, Any], enough: bool) -> None:
+    fast = {"decode": cost(0.3, 0.1), "augment": cost(0.1, 0.05)}
+    m = measured(**{"device_type": "cuda", "step": cost(10, 1), "whole": cost(10.1), **fast, **changed})
+    said = cpu_is_enough(m, on_host)
+    assert (said is not None) == enough, said
+    if said is not None:
+        assert "device=cpu would be as fast" in said
+
+
+# -- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_cores_are_those_of_this_process() -> None:
+    assert 0.25 <= profiling._free_cores(0.02) <= machine.usable_cpus()
+
+
+def test_waiting_for_bytes_is_told_from_work(small: list[bytes]) -> None:
+    shares = []
+    for source in (planted.Source(small, wait=0.01), planted.Source(small, work=0.01)):
+        with build(source, "num_workers=0") as loader, Profiler(loader, repeats=1, seconds=0.05) as profiler:
+            shares.append(profiler._source(profiling.Notes()))
+    assert shares[0] < 0.4
+    assert shares[1] > 0.6
+
+
+def test_cpu_time_of_another_process_is_seen() -> None:
+    code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", f"{code}\ninput()"], stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        spent = profiling._cpu(process.pid)
+        process.communicate(b"\n")
+    assert 0.3 <= spent < 3.0
+    assert profiling._cpu(process.pid) == 0.0
 
 
 # -- planted ----------------------------------------------------------------------------------------------------------
 
 
 def test_storage_that_more_workers_hide(small: list[bytes]) -> None:
-    verdict = plant(planted.Source(small, wait=0.005), named="storage", brings=2.0)
+    verdict = plant(planted.Source(small, wait=0.02), named="storage")
+    assert verdict.overrides == ["num_workers=16"]
+    assert verdict.gain > 2
+
+
+def test_storage_without_a_worker(small: list[bytes]) -> None:
+    verdict = plant(planted.Source(small, wait=0.02), "num_workers=0", named="storage")
     assert any(o.startswith("num_workers=") for o in verdict.overrides)
+
+
+def test_slow_operation(small: list[bytes]) -> None:
+    op = "+augment.ops.slow={_target_: planted.SlowOp, work: 0.0, wait: 0.02, p: 0.9}"
+    verdict = plant(planted.Source(small), op, named="augment")
+    assert [c.overrides for c in verdict.others] == [("~augment.ops.slow",)]
+    assert verdict.others[0].gain > 2
+
+
+def test_slow_callback_on_the_host(small: list[bytes]) -> None:
+    verdict = plant(planted.Source(small), named="host overhead", mix=planted.SlowMix(work=0.0, wait=0.02))
+    assert any("mix" in text for text in verdict.evidence)
+    assert [c.overrides for c in verdict.others] == [("mix=none",)]
+
+
+def test_slow_model_is_the_limit_and_nothing_is_recommended(small: list[bytes]) -> None:
+    verdict = plant(planted.Source(small), named="model", step=sleeping(0.3))
+    assert verdict.changes == []
+    assert verdict.others == []
+    assert "the model is the limit" in verdict.text
+
+
+def test_nothing_is_made_ahead(small: list[bytes]) -> None:
+    mix = planted.SlowMix(work=0.0, wait=0.02)  # as long as the model
+    verdict = plant(planted.Source(small), "prefetch=0", named="host overhead", step=sleeping(0.16), mix=mix)
+    assert "prefetch=2" in verdict.overrides
 
 
 def test_kornia_backend_instead_of_fused(small: list[bytes]) -> None:
     recipe = ("augment=standard", "augment.crop.size=160", "augment.backend=kornia")
-    verdict = plant(planted.Source(small), *recipe, named="augment", brings=2.0)
-    assert "augment.backend=fused" in verdict.overrides
+    assert "augment.backend=fused" in plant(planted.Source(small), *recipe, named="augment").overrides
 
 
-def test_slow_model_is_the_limit_and_nothing_is_recommended(small: list[bytes]) -> None:
-    verdict = plant(planted.Source(small), named="model", step=sleeping(0.25))
-    assert "nothing in the loader would help" in verdict.text
-    assert verdict.changes == []
-    assert verdict.others == []
+def test_large_images(photos: Path) -> None:
+    verdict = plant(planted.Source(planted.jpegs(photos, count=6, size=(2000, 1500))), named="decode")
+    assert any("gpuaug pack" in c.text for c in verdict.others)
+
+
+def test_busy_worker(small: list[bytes]) -> None:
+    with (
+        build(planted.Source(small, work=0.02), "batch_size=2") as loader,
+        Profiler(loader, repeats=2, seconds=0.02) as profiler,
+    ):
+        found = profiler.measure()
+    assert bottleneck.bottleneck(found)[0] == "workers", found
 
 
 @pytest.mark.long
 def test_storage_with_a_bandwidth(small: list[bytes], tmp_path: Path) -> None:
-    source = planted.Source(small, wait=0.012, turns=str(tmp_path / "lock"))
+    source = planted.Source(small, wait=0.015, turns=str(tmp_path / "lock"))
     verdict = plant(source, "num_workers=2", named="storage")
     assert verdict.gain < 1.5  # more workers only queue
     assert any(c.overrides == ("cache=ram",) for c in verdict.others)
 
 
 @pytest.mark.long
-def test_busy_worker(small: list[bytes]) -> None:
-    verdict = plant(planted.Source(small, work=0.012), named="workers", brings=1.2, cores=1.6)
-    assert verdict.overrides in ([], ["num_workers=2"])  # with no core free, more workers help nobody
-
-
-@pytest.mark.long
 def test_large_copies_between_processes() -> None:
-    plant(planted.Source(planted.raws(1800)), "~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}",
+    plant(planted.Source(planted.raws(1500)), "~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}",
           named="inter-process copy")  # fmt: skip
-
-
-@pytest.mark.long
-def test_large_images(photos: Path) -> None:
-    verdict = plant(planted.Source(planted.jpegs(photos, count=6, size=(2000, 1500))), named="decode")
-    assert any("gpuaug pack" in c.text and c.gain > 3 for c in verdict.others)
-
-
-@pytest.mark.long
-def test_slow_operation(small: list[bytes]) -> None:
-    op = "+augment.ops.slow={_target_: planted.SlowOp, p: 0.9}"
-    verdict = plant(planted.Source(small), op, named="augment", other="~augment.ops.slow")
-    assert any("`slow`" in c.text for c in verdict.others)
-
-
-@pytest.mark.long
-def test_slow_callback_on_the_host(small: list[bytes]) -> None:
-    verdict = plant(planted.Source(small), named="host overhead", other="mix=none", mix=planted.SlowMix())
-    assert any("mix" in text for text in verdict.evidence)
 
 
 @pytest.mark.long
 def test_one_thread_that_decodes(photos: Path) -> None:
     files = planted.jpegs(photos, count=8, size=(1200, 900))
-    plant(planted.Source(files), "decode.num_threads=1", named="decode", brings=1.15, cores=1.6)
+    plant(planted.Source(files), "decode.num_threads=1", named="decode")
 
 
-@pytest.mark.long
-def test_nothing_is_made_ahead(photos: Path) -> None:
-    files = planted.jpegs(photos, count=8, size=(1200, 900))
-    with build(planted.Source(files)) as loader:
-        made = judged(loader)[0]
-    step = sleeping(16 * (made.decode.wall + made.augment.wall))  # as long as making a batch takes
-    verdict = plant(planted.Source(files), "prefetch=0", named="host overhead", brings=1.2, step=step)
-    assert "prefetch=2" in verdict.overrides
+# -- loaders of all kinds ---------------------------------------------------------------------------------------------
+
+
+def sensible(measured: Measured, verdict: Verdict) -> None:
+    costs = [
+        c for c in (*(getattr(measured, n) for n in ("source", "read", "decode", "augment", "host", "whole")),) if c
+    ]
+    for c in costs:
+        assert math.isfinite(c.wall), measured
+        assert c.wall >= 0, measured
+        assert c.cpu >= 0, measured
+    assert verdict.bottleneck in TITLES
+    assert math.isfinite(verdict.gain)
+    assert verdict.gain >= 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("num_workers=0",),
+        ("num_workers=0", "prefetch=0"),
+        ("batch_size=1",),
+        ("batch_size=1000",),  # more than there are
+        ("cache=ram",),
+        ("ahead=1MiB", "num_workers=2"),
+        ("augment=dino", "batch_size=4"),
+        ("augment=none",),
+        ("mix=mixup_cutmix", "last=pad"),
+        ("dtype=bfloat16", "memory_format=channels_last", "order=sequential", "limit_batches=1"),
+        ("start_method=spawn",),
+    ],
+    ids=" ".join,
+)
+def test_loaders_of_all_kinds(overrides: tuple[str, ...], photos: Path) -> None:
+    base = [o for o in BASE if o != "~source"]
+    if {"augment=dino", "augment=none"} & set(overrides):
+        base.remove("augment.crop.size=32")
+    config = gpuaug.compose("train", [*base, f"source.root={photos}", *overrides])
+    with gpuaug.build(config) as loader:
+        sensible(*judged(loader, sleeping(0.001), repeats=1, seconds=0.02))
+        assert len(next(iter(loader)))  # it still runs
+
+
+def test_packed_and_materialized(photos: Path, tmp_path: Path) -> None:
+    common = [f"source.root={photos}", "device=cpu", "num_workers=0"]
+    assert main(["pack", f"source.root={photos}", f"out={tmp_path / 'p'}", "format=uint8", "sizes=[48]"]) == 0
+    recipe = ["augment=flip", "augment.crop.size=32"]
+    assert main(["materialize", *common, *recipe, f"out={tmp_path / 'm'}", "epochs=1"]) == 0
+    for kind, root in (("packed", tmp_path / "p"), ("materialized", tmp_path / "m")):
+        for workers in (0, 1):
+            words = [f"source={kind}", f"source.root={root}", f"num_workers={workers}", "device=cpu", "batch_size=8"]
+            with gpuaug.build(gpuaug.compose("train", [*words, *recipe])) as loader:
+                found, verdict = judged(loader, repeats=1, seconds=0.02)
+                sensible(found, verdict)
+                assert not any("gpuaug pack" in c.text or "cache" in str(c.overrides) for c in verdict.others)
+
+
+@pytest.mark.parametrize("policy", ["raise", "blank", "drop"])
+def test_bad_samples_end_nothing_and_are_not_recorded(policy: str, small: list[bytes], tmp_path: Path) -> None:
+    source = planted.Source([*small[:3], b"no image"], broken=5, count=64)
+    file = tmp_path / "faults.jsonl"
+    how = (f"faults.policy={policy}", f"faults.file={file}", "faults.max=0")
+    with build(source, *how, "num_workers=0", "order=sequential") as loader:
+        with Profiler(loader, repeats=1, seconds=0.02) as profiler:
+            sensible(profiler.measure(), diagnose(profiler, profiler.measure()))
+            assert profiler.faults == sum(k % 5 == 0 or k % 4 == 3 for k in range(profiler.looked))
+        assert not file.exists()
+        assert loader.faults.count == 0
+        with pytest.raises(GpuaugError):  # the loader itself is as strict as before
+            next(iter(loader))
+
+
+def test_nothing_but_bad_samples_is_an_error(small: list[bytes]) -> None:
+    with build(planted.Source([b"no image"]), "faults.policy=blank") as loader:
+        with pytest.raises(GpuaugError, match="none of the first"):
+            Profiler(loader)
+        assert loader._stages.faults is loader.faults
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -259,7 +565,7 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
     ):
         assert word in printed
     assert set(values["stages"]) == {"source", "read", "copy", "decode", "augment", "host", "step", "whole"}
-    assert values["bottleneck"] in profiling.TITLES
+    assert values["bottleneck"] in TITLES
     for name in values["overrides"]:
         assert name.startswith("train_data.")
     with Image.open(out) as picture:
@@ -285,22 +591,32 @@ def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:
         assert loader.state_dict() == state
 
 
-def test_training_can_be_profiled_and_stays_the_same(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["profiling=true", "profiling=4"])
+def test_training_is_profiled_with_its_own_model_and_stays_the_same(
+    how: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuaug.cli import profile
 
     whole = profile.Settings
     monkeypatch.setattr(profile, "Settings", lambda **given: whole(**{**given, "repeats": 1, "seconds": 0.02}))
-    small = ["augment=flip", "augment.crop.size=32", "+model.width=8", "batch_size=8", "last=drop", "num_workers=0"]
-    call = ["train", f"source.root={photos}", "device=cpu", "epochs=1", *small]
-    losses = []
-    for number, more in enumerate(([], ["profiling=true"])):
-        out = tmp_path / str(number)
-        assert main([*call, f"out={out}", f"json={out}/r.json", *more]) == 0
+    fast = ["augment=standard", "augment.crop.size=32", "batch_size=8", "num_workers=0", "cache=ram", "dtype=float32"]
+    call = ["train", f"source.root={photos}", "device=cpu", "epochs=1", *fast, "--trust", "planted."]
+    shown, losses, weights = [], [], []
+    for number, more in enumerate(([], [how])):
+        out, file = tmp_path / str(number), tmp_path / f"{number}.txt"
+        model = ["model._target_=planted.Noting", f"+model.file={file}", "+model.wait=0.1"]
+        before = random.getstate()
+        assert main([*call, *model, f"out={out}", f"json={out}/r.json", *more]) == 0
+        assert random.getstate() == before
+        shown.append(file.read_text().splitlines())
         losses.append(json.loads((out / "r.json").read_text())["history"][0]["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert "bottleneck" in capsys.readouterr().out
+        weights.append(torch.load(out / "last.pt", weights_only=False)["model"])
+    printed = capsys.readouterr().out
+    assert "the model is the limit" in printed  # that of this run: it takes 100 ms for a batch
+    assert len(shown[1]) > len(shown[0]) > 4
+    assert shown[1][-len(shown[0]) :] == shown[0]  # the training saw the same pixels in the same order
+    assert losses[0] == losses[1]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 @pytest.mark.parametrize("wrong", ["repeats=0", "seconds=-1", "tune=maybe", "optimizer=lion", "out=7"])
@@ -315,18 +631,15 @@ def test_no_batch_is_an_error(photos: Path, capsys: pytest.CaptureFixture[str]) 
     assert "an epoch has no batch" in capsys.readouterr().err
 
 
-def test_help_is_fast() -> None:
-    begin = time.process_time(), time.perf_counter()
+def test_help_says_what_tune_tries() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "gpuaug.cli", "profile", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "hardware decoder" in shown.stdout
-    assert time.perf_counter() - begin[1] < 5  # under one second where nobody else is at work
 
 
-@pytest.mark.long
 def test_tune_finds_the_workers_that_slow_storage_needs(small: list[bytes]) -> None:
-    source = planted.Source(small, wait=0.012)
+    source = planted.Source(small, wait=0.01)
 
     def make(chosen: Any) -> Loader:
         return build(source, *(f"{k}={v}" for k, v in chosen.items()))
@@ -334,11 +647,33 @@ def test_tune_finds_the_workers_that_slow_storage_needs(small: list[bytes]) -> N
     best, tried = profiling.tune(
         make,
         start={"num_workers": 1, "prefetch": 2},
-        candidates={"num_workers": [0, 1, 4, 8], "prefetch": [0, 2]},
-        seconds=0.3,
+        candidates={"num_workers": [1, 8], "prefetch": [0, 2]},
+        repeats=2,
+        seconds=0.1,
     )
     assert best["num_workers"] == 8
-    assert len(tried) == 6
+    assert len(tried) == 4
+
+
+@pytest.mark.long
+def test_tune_recommends_what_ran_faster_than_what_is_configured(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "app.yaml").write_text("defaults:\n  - gpuaug@data: train\n  - _self_\n")
+    at = ["--config-dir", str(tmp_path), "--config-name", "app", "--at", "data", "--trust", "planted."]
+    own = [f"data.source.root={photos}", "data.num_workers=0", "data.device=cpu", "data.batch_size=8"]
+    model = ["model._target_=planted.Noting", f"+model.file={os.devnull}", "+model.wait=0.1"]
+    words = ["data.augment.crop.size=32", "repeats=1", "seconds=0.02", "out=null", f"json={tmp_path / 'r.json'}"]
+    assert main(["profile", *at, *own, *words, *model, "tune=true"]) == 0
+    values = json.loads((tmp_path / "r.json").read_text())
+    keys = {text.partition("=")[0] for tried in values["tried"] for text in tried["overrides"]}
+    assert keys == {"num_workers", "prefetch", "decode.num_threads"}
+    printed = capsys.readouterr().out
+    if values["tuned"]:
+        assert values["tuned_gain"] > 1
+        assert all(key.startswith("data.") for key in values["tuned"])
+    else:  # the model sleeps for most of the time: what is configured keeps it as busy
+        assert "no setting that was tried is faster" in printed
 
 
 def test_step_needs_a_known_model(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,26 +6,32 @@ import contextlib
 import copy
 import logging
 import os
+import random
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from gpuaug import machine
 from gpuaug.batch import Batch
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
 from gpuaug.cli.training import Settings as TrainingSettings
 from gpuaug.cli.training import Training, build_model
-from gpuaug.diagnose import profiling
-from gpuaug.diagnose.profiling import Cost, Measured, Profiler, Step, Verdict
+from gpuaug.diagnose import bottleneck, profiling
+from gpuaug.diagnose.bottleneck import Change, Cost, Measured, Verdict
+from gpuaug.diagnose.profiling import Profiler, Step
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
+from gpuaug.source.cache import RamCache
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -61,6 +67,7 @@ class Settings:
     out: str | None = "profile.png"
     repeats: int = 5
     seconds: float = 0.2
+    batches: int | None = None
     tune: bool = False
     trace: str | None = None
     json: str | None = None
@@ -69,8 +76,10 @@ class Settings:
         _ = self.training
         if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
             raise ConfigError(f"`repeats` must be a whole number >= 1. Found: {self.repeats!r}.")
-        if self.num_classes is not None and (type(self.num_classes) is not int or self.num_classes < 1):
-            raise ConfigError(f"`num_classes` must be a whole number >= 1, or null. Found: {self.num_classes!r}.")
+        for name in ("num_classes", "batches"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"`{name}` must be a whole number >= 1, or null. Found: {value!r}.")
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds <= 60:
             raise ConfigError(f"`seconds` must be a number in (0, 60]. Found: {self.seconds!r}.")
         if not isinstance(self.tune, bool):
@@ -98,13 +107,10 @@ def main(request: Request) -> int:
         if named:
             classes = settings.num_classes or loader.num_classes or CLASSES
             model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
-        prefix = f"{request.at}." if request.at else ""
         step = None if model is None else training_step(loader, model, settings.training)
-        measured, verdict = look(loader, step, report, settings=settings, prefix=prefix)
+        _, verdict = look(loader, step, report, settings=settings, at=request.at)
         if settings.tune:
-            first = dict(text.removeprefix(prefix).split("=", 1) for text in verdict.overrides)
-            best, tried = tuned(request, config, loader, step, first=first, prefix=prefix, settings=settings)
-            _say_tuned(report, best, tried, before=measured.whole.rate if measured.whole else 0.0)
+            tune(request, config, loader, step, report, verdict, settings=settings)
     report.write()
     return 0
 
@@ -112,17 +118,31 @@ def main(request: Request) -> int:
 def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings, **rule: Any) -> None:
     """Profile the first batches of a training that is about to begin, with a loader and a model of its own.
 
-    Nothing of the training changes, torch's generator included.
+    Nothing of the training changes, generators of random numbers included.
     """
     quiet = os.environ.get("RANK", "0") != "0"
-    same = {"num_workers": loader.num_workers, "prefetch": loader.prefetch, "source": loader.source, **rule}
+    same = {name: getattr(loader, name) for name in ("num_workers", "prefetch", "ahead", "source")}
+    if loader._cached is not None:  # the first batches again and again: no need for a second cache of full size
+        same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
+    batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
-    with torch.random.fork_rng(devices=[]), request.build(config, **same) as twin:
+    with _same_random(loader.device), request.build(config, **{**same, **rule}) as twin:
         classes = loader.num_classes or CLASSES
         model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
         step = training_step(twin, model, replace(settings, lr=1e-5))
-        prefix = f"{request.at}." if request.at else ""
-        look(twin, step, Report(quiet=quiet), settings=Settings(out=None), prefix=prefix)
+        look(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), at=request.at)
+
+
+@contextlib.contextmanager
+def _same_random(device: torch.device) -> Iterator[None]:
+    """Python's, numpy's and torch's generators are behind it as they were before."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) -> Step:
@@ -139,7 +159,7 @@ def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) 
 
 
 def look(
-    loader: Loader, step: Step | None, report: Report, *, settings: Settings, prefix: str
+    loader: Loader, step: Step | None, report: Report, *, settings: Settings, at: str | None
 ) -> tuple[Measured, Verdict]:
     """Measure a loader and report on it."""
     with (
@@ -151,17 +171,25 @@ def look(
             disable=None,
         ) as bar,
         Profiler(
-            loader, step=step, repeats=settings.repeats, seconds=settings.seconds, progress=_onto(bar)
+            loader,
+            step=step,
+            repeats=settings.repeats,
+            seconds=settings.seconds,
+            batches=settings.batches,
+            progress=_onto(bar),
         ) as profiler,
     ):
         measured = profiler.measure()
         bar.set_postfix_str("what would help")
-        verdict = profiling.diagnose(profiler, measured, prefix=prefix)
+        verdict = bottleneck.diagnose(profiler, measured, at=at)
         if settings.trace is not None:
             bar.set_postfix_str("trace")
             profiler.trace(Path(settings.trace))
         as_fast = _cpu_is_as_fast(profiler, measured)
     _say(report, measured, verdict, as_fast)
+    if profiler.faults:
+        text = f"{profiler.faults} of the first {profiler.looked} images could not be read or decoded"
+        report.add("faults", profiler.faults, f"{text}; see `faults.file`")
     if settings.out is not None:
         picture = bars(measured, verdict, heading=_heading(loader))
         picture.save(settings.out, "PNG", optimize=True)
@@ -207,7 +235,7 @@ def _say(report: Report, m: Measured, verdict: Verdict, as_fast: str | None) -> 
         lines.append(f"{name:<36} {cost.rate:>9.0f} {cost.wall * 1e3:>9.3g} {cost.cpu * 1e3:>8.3g}   {spread}{mark}")
     report.add("stages", values, "\n".join(["each alone", *lines]))
     report.add("batch_size", m.batch_size, f"{m.batch_size}, {m.bytes_per_image / 1024:.0f} KiB per image")
-    report.add("cores", m.cores, f"{m.cores:.2g} were free")
+    report.add("cores", m.cores, f"{m.cores:.2g} of {machine.usable_cpus()} were free")
     report.add(
         "model_of_it", {"seconds": verdict.prediction.seconds, **verdict.prediction.terms}, verdict.prediction.text
     )
@@ -227,19 +255,20 @@ def _say(report: Report, m: Measured, verdict: Verdict, as_fast: str | None) -> 
         note = (
             "" if change.same else ", changes what is trained on" if change.overrides else ", changes pixels a little"
         )
-        report.add(f"or_{number}", _change(change), f"{shown}{change.text}; alone {change.gain:.2g} x{note}")
+        alone = "with those above another" if verdict.changes else "alone"
+        report.add(f"or_{number}", _change(change), f"{shown}{change.text}; {alone} {change.gain:.2g} x{note}")
     report.values["overrides"] = verdict.overrides
     report.values["predicted_gain"] = verdict.gain
     if verdict.ideal_gain is not None:
         text = f"a loader that costs nothing would bring {verdict.ideal_gain:.2f} x"
         report.add(
-            "ideal_loader", verdict.ideal_gain, text + ("" if verdict.ideal_gain >= profiling.NOTHING else ": nothing")
+            "ideal_loader", verdict.ideal_gain, text + ("" if verdict.ideal_gain >= bottleneck.NOTHING else ": nothing")
         )
     if as_fast is not None:
         report.add("device", as_fast, as_fast)
 
 
-def _change(change: profiling.Change) -> dict[str, Any]:
+def _change(change: Change) -> dict[str, Any]:
     return {**asdict(change), "overrides": list(change.overrides)}
 
 
@@ -251,23 +280,20 @@ def _cpu_is_as_fast(profiler: Profiler, m: Measured) -> str | None:
     """On CUDA: whether the same loader on the CPU would keep the model as busy."""
     if m.device_type != "cuda" or m.step is None:
         return None
-    cpu = torch.device("cpu")
-    loader, stages = profiler.loader, profiler.stages
-    recipe = copy.deepcopy(stages.augment).to(cpu) if isinstance(stages.augment, nn.Module) else None
-    if recipe is None:
-        return None
+    loader, stages, cpu = profiler.loader, profiler.stages, torch.device("cpu")
+    if not isinstance(stages.augment, nn.Module):
+        return None  # epochs that are augmented already
     decoder = replace(stages.settings, hardware_load=0.0).open(cpu)
-    try:
-        seconds, count = profiling.on_host(profiler.encoded, decoder, recipe, seed=loader.seed, dtype=loader.dtype)
-    finally:
-        decoder.close()
-    need = m.whole.wall if m.whole is not None else m.step.wall
-    if seconds / count <= 1.02 * max(need, m.step.wall):
-        return (
-            f"decode and augment on the CPU take {seconds / count * 1e3:.3g} ms per image, no more than the whole here "
-            f"({need * 1e3:.3g}): device=cpu, its images moved over, would be as fast and leave the GPU to the model"
+    with contextlib.closing(decoder):
+        on_host = profiling.on_host(
+            profiler.encoded,
+            decoder,
+            copy.deepcopy(stages.augment).to(cpu),
+            seed=loader.seed,
+            dtype=loader.dtype,
+            device=loader.device,
         )
-    return None
+    return bottleneck.cpu_is_enough(m, on_host)
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
@@ -384,22 +410,24 @@ def _wrapped(text: str, font: Any, width: int) -> list[str]:
 # -- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def tuned(
+def tune(
     request: Request,
     config: DictConfig,
     loader: Loader,
     step: Step | None,
+    report: Report,
+    verdict: Verdict,
     *,
-    first: Mapping[str, str],
-    prefix: str,
     settings: Settings,
-) -> tuple[dict[str, Any], list[profiling.Tried]]:
-    """The best settings of the whole, with what the verdict recommends to begin with, and everything that was tried."""
-    from omegaconf import OmegaConf, open_dict
+) -> None:
+    """Try settings on the whole, from what the verdict recommends, and say which are best.
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    What is recommended in the end has been run beside the loader as it is configured, in turns.
+    """
+    prefix = "" if request.at is None else f"{request.at}."
     decoder: Any = loader._stages.decoder
     start: dict[str, Any] = {"num_workers": loader.num_workers, "prefetch": loader.prefetch}
+    cores = machine.usable_cpus()
     candidates: dict[str, list[Any]] = {"num_workers": sorted({0, 1, 2, 4, 8, min(16, cores)})}
     if getattr(decoder, "num_threads", None) is not None:
         start["decode.num_threads"] = decoder.num_threads
@@ -409,44 +437,61 @@ def tuned(
     if loader.device.type == "cuda" and getattr(decoder, "backend", None) == "dali":
         start["decode.hardware_load"] = decoder.settings.hardware_load
         candidates["decode.hardware_load"] = [0.0, 0.5, 0.65, 0.8, 1.0]
-
-    start.update((key, type(start[key])(value) if key in start else value) for key, value in first.items())
+    configured = dict(start)
+    for text in verdict.overrides:
+        key, _, value = text.removeprefix(prefix).partition("=")
+        start[key] = type(start[key])(value) if key in start else value
 
     @contextlib.contextmanager
     def make(chosen: Mapping[str, Any]) -> Iterator[Loader]:
-        changed = copy.deepcopy(config)
-        for key, value in chosen.items():
-            with open_dict(changed):
-                OmegaConf.update(changed, key, value)
-        level = log.level
-        log.setLevel(logging.WARNING)
-        try:
-            made: Loader = request.build(changed, source=loader.source)
-        finally:
-            log.setLevel(level)
-        with made:
+        with contextlib.closing(_changed(request, config, loader, chosen)) as made:
             yield made
 
     bar = tqdm(
         total=100, desc="tune", bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=False, disable=None
     )
-    with bar:
+    rounds, seconds = max(3, settings.repeats // 2), 2 * settings.seconds
+    with bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, that there are more workers than cores
         best, tried = profiling.tune(
-            make,
-            start=start,
-            candidates=candidates,
-            step=step,
-            repeats=max(2, settings.repeats // 2),
-            seconds=2 * settings.seconds,
-            progress=_onto(bar),
+            make, start=start, candidates=candidates, step=step, repeats=rounds, seconds=seconds, progress=_onto(bar)
         )
-    named = [replace(t, overrides=tuple(prefix + o for o in t.overrides)) for t in tried]
-    return {prefix + key: value for key, value in best.items()}, named
-
-
-def _say_tuned(report: Report, best: Mapping[str, Any], tried: list[profiling.Tried], *, before: float) -> None:
-    lines = [f"{t.rate:>9.0f} images/s  {' '.join(t.overrides)}" for t in tried]
+        changed = {key: value for key, value in best.items() if configured.get(key) != value}
+        before = after = None
+        if changed:
+            bar.set_postfix_str("side by side")
+            with make(best) as other:
+                before, after = profiling.side_by_side([loader, other], step, rounds=rounds, seconds=2 * seconds)
+    lines = [f"{t.rate:>9.0f} images/s  {' '.join(prefix + o for o in t.overrides)}" for t in tried]
     report.add("tried", [asdict(t) for t in tried], "\n".join(["the whole, with", *lines]))
-    overrides = " ".join(f"{key}={value}" for key, value in best.items())
-    rate = next(t.rate for t in reversed(tried) if set(t.overrides) == {f"{k}={v}" for k, v in best.items()})
-    report.add("tuned", dict(best), f"{overrides}   {rate:.0f} images/s, {before:.0f} before")
+    if before is None or after is None or not after.beats(before):
+        text = "nothing: no setting that was tried is faster than those configured"
+        if before is not None and after is not None:
+            text += f"; what looked best is not reliably so ({_pair(before, after)})"
+        report.add("tuned", {}, text)
+        return
+    named = {prefix + key: value for key, value in changed.items()}
+    overrides = " ".join(f"{key}={value}" for key, value in named.items())
+    report.add("tuned", named, f"{overrides}   {_pair(before, after)}")
+    report.values["tuned_gain"] = after.cost().rate / before.cost().rate
+
+
+def _pair(before: profiling.Notes, after: profiling.Notes) -> str:
+    return f"{after.cost().rate:.0f} images/s, {before.cost().rate:.0f} as configured, in turns"
+
+
+def _changed(request: Request, config: DictConfig, loader: Loader, chosen: Mapping[str, Any]) -> Loader:
+    """The loader again with other settings, over the same source, silently."""
+    from omegaconf import OmegaConf, open_dict
+
+    changed = copy.deepcopy(config)
+    with open_dict(changed):
+        for key, value in chosen.items():
+            OmegaConf.update(changed, key, value)
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        made: Loader = request.build(changed, source=loader.source)
+    finally:
+        log.setLevel(level)
+    return made

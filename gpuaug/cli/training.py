@@ -57,12 +57,14 @@ class Settings:
     out: str = "outputs/train"
     resume: str | None = None
     val: str | None = None
-    profiling: bool = False
+    profiling: bool | int = False
     json: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.profiling, bool):
-            raise ConfigError(f"`profiling` must be true or false. Found: {self.profiling!r}.")
+        if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
+            raise ConfigError(
+                f"`profiling` must be true, false, or how many batches, at least 1. Found: {self.profiling!r}."
+            )
         if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
             raise ConfigError(f"`epochs` must be a whole number >= 1. Found: {self.epochs!r}.")
         for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):

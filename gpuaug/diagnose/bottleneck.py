@@ -1,0 +1,489 @@
+"""Which stage limits a loader, and what a change would bring: the reasoning behind `gpuaug profile`, without a clock.
+
+takes: :class:`Measured`, what every stage costs alone, and :class:`Trials`, which measures what is worth trying.
+does: names the stage without which the whole would be fastest, and looks for settings that relieve it.
+gives: :class:`Verdict`.
+
+Stages overlap, and on the CPU they share the cores, so their speeds do not add up. The model behind every prediction:
+
+    seconds per image = max(reading, making, model, CPU-seconds of all stages / cores)
+
+where `reading` is what the workers need together, `making` what the one thread behind them needs (taking over, decode,
+augment, host), and `model` the training step. Without workers `reading` belongs to `making`; with ``prefetch=0`` the
+model waits for `making`, so both are added. So a second worker or thread gains what idle cores give, and no more. What
+the whole takes beyond that is kept as it is in every prediction: no change is credited with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+GAIN = 1.07  # a change that is predicted to bring less is not proposed: noise is of this size
+NOTHING = 1.1  # where an ideal loader brings less than this, the model is the limit
+UNEXPLAINED = 2.0  # the whole takes so many times what its parts explain: threads wait for each other
+HANDING_OVER = 0.55  # of the time that reading takes: then the copy between processes is the limit
+AHEAD = 1.25  # what prefetch must bring to be the answer
+
+TITLES = {
+    "storage": "storage: the bytes come slowly",
+    "workers": "workers: the processes that read are busy",
+    "inter-process copy": "inter-process copy: the workers hand over more bytes than they can copy",
+    "decode": "decode",
+    "augment": "augment",
+    "host overhead": "host overhead: Python on the host, between the stages",
+    "model": "the model is the limit",
+}
+_WORDS = {
+    "reading": "reading",
+    "decode": "decoding",
+    "augment": "augmentation",
+    "host": "the host",
+    "step": "the model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds per image of one stage: the median of the rounds, their quartiles, and CPU-seconds of all threads."""
+
+    wall: float
+    cpu: float
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return 1.0 / max(self.wall, 1e-9)
+
+    def scaled(self, wall: float, cpu: float) -> Cost:
+        """The same times factors."""
+        return Cost(self.wall * wall, self.cpu * cpu, self.low * wall, self.high * wall)
+
+
+FREE = Cost(0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured; each stage alone, in seconds per image.
+
+    Attributes:
+        source: bytes of a sample, read in one process.
+        read: batches through the workers as configured; without workers, in this process.
+        copy: the same with bytes that are in memory already: what packing and handing over cost. None: no workers.
+        take: what reading costs the thread that takes the batches over.
+        decode, augment: as named. host: headers, draws, crops and mix.
+        host_parts: the same in parts, seconds per image.
+        step: the training step on cached batches, the ideal loader; None without a model.
+        whole: all of it, as training runs it. None: not measured.
+        cores: how many this process gets, by affinity, quota and what others leave.
+        busy: share of reading a sample in which the reader computed or waited for a core; else it waited for bytes.
+        device_type: cpu or cuda.
+    """
+
+    batch_size: int
+    workers: int
+    prefetch: int
+    main_thread: bool
+    device_type: str
+    source: Cost
+    read: Cost
+    copy: Cost | None
+    take: float
+    decode: Cost
+    augment: Cost
+    host: Cost
+    host_parts: Mapping[str, float]
+    step: Cost | None
+    whole: Cost | None
+    cores: float
+    busy: float = 1.0
+    bytes_per_image: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds per image, and the terms that they are the largest of."""
+
+    seconds: float
+    terms: Mapping[str, float]
+    text: str
+
+    @property
+    def limit(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something to change, and the factor it is predicted to bring together with those before it.
+
+    ``overrides`` are what to put on the command line; empty where it takes more than that. ``same`` tells whether the
+    training still sees the same pixels.
+    """
+
+    overrides: tuple[str, ...]
+    text: str
+    gain: float
+    same: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which stage limits the whole, why, and what to do.
+
+    Attributes:
+        bottleneck: a key of ``TITLES``.
+        text: the answer in one or two sentences.
+        evidence: numbers behind it.
+        changes: to be made together, in this order; the last one's gain is the gain of all.
+        others: what also would help but changes what is trained on, or takes more than an override; gains are each
+            one's own, on top of ``changes``.
+        prediction: of the whole as it is.
+        ideal_gain: what a loader that costs nothing would bring, at least 1; None without a model.
+    """
+
+    bottleneck: str
+    text: str
+    evidence: list[str]
+    changes: list[Change] = field(default_factory=list)
+    others: list[Change] = field(default_factory=list)
+    prediction: Prediction
+    ideal_gain: float | None = None
+
+    @property
+    def gain(self) -> float:
+        """What all changes together are predicted to bring, as a factor."""
+        return self.changes[-1].gain if self.changes else 1.0
+
+    @property
+    def overrides(self) -> list[str]:
+        """Everything to put on the command line, without changing what is trained on; a later value counts."""
+        found = {text.partition("=")[0]: text for change in self.changes for text in change.overrides}
+        return list(found.values())
+
+
+class Trials(Protocol):
+    """What can be tried on a loader. Every ``with_…`` gives the measurement again with one thing changed."""
+
+    @property
+    def cores(self) -> int:
+        """That workers and threads can be spread over."""
+
+    @property
+    def threads(self) -> int | None:
+        """That decode; None where nothing can be chosen."""
+
+    @property
+    def kornia(self) -> bool:
+        """Whether a view is augmented by Kornia's modules."""
+
+    def with_workers(self, m: Measured, count: int) -> Measured:
+        """So many workers."""
+
+    def with_threads(self, m: Measured, count: int) -> Measured:
+        """So many threads that decode."""
+
+    def with_fused(self, m: Measured) -> Measured:
+        """Fused kernels instead of Kornia's modules."""
+
+    def with_cache(self, m: Measured) -> tuple[Measured, float] | None:
+        """All encoded bytes in memory, and how many those are; None where they do not fit or are there already."""
+
+    def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
+        """Images as `gpuaug pack` would store them, and their shorter side; None where they are not large.
+
+        ``read``: fewer bytes are read, too.
+        """
+
+    def op_costs(self, m: Measured) -> dict[str, float]:
+        """Per operation of the recipe its share of the augmentation."""
+
+    def op_keys(self, name: str) -> list[str]:
+        """Where an operation stands in the configuration."""
+
+
+# -- the model of the pipeline ----------------------------------------------------------------------------------------
+
+
+def predict(m: Measured) -> Prediction:
+    """Seconds per image that the parts explain; the formula stands at the top of this file."""
+    step = m.step or FREE
+    reading, making = m.read.wall, [m.decode.wall]
+    names = ["decode"]
+    behind = [("augment", m.augment.wall), ("host", m.host.wall)]
+    training = [("model", step.wall)]
+    if m.main_thread:  # augmentation on the thread that trains
+        training = behind + training
+    else:
+        names += [name for name, _ in behind]
+        making += [value for _, value in behind]
+    if m.workers:
+        names, making = ["take over", *names], [m.take, *making]
+    else:
+        names, making = ["read", *names], [reading, *making]
+    terms: dict[str, float] = {"reading": reading} if m.workers else {}
+    lines = [f"reading {_ms(reading)}"] if m.workers else []
+    if m.prefetch == 0:
+        names, making = names + [n for n, _ in training], making + [v for _, v in training]
+        terms["making and model"] = sum(making)
+        lines.append(f"making and model, one after the other: {_sum(names, making)}")
+    else:
+        terms["making"] = sum(making)
+        lines.append(f"making {_sum(names, making)}")
+        if m.step is not None or m.main_thread:
+            if m.device_type == "cuda" and not m.main_thread:
+                training = [("augment", m.augment.wall), *training]  # they share the device
+            terms["model"] = sum(value for _, value in training)
+            lines.append(f"model {_sum([n for n, _ in training], [v for _, v in training])}")
+    cpu = m.read.cpu + m.decode.cpu + m.augment.cpu + m.host.cpu + step.cpu
+    terms["cores"] = cpu / m.cores
+    lines.append(f"CPU {cpu * 1e3:.3g} ms / {m.cores:.2g} cores = {_ms(cpu / m.cores)}")
+    seconds = max(terms.values())
+    return Prediction(seconds, terms, f"seconds per image = max({'; '.join(lines)}) = {_ms(seconds)}")
+
+
+def expected(m: Measured, then: Measured) -> float:
+    """Seconds per image of the whole after ``m`` has become ``then``.
+
+    What the whole takes now beyond its parts stays as it is: no change is credited with it.
+    """
+    rest = 0.0 if m.whole is None else max(0.0, m.whole.wall - predict(m).seconds)
+    return predict(then).seconds + rest
+
+
+def gain(m: Measured, then: Measured) -> float:
+    """How many times as fast the whole is predicted to become, from what was measured of it."""
+    now = predict(m).seconds if m.whole is None else m.whole.wall
+    return now / max(expected(m, then), 1e-9)
+
+
+def _without(m: Measured, stage: str) -> Measured:
+    """The same with a stage that costs nothing."""
+    if stage == "reading":
+        return replace(m, read=FREE, take=0.0)
+    free: dict[str, Any] = {stage: FREE}
+    return replace(m, **free)
+
+
+def bottleneck(m: Measured) -> tuple[str, list[str]]:
+    """The stage whose absence would bring most, and the evidence in numbers."""
+    now = predict(m)
+    stages = ["reading", "decode", "augment", "host", *(["step"] if m.step is not None else [])]
+    gains = {stage: now.seconds / max(predict(_without(m, stage)).seconds, 1e-9) for stage in stages}
+    evidence = [now.text]
+    own = {"reading": m.read, "decode": m.decode, "augment": m.augment, "host": m.host, "step": m.step or FREE}
+    # where two ways are equally long no single stage would help: then the one that is longest itself
+    first = max(stages, key=lambda stage: (round(gains[stage], 2), own[stage].wall))
+    if m.prefetch == 0 and m.step is not None:
+        ahead = now.seconds / max(predict(replace(m, prefetch=2)).seconds, 1e-9)
+        if ahead >= AHEAD and ahead >= 0.7 * gains[first]:
+            evidence.append(
+                "prefetch=0 makes a batch only when it is asked for: model and loader wait for each other; "
+                f"at the same time they would be {ahead:.2g} times as fast."
+            )
+            return "host overhead", evidence
+    evidence.append(f"If {_WORDS[first]} cost nothing, the whole would be {_times(gains[first])} as fast.")
+    if m.whole is not None and m.whole.wall > UNEXPLAINED * now.seconds:
+        evidence.append(
+            f"The whole takes {_ms(m.whole.wall)} per image, its parts explain {_ms(now.seconds)}: threads wait for "
+            "each other, most likely for the interpreter's lock."
+        )
+        return "host overhead", evidence
+    if now.limit == "cores":
+        evidence.append(
+            f"All of the {m.cores:.2g} cores are busy: more workers or threads bring nothing, less work does."
+        )
+    if first == "host":
+        part = max(m.host_parts, key=lambda name: m.host_parts[name])
+        evidence.append(f"Most of it is {part}: {_ms(m.host_parts[part])} per image.")
+        return "host overhead", evidence
+    if first == "reading":
+        return _why_reading(m, evidence)
+    return ("model" if first == "step" else first), evidence
+
+
+def _why_reading(m: Measured, evidence: list[str]) -> tuple[str, list[str]]:
+    if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
+        evidence.append(
+            f"Handing over bytes that are in memory already takes {_ms(m.copy.wall)} of the {_ms(m.read.wall)} per "
+            f"image ({m.bytes_per_image / 2**20:.2g} MiB each)."
+        )
+        return "inter-process copy", evidence
+    evidence.append(f"Reading a sample keeps a core busy for {m.busy:.0%} of its {_ms(m.source.wall)}.")
+    return ("storage" if m.busy < 0.5 else "workers"), evidence
+
+
+def cpu_is_enough(m: Measured, on_host: Cost) -> str | None:
+    """Says so where decode and augment on the CPU would keep a model on CUDA as busy; None where not.
+
+    Args:
+        m: measured with ``device=cuda`` and a model.
+        on_host: decode and augment of the same images on the CPU, and their way to the device.
+    """
+    if m.device_type != "cuda" or m.step is None:
+        return None
+    then = replace(m, device_type="cpu", decode=on_host, augment=FREE)
+    here = predict(m).seconds if m.whole is None else m.whole.wall
+    if expected(m, then) > 1.02 * here:
+        return None
+    return (
+        f"decode and augment on the CPU, the images moved over, take {_ms(on_host.wall)} per image: with them the "
+        f"whole is predicted to take {_ms(expected(m, then))}, here it takes {_ms(here)}. device=cpu would be as fast "
+        "and leave the GPU to the model"
+    )
+
+
+# -- what to change ---------------------------------------------------------------------------------------------------
+
+
+def diagnose(trials: Trials, m: Measured, *, at: str | None = None) -> Verdict:
+    """Name the bottleneck and the changes that are predicted to help; candidates are measured, not guessed.
+
+    Args:
+        trials: of the same loader.
+        m: what was measured of it.
+        at: where the loader stands in a larger configuration, ``train_data``; overrides then name it.
+    """
+    name, evidence = bottleneck(m)
+    changes: list[Change] = []
+    current, tried, stage = m, set[str](), name
+    while stage not in tried and len(tried) < 4:
+        tried.add(stage)
+        best: tuple[Measured, str, str] | None = None
+        for then, override, text in _options(trials, current, stage):
+            if best is None or expected(m, then) < 0.95 * expected(m, best[0]):
+                best = then, override, text
+        if best is not None and expected(m, current) / max(expected(m, best[0]), 1e-9) >= GAIN:
+            factor = gain(m, best[0])
+            if factor >= GAIN:
+                current = best[0]
+                changes.append(Change((_key(at, best[1]),), best[2], factor))
+                if stage == "host overhead":
+                    tried.discard(stage)
+        stage, _ = bottleneck(replace(current, whole=None))
+    others = _others(trials, m, current, stage, at=at)
+    ideal = None if m.step is None or m.whole is None else max(1.0, m.whole.wall / max(m.step.wall, 1e-9))
+    return Verdict(
+        bottleneck=name,
+        text=_answer(m, name, changes, others, ideal),
+        evidence=evidence,
+        changes=changes,
+        others=others,
+        prediction=predict(m),
+        ideal_gain=ideal,
+    )
+
+
+def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
+    """Settings that may relieve a stage without changing a pixel, the cheapest first; each measured."""
+    if stage in ("storage", "workers", "inter-process copy"):
+        most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
+        rest = max(value for term, value in predict(replace(m, workers=1)).terms.items() if term != "reading")
+        # as many as would hide reading behind everything else, with some to spare, if they did not disturb each other
+        wanted = max(2 * m.workers, 1, math.ceil(1.5 * max(1, m.workers) * m.read.wall / max(rest, 1e-9)))
+        counts = {min(most, 1 << (wanted - 1).bit_length()), min(most, 2 * max(1, m.workers))}
+        for count in sorted(counts, reverse=True):
+            if count > m.workers:
+                then = trials.with_workers(m, count)
+                text = f"{count} workers instead of {m.workers}: {then.read.rate:.0f} images/s read"
+                yield then, f"num_workers={count}", text
+                if then.read.wall < 0.7 * m.read.wall:
+                    break
+        if stage == "inter-process copy":
+            then = trials.with_workers(m, 0)
+            yield then, "num_workers=0", f"read in this process, without a copy: {then.read.rate:.0f} images/s read"
+    elif stage == "decode":
+        threads = trials.threads
+        if threads is not None and threads < trials.cores:
+            for count in sorted({min(trials.cores, factor * threads) for factor in (2, 4)} | {min(8, trials.cores)}):
+                if count > threads:
+                    then = trials.with_threads(m, count)
+                    yield then, f"decode.num_threads={count}", f"{count} threads decode, instead of {threads}"
+        if m.workers == 0:
+            yield trials.with_workers(m, 1), "num_workers=1", "a worker reads while this process decodes"
+    elif stage == "augment" and trials.kornia:
+        yield trials.with_fused(m), "augment.backend=fused", "the fused backend does the same in one pass"
+    if m.prefetch == 0 and m.step is not None:
+        yield replace(m, prefetch=2), "prefetch=2", "batches are made while the model works"
+
+
+def _others(trials: Trials, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
+    """What would help and changes pixels or needs more than an override; each alone, on top of what was changed."""
+    found: list[Change] = []
+
+    def propose(then: Measured, overrides: Sequence[str], text: str, *, same: bool = False) -> None:
+        factor = expected(m, current) / max(expected(m, then), 1e-9)
+        if factor >= GAIN:
+            found.append(Change(tuple(overrides), text, factor, same))
+
+    if stage == "augment":
+        costs = trials.op_costs(current)
+        for name in sorted(costs, key=lambda n: -costs[n])[:1]:
+            if costs[name] > 0.25:
+                left = 1 - costs[name]
+                then = replace(current, augment=current.augment.scaled(left, left))
+                keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
+                propose(then, keys, f"operation `{name}` is {costs[name]:.0%} of the augmentation")
+    if stage in ("storage", "workers") and (kept := trials.with_cache(current)) is not None:
+        then, needed = kept
+        text = f"bytes stay in memory ({needed / 2**30:.2g} GiB, estimated); from the second epoch on"
+        propose(then, (_group(at, "cache", "ram"),), text, same=True)
+    if stage in ("decode", "inter-process copy", "storage"):
+        smaller = trials.with_packed(current, read=stage != "decode")
+        if smaller is not None:
+            then, side = smaller
+            place = "" if at is None else f"{at}."
+            text = f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
+            propose(then, (), f"{text}{_group(at, 'source', 'shards')} {place}source.root=DIR")
+    if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
+        left = current.host.wall - current.host_parts["mix"]
+        propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")
+    return found
+
+
+def _key(at: str | None, text: str, *, sign: str = "") -> str:
+    return f"{sign}{text}" if at is None else f"{sign}{at}.{text}"
+
+
+def _group(at: str | None, group: str, choice: str) -> str:
+    """The override that chooses from a group, in Hydra's words."""
+    return f"{group}={choice}" if at is None else f"gpuaug/{group}@{at}.{group}={choice}"
+
+
+def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[Change], ideal: float | None) -> str:
+    if name == "model":
+        if ideal is not None and ideal < NOTHING:
+            text = f"{TITLES[name]}: nothing in the loader would help; one that costs nothing would bring "
+            text += f"{ideal - 1:.0%}."
+        else:
+            text = f"{TITLES[name]}."
+            if ideal is not None and m.device_type == "cpu":
+                text += f" Loader and model share the cores: a loader that costs nothing would bring {ideal - 1:.0%}."
+        return text
+    text = f"{TITLES[name]}."
+    if changes:
+        return f"{text} Change what is listed: predicted {_times(changes[-1].gain)} as fast."
+    if others:
+        return f"{text} No setting helps alone; see what else would."
+    if predict(m).limit == "cores":
+        return f"{text} All {m.cores:.2g} cores are busy: no setting that was tried helps, a faster machine would."
+    return f"{text} No setting that was tried helps."
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _sum(names: Sequence[str], values: Sequence[float]) -> str:
+    parts = " + ".join(f"{name} {value * 1e3:.3g}" for name, value in zip(names, values, strict=True))
+    return f"{parts} = {_ms(sum(values))}" if len(values) > 1 else _ms(values[0])
+
+
+def _times(factor: float) -> str:
+    return "many times" if factor > 50 else f"{factor:.2g} times"
