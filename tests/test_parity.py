@@ -338,8 +338,8 @@ def test_the_picture_shows_both_and_the_difference() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("samples=0", "`samples` must be an int of at least 1"),
-        ("rows=many", "`rows` must be an int of at least 1"),
+        ("samples=0", "`samples` must be a whole number >= 1"),
+        ("rows=many", "`rows` must be a whole number >= 1"),
         ("indices=[100000]", "`indices` must be numbers of samples"),
         ("indices=[a]", "`indices` must be a list"),
         ("out=/proc/none/p.png", "`out` must name a file"),

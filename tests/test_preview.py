@@ -134,11 +134,11 @@ def test_only_samples_that_are_there_can_be_shown() -> None:
             return 3
 
     source = Source()
-    assert preview.chosen(source, preview.Settings(samples=2)) == [2, 9]
-    assert preview.chosen(source, preview.Settings(samples=100)) == [2, 5, 9]
-    assert preview.chosen(source, preview.Settings(indices=[9, 2, 9])) == [9, 2, 9]
+    assert preview.chosen(source, None, count=2) == [2, 9]
+    assert preview.chosen(source, None, count=100) == [2, 5, 9]
+    assert preview.chosen(source, preview.Settings(indices=[9, 2, 9]).indices, count=2) == [9, 2, 9]
     with pytest.raises(ConfigError, match="from 2 to 9. Found: 3, 11"):
-        preview.chosen(source, preview.Settings(indices=[11, 3, 5]))
+        preview.chosen(source, [11, 3, 5], count=2)
 
 
 def test_text_that_does_not_fit_is_shortened() -> None:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
+from gpuaug.cli.samples import at_least, chosen, indices_of
 from gpuaug.decode import Decode
 from gpuaug.diagnose.parity import Difference, Parity, Worst, compare, summary
 from gpuaug.errors import ConfigError
@@ -46,14 +47,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low in (("samples", 1), ("epoch", 0), ("rows", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"`{name}` must be an int of at least {low}. Found: {value!r}.")
-        if isinstance(self.indices, int) and not isinstance(self.indices, bool):
-            object.__setattr__(self, "indices", [self.indices])
-        given = self.indices
-        if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
-            raise ConfigError(f"`indices` must be a list of sample numbers, as [3,14,15]. Found: {given!r}.")
+            at_least(name, getattr(self, name), low)
+        object.__setattr__(self, "indices", indices_of(self.indices))
         check_text(self, "out")
         check_text(self, "json", optional=True)
 
@@ -71,7 +66,7 @@ def main(request: Request) -> int:
                 "`source` must have encoded images or packed pixels. Found: materialized epochs, which are decoded and "
                 "augmented already. Compare what they were made of: source=folder source.root=DIR."
             )
-        indices = _chosen(loader.source, settings)
+        indices = chosen(loader.source, settings.indices, count=settings.samples)
         parity = compare(loader, decode, indices=indices, epoch=settings.epoch, progress=_progress)
     values = parity.plain()
     for line in table(parity):
@@ -235,20 +230,6 @@ def _caption(worst: Worst) -> str:
 
 def _values(levels: NDArray[Any], worst: Worst) -> str:
     return " ".join(f"{v:.4g}" for v in levels[worst.y, worst.x])
-
-
-def _chosen(source: Any, settings: Settings) -> list[int]:
-    """Numbers of the samples to compare; raises ConfigError where one is none of the source's active samples."""
-    active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
-    if settings.indices is None:
-        evenly = np.linspace(0, len(active) - 1, min(settings.samples, len(active)) + 1)
-        return [int(active[round(p)]) for p in (evenly[:-1] + evenly[1:]) / 2]
-    if missing := sorted(set(settings.indices) - set(active.tolist())):
-        raise ConfigError(
-            f"`indices` must be numbers of samples that the source has and does not leave out: {len(active)} of them, "
-            f"from {active[0]} to {active[-1]}. Found: {', '.join(map(str, missing[:5]))}."
-        )
-    return list(settings.indices)
 
 
 def _progress(items: Iterable[Any], what: str) -> Iterable[Any]:

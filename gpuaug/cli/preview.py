@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from gpuaug.cli import operations
 from gpuaug.cli.page import page as html_page
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
+from gpuaug.cli.samples import at_least, chosen, indices_of
 from gpuaug.crop import Boxes, RandomResizedCrop
 from gpuaug.decode import Decode
 from gpuaug.errors import ConfigError
@@ -63,17 +64,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low in (("epoch", 0), ("cell", 16)):
-            _at_least(name, getattr(self, name), low)
+            at_least(name, getattr(self, name), low)
         for name in ("samples", "draws"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         if self.show not in SHOWN:
             raise ConfigError(f"`show` must be one of {', '.join(SHOWN)}. Found: {self.show!r}.")
-        if isinstance(self.indices, int) and not isinstance(self.indices, bool):
-            object.__setattr__(self, "indices", [self.indices])
-        given = self.indices
-        if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
-            raise ConfigError(f"`indices` must be a list of sample numbers, as [3,14,15]. Found: {given!r}.")
+        object.__setattr__(self, "indices", indices_of(self.indices))
         check_text(self, "out")
         check_text(self, "json", optional=True)
         if self.show == "operations" and self.is_page:
@@ -108,18 +105,16 @@ def main(request: Request) -> int:
     if config.get("faults") is not None and config.faults.get("policy") == "drop":
         config.faults.policy = "blank"  # a row of the grid stays a row
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
+    decode = replace(decode, num_threads=decode.num_threads or 1)  # a few whole images; the loader's own says how many
     _say_if_mixed(config)
     with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
-        indices = chosen(loader.source, settings)
+        indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if settings.show == "operations" and settings.indices is None and settings.samples is None:
             indices = [colorful(loader, decode, indices=indices)]
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
-        heading, lines = _heading(request, loader), _lines(loader, len(indices))
-        picture: Image.Image | str
-        if settings.show == "operations":
-            picture = _show_operations(loader, decode, indices, settings, heading, lines, report)
-        else:
-            picture = _show_samples(loader, decode, indices, settings, heading, lines, report)
+        above = {"heading": _heading(request, loader), "lines": _lines(loader, len(indices))}
+        show = _operations if settings.show == "operations" else _samples
+        picture = show(loader, decode, indices, settings, above, report)
     if isinstance(picture, str):
         out.write_text(picture, encoding="utf-8")
         report.add("preview", str(out), f"{out} ({len(picture) / 1e6:.1f} MB)")
@@ -130,14 +125,8 @@ def main(request: Request) -> int:
     return 0
 
 
-def _show_samples(
-    loader: Loader,
-    decode: Decode,
-    indices: Sequence[int],
-    settings: Settings,
-    heading: str,
-    lines: Sequence[str],
-    report: Report,
+def _samples(
+    loader: Loader, decode: Decode, indices: list[int], settings: Settings, above: dict[str, Any], report: Report
 ) -> Image.Image | str:
     views = [title(view, loader.augment.views) for view in loader.augment.views]
     draws = settings.draws or (STOPS if settings.is_page else max(1, WIDE // len(views)))
@@ -145,19 +134,13 @@ def _show_samples(
     samples = look(loader, decode, indices=indices, epochs=epochs)
     report.values |= {"epochs": list(epochs), "views": views}
     if settings.is_page:
-        return html_page(samples, heading=heading, lines=lines, epochs=epochs, views=views, color=_color)
-    return grid(samples, heading=heading, lines=lines, epochs=epochs, views=views, cell=settings.cell)
+        return html_page(samples, **above, epochs=epochs, views=views, color=_color)
+    return grid(samples, **above, epochs=epochs, views=views, cell=settings.cell)
 
 
-def _show_operations(
-    loader: Loader,
-    decode: Decode,
-    indices: Sequence[int],
-    settings: Settings,
-    heading: str,
-    lines: Sequence[str],
-    report: Report,
-) -> Image.Image:
+def _operations(
+    loader: Loader, decode: Decode, indices: list[int], settings: Settings, above: dict[str, Any], report: Report
+) -> Image.Image | str:
     views = [view for view in loader.augment.views if not view.copy]
     rows = operations.rows(views, whole(loader, decode, views=views, indices=indices), seed=loader.seed)
     if not rows:
@@ -165,26 +148,7 @@ def _show_operations(
             "show=operations needs a recipe with operations. Found: none. Choose another one, as augment=standard."
         )
     report.values["operations"] = [{"name": r.name, "notes": r.notes, "values": r.captions} for r in rows]
-    return sheet(rows, heading=heading, lines=lines, cell=settings.cell)
-
-
-def chosen(source: Any, settings: Settings) -> list[int]:
-    """Numbers of the samples to show.
-
-    Raises:
-        ConfigError: if a number is none of the source's active samples.
-    """
-    active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
-    if settings.indices is None:
-        count = min(settings.samples or SHOWN[settings.show], len(active))
-        evenly = np.linspace(0, len(active) - 1, count + 1)
-        return [int(active[round(p)]) for p in (evenly[:-1] + evenly[1:]) / 2]
-    if missing := sorted(set(settings.indices) - set(active.tolist())):
-        raise ConfigError(
-            f"`indices` must be numbers of samples that the source has and does not leave out: {len(active)} of them, "
-            f"from {active[0]} to {active[-1]}. Found: {', '.join(map(str, missing[:5]))}."
-        )
-    return list(settings.indices)
+    return sheet(rows, **above, cell=settings.cell)
 
 
 def look(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequence[int]) -> list[Sample]:
@@ -509,8 +473,3 @@ def _wrapped(text: str, font: Any, width: int) -> list[str]:
         else:
             lines.append(word)
     return [_short(line, font, width) for line in lines]
-
-
-def _at_least(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"`{name}` must be a whole number >= {low}. Found: {value!r}.")
