@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("ddp_worker.py")
 
 def run(world_size, *args, check=True):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = subprocess.run([*command, str(WORKER), *map(str, args)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, str(WORKER), *map(str, args)], capture_output=True, text=True, timeout=900)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 

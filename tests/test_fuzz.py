@@ -48,7 +48,7 @@ def test_an_input_is_known_by_its_number():
 
 
 def test_the_command(tmp_path, capsys):
-    assert main(["--count=60", "--minutes=1", "--seed=1", f"--folder={tmp_path / 'none'}"]) == 0
+    assert main(["--count=60", "--minutes=20", "--seed=1", f"--folder={tmp_path / 'none'}"]) == 0
     assert "60 inputs of seed 1" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
 
@@ -68,7 +68,7 @@ def test_what_fails_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Watched)
     monkeypatch.setattr(run, "_ended", killing)
-    run.until(time.monotonic() + 60, count=400)
+    run.until(time.monotonic() + 1200, count=400)
     assert run.next >= 400
     (failure,) = run.failures
     assert "death with exit code -9" in failure

@@ -63,7 +63,7 @@ def test_what_a_worker_holds_is_counted_and_shared_pages_only_once():
     found = json.loads(done.stdout)
     assert len(found["held"]) == 2
     assert all(size < held < size + found["inherited"] for held in found["held"])  # with a third of what is shared
-    assert 1.9 * size < found["more"] < 3 * size  # not twice what they have of this process
+    assert 1.5 * size < found["more"] < 3 * size  # not twice what they have of this process
 
 
 def test_the_level_of_the_buffer_is_text_for_a_progress_bar():

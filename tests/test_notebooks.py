@@ -29,7 +29,7 @@ def test_notebook_runs_and_shows_what_is_committed(path: Path, monkeypatch: pyte
     committed = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
     client.execute()  # raises CellExecutionError with the cell and its traceback
     assert pictures(notebook) == pictures(committed) > 0

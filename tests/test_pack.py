@@ -405,14 +405,14 @@ def test_killed_at_any_rename_and_gone_on(folder: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("form", ["jpeg", pytest.param("uint8", marks=pytest.mark.long)])
 def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
     """The real thing: the command, two processes, SIGKILL; its workers end by themselves; the next run goes on."""
-    words = [f"source.root={photos}", "sizes=[64,100]", f"format={form}", "samples=2", "num_workers=2"]
+    words = [f"source.root={photos}", "sizes=[64,100]", f"format={form}", "samples=1", "num_workers=2"]
     words += ["decode.backend=pillow"]
     assert main(["pack", *words[:-2], "num_workers=0", words[-1], f"out={tmp_path / 'whole'}"]) == 0
     out = tmp_path / "out"
     command = [sys.executable, "-m", "gpuaug.cli", "pack", *words, f"out={out}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(out.glob(".partial/done/*.json"))) < 3:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -425,7 +425,7 @@ def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     kept = {path: path.stat().st_mtime_ns for path in out.glob(".partial/done/*.json")}
-    assert 3 <= len(kept) < 33
+    assert 3 <= len(kept) < 65
     assert os.listdir(out) == [".partial"]
     with pytest.raises(SourceError, match="Found no manifest.json"):
         PackedSource(out)

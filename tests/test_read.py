@@ -324,10 +324,10 @@ def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
     assert not batch.faults
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
     script = tmp_path / "peak.py"
     script.write_text(
-        "import resource, sys\n"
         "import torch\n"
         "from gpuaug.read import Reader\n"
         "class Images:\n"
@@ -335,12 +335,14 @@ def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
         "    def __getitem__(self, i): return b'x' * (40 << 20), i\n"
         "n = torch.arange(6)\n"
         "reader = Reader(Images())\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "def peak():  # in kB; not getrusage's, which begins with the peak of the process that starts this one\n"
+        "    return next(int(x.split()[1]) for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
+        "before = peak()\n"
         "next(reader.batches([(n, n * 0, n >= 0)]))\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
+        "print((peak() - before) >> 10)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=True)
-    assert int(done.stdout) < 6 * 40 + 100  # MB
+    assert 6 * 40 - 40 < int(done.stdout) < 6 * 40 + 100  # MB
 
 
 def test_a_timeout_that_nothing_waits_for_is_told(caplog):

@@ -155,11 +155,11 @@ def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
         workers = memory.tree(process.pid)
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-        assert process.wait(timeout=60) == training.TERMINATED
+        assert process.wait(timeout=300) == training.TERMINATED
     assert "SIGTERM: stopped in epoch" in rest
     found = checkpoint(tmp_path)
     assert found["loader"]["epoch"] >= 2
-    for _ in range(100):
+    for _ in range(1200):
         if not any(Path(f"/proc/{pid}").exists() for pid in workers):
             break
         time.sleep(0.05)
@@ -389,11 +389,11 @@ def test_a_checkpoint_is_whole_or_not_there(photos: Path, tmp_path: Path, monkey
 
 
 def test_memory_counts_workers_once() -> None:
-    buffer = bytearray(os.urandom(64 * 2**20))
+    buffer = bytearray(b"x") * 2**28
     before = memory.host()
     child = os.fork()
     if not child:
-        time.sleep(30)
+        time.sleep(300)
         os._exit(0)
     try:
         assert child in memory.tree()
@@ -416,7 +416,7 @@ def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.Complet
     path = os.pathsep.join([str(ROOT), str(folder)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, *command, *arguments], capture_output=True, text=True, env=environment, timeout=900
     )
 
 
@@ -454,7 +454,7 @@ def test_sigterm_under_torchrun_and_resume_on_one_rank(photos: Path, tmp_path: P
                 break
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=300) != 0
     assert "SIGTERM: stopped in epoch" in rest
     epoch = checkpoint(tmp_path)["loader"]["epoch"]
     assert main(words(photos, tmp_path, "resume=auto", f"epochs={epoch + 1}", "batch_size=4")) == 0
