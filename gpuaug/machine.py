@@ -62,6 +62,25 @@ def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgrou
     return min(found, default=None)
 
 
+def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that the control groups above this process leave it, the least of them; None without a limit.
+
+    Files that a group's processes have read and the system can drop (``inactive_file``) do not count as used.
+    """
+    found: list[int] = []
+    for folder in _groups("memory", proc, Path(root)):
+        for limit, used, key in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            text = read(folder / limit)
+            if text is not None and text.isdigit() and int(text) < 1 << 60:
+                match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
+                held = int(read(folder / used) or 0) - (int(match[1]) if match else 0)
+                found.append(max(0, int(text) - max(0, held)))
+    return min(found, default=None)
+
+
 def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """CPUs' worth of time that the tightest control group allows; None without a quota."""
     found: list[float] = []

@@ -264,6 +264,7 @@ def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
     proc.write_text("0::/a/b\n")
     where = {"proc": str(proc), "root": str(tmp_path / "sys")}
     assert machine.cgroup_memory(**where) is None
+    assert machine.cgroup_left(**where) is None
     assert machine.cgroup_cpus(**where) is None
     (group / "memory.max").write_text("max\n")
     (group / "cpu.max").write_text("max 100000\n")
@@ -274,6 +275,10 @@ def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
     (group.parent / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "sys" / "memory.max").write_text("9000000\n")
     assert machine.cgroup_memory(**where) == (8000000, 1000)
+    assert machine.cgroup_left(**where) == 8000000 - 1000
+    (tmp_path / "sys" / "memory.current").write_text("8500000\n")  # the outer group is the tighter one now
+    (tmp_path / "sys" / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    assert machine.cgroup_left(**where) == 9000000 - 8300000
     assert machine.cgroup_cpus(**where) == 1.5
 
 
@@ -290,6 +295,7 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
             (tmp_path / "sys" / controller / name).write_text(text)
     where = {"proc": str(proc), "root": str(tmp_path / "sys")}
     assert machine.cgroup_memory(**where) == (4096000, 5)
+    assert machine.cgroup_left(**where) == 4096000 - 5
     assert machine.cgroup_cpus(**where) == 0.5
     (tmp_path / "sys" / "memory" / "memory.limit_in_bytes").write_text(str((1 << 63) - 4096))
     assert machine.cgroup_memory(**where) is None

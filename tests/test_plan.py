@@ -6,7 +6,7 @@ import json
 import logging
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ def build(photos: Path, *overrides: str) -> Loader:
 
 
 def terms(loader: Loader, **how: Any) -> dict[str, int]:
-    found = plan.predict(loader, plan.look(loader), base=0, **how).terms
+    sizes = how.pop("sizes", None) or plan.look(loader)
+    found = plan.predict(loader, sizes, base=plan.NOTHING, **how).terms
     assert len({t.name for t in found}) == len(found)
     return {t.name: t.bytes for t in found}
 
@@ -47,7 +48,8 @@ def test_finished_batches_are_counted_by_prefetch_views_and_dtype(photos: Path) 
         assert terms(loader)["finished batches"] == 2 * view * 2
     with build(photos, "prefetch=50") as loader:  # an epoch has five batches
         assert terms(loader)["finished batches"] == 5 * view * 4
-    with build(photos, "augment=dino") as loader:
+    with build(photos, "augment=dino", "memory_format=channels_last", "dtype=float16") as loader:
+        assert terms(loader)["finished batches"] == 4 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96) * 2
         assert terms(loader)["views, uint8"] == 2 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96)
 
 
@@ -55,15 +57,70 @@ def test_workers_hold_batches_in_shared_memory(photos: Path) -> None:
     with build(photos, "num_workers=0") as loader:
         none = terms(loader)
     assert "workers" not in none
-    assert plan.predict(loader, plan.look(loader), base=0).total("shared") == 0
+    assert plan.predict(loader, plan.look(loader), base=plan.NOTHING).total("shared") == 0
     with build(photos, "batch_size=2") as loader:
-        one = plan.predict(loader, plan.look(loader), base=0, worker=MIB)
+        sizes = plan.look(loader)
+        one = plan.predict(loader, sizes, base=plan.NOTHING, worker=MIB)
         three = plan.predict(
-            loader, plan.look(loader), base=0, worker=MIB, settings=Settings(3, loader.prefetch, None, None)
+            loader, sizes, base=plan.NOTHING, worker=MIB, settings=Settings(3, loader.prefetch, None, None)
         )
-        each = plan.look(loader).batch(2)
-    assert three.total("shared") - one.total("shared") == pytest.approx(2 * 2 * each, abs=4)
-    assert three.total("host") - one.total("host") == pytest.approx(2 * 2 * each + 2 * MIB, abs=4)
+    behind = 2 + 2 * sizes.keeps_labels
+    assert one.total("shared") == pytest.approx(sizes.batch(2, batches=2 + behind), abs=4)
+    assert three.total("shared") == pytest.approx(sizes.batch(2, batches=6 + behind), abs=4)
+    assert three.part("workers") - one.part("workers") == pytest.approx(2 * (MIB + sizes.batch(2)), abs=4)
+    with build(photos, "batch_size=32", "num_workers=8") as loader:  # an epoch has three batches
+        sizes = plan.look(loader)
+        assert plan.predict(loader, sizes, base=plan.NOTHING).total("shared") == sizes.batch(32, batches=3)
+
+
+def test_workers_of_other_start_methods_have_their_own_python(photos: Path) -> None:
+    alone = plan.imported()
+    assert 30 * MIB < alone < 1000 * MIB
+    with build(photos, "start_method=spawn") as loader:
+        spawned = terms(loader)["workers"]
+    with build(photos, "start_method=fork") as loader:
+        assert spawned - terms(loader)["workers"] == pytest.approx(alone, abs=4)
+
+
+def test_row_groups_of_parquet_are_held_by_every_worker(photos: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    files = sorted(photos.rglob("*.jpg"))[:60]
+    table = pyarrow.table({"image": [f.read_bytes() for f in files], "label": [0] * len(files)})
+    parquet.write_table(table, tmp_path / "train.parquet", row_group_size=20)
+    with build(photos, "source=parquet", f"source.root={tmp_path / 'train.parquet'}", "num_workers=3") as loader:
+        sizes = plan.look(loader)
+        workers = plan.predict(loader, sizes, base=plan.NOTHING, worker=MIB).part("workers")
+    assert workers == pytest.approx(3 * (MIB + sizes.batch(16) + 4 * 20 * sizes.encoded), rel=1e-6)
+
+
+def test_raw_pixels_and_materialized_epochs_are_not_decoded(photos: Path, tmp_path: Path) -> None:
+    pack = ["pack", f"source.root={photos}", f"out={tmp_path}/packed", "format=uint8", "sizes=[64]", "num_workers=0"]
+    assert main(pack) == 0
+    with build(photos, "source=packed", f"source.root={tmp_path}/packed", "num_workers=0") as loader:
+        found, sizes = terms(loader), plan.look(loader)
+    assert "decoded pixels" not in found
+    assert "encoded, copied by DALI" not in found
+    assert sizes.encoded > 64 * 64 * 3
+    recipe = ["augment=simclr", "device=cpu"]
+    assert main(["materialize", f"source.root={photos}", f"out={tmp_path}/epochs", "store=final", *recipe]) == 0
+    with build(photos, "source=materialized", f"source.root={tmp_path}/epochs", *recipe) as loader:
+        found, sizes = terms(loader), plan.look(loader)
+    each = 2 * 3 * 224 * 224 * 4
+    assert sizes.encoded == each
+    assert sizes.views == [(224, 224), (224, 224)]
+    assert found["views, stored"] == 2 * 16 * each
+    assert found["finished batches"] == 4 * 16 * each
+
+
+def test_large_batches_of_images_are_decoded_in_chunks(photos: Path) -> None:
+    with build(photos) as loader:
+        sizes = plan.look(loader)
+        large = replace(sizes, decoded=1e8, whole=1e8, largest=1e8)
+        assert terms(loader, sizes=large)["decoded pixels"] == plan.SLOTS * 16 * 1e8
+        larger = replace(sizes, decoded=1e9, whole=1e9, largest=1e9)
+        assert terms(loader, sizes=larger)["decoded pixels"] < plan.SLOTS * 16 * 1e9
 
 
 def test_sizes_are_those_of_the_files(photos: Path) -> None:
@@ -95,7 +152,7 @@ def test_what_fits_stays_as_it_is(photos: Path) -> None:
 def test_shrinks_to_fit_and_never_the_batch(photos: Path) -> None:
     with build(photos, "batch_size=4", "prefetch=5", "num_workers=4", "cache=ram", "ahead=64MiB") as loader:
         sizes = plan.look(loader)
-        least = plan.predict(loader, sizes, base=0, settings=Settings(4, 3, None, None)).more
+        least = plan.predict(loader, sizes, base=plan.NOTHING, settings=Settings(4, 3, None, None)).more
         changes, line = plan.fit(loader, here=Machine(int(least * 1.06), "MemAvailable", 1 << 40), sizes=sizes)
         assert line is not None
         assert set(changes) == {"ahead", "cache", "prefetch"}
@@ -105,11 +162,23 @@ def test_shrinks_to_fit_and_never_the_batch(photos: Path) -> None:
         for part in ("ahead 64.0 MiB -> none", "prefetch 5 -> 3", "MemAvailable has"):
             assert part in line
         assert "\n" not in line
-        shared = plan.predict(loader, sizes, base=0, settings=Settings(2, 5, 64 * MIB, None)).total("shared")
+        shared = plan.predict(loader, sizes, base=plan.NOTHING, settings=Settings(2, 5, 64 * MIB, None)).total("shared")
         changes, line = plan.fit(loader, here=Machine(1 << 40, "", int(shared * 1.06)), sizes=sizes)
         assert line is not None
         assert changes["num_workers"] <= 2
+        assert set(changes) == {"num_workers"}  # neither `ahead` nor the cache is there
         assert "/dev/shm" in line
+
+
+def test_a_second_loader_fits_beside_the_first(photos: Path) -> None:
+    with build(photos, "prefetch=1") as first, build(photos, "prefetch=6", "batch_size=8") as second:
+        beside = plan.predict(first, plan.look(first), base=plan.NOTHING).more
+        least = plan.predict(second, plan.look(second), base=plan.NOTHING, settings=Settings(1, 3, None, None)).more
+        here = Machine(int((beside + least) * 1.06), "MemAvailable", 1 << 40)
+        assert plan.fit(second, here=here) == ({}, None)
+        changes, line = plan.fit(second, here=here, beside=[first])
+    assert changes == {"prefetch": 3}
+    assert line is not None
 
 
 def test_refuses_what_cannot_fit(photos: Path) -> None:
@@ -134,7 +203,7 @@ def test_training_starts_with_what_fits(
     small = ["augment.crop.size=32", "+model.width=8", "num_workers=1", "prefetch=40", "device=cpu", "last=drop"]
     call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", "batch_size=8", *small]
     with build(photos, "augment.crop.size=32", "batch_size=8", "prefetch=3") as loader:
-        room = int(plan.predict(loader, plan.look(loader), base=0).more * 1.06)
+        room = int(plan.predict(loader, plan.look(loader), base=plan.NOTHING).more / (1 - plan.SPARE)) + 10_000
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(room, "test", 1 << 40)))
     monkeypatch.setattr(logging.getLogger("gpuaug"), "propagate", True)
     assert main(call) == 0
@@ -164,14 +233,12 @@ def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.Capture
 
 
 def test_help_answers_without_torch() -> None:
-    begin = time.perf_counter()
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "gpuaug.cli", "plan", "--help"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "measure: false" in shown.stdout
     assert "torch" not in shown.stderr
-    assert time.perf_counter() - begin < 5
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Settings:
 
     measure: bool = False
     seconds: float = 30.0
-    sample: int = 48
+    sample: int = 128
     json: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ def main(request: Request) -> int:
         here = Machine.here(loader.device)
         sizes = plan.look(loader, sample=settings.sample)
         loader.fetch(loader._ordered().indices[:1].tolist())  # imports and kernels: part of the base
-        base = plan.held_by_all()
+        base = plan.held()
         worker = plan.one_worker(loader)
         planned = plan.predict(loader, sizes, base=base, worker=worker)
         report.add("images", asdict(sizes), _images(sizes))
@@ -74,11 +75,11 @@ def _images(sizes: plan.Sizes) -> str:
 
 
 def _say(report: Report, planned: Plan, here: Machine, *, measured_worker: bool) -> None:
-    lines = [f"{'this process':<26} {'host':<7} {size.text(planned.base):>11}   measured: Python, torch, DALI, Kornia"]
+    lines = [f"{'this process':<26} {'host':<7} {size.text(planned.base.host):>11}   measured: Python, torch, DALI"]
     for term in planned.terms:
         lines.append(f"{term.name:<26} {term.place:<7} {size.text(term.bytes):>11}   = {term.formula}")
     report.add("terms", [asdict(term) for term in planned.terms], "\n".join(["", *lines]))
-    report.values["base"] = planned.base
+    report.values["base"] = planned.base.host
     ranks = distributed.local_world_size()
     left = {"host": here.host, "shared": here.shared, "device": here.device, "pinned": None}
     for place, title in PLACES.items():
@@ -103,6 +104,13 @@ def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -
                    f"{size.text(found)}, planned {size.text(predicted)} ({off:+.0%})")  # fmt: skip
 
     told("measured_host", peak.host, planned.total("host"))
+    parts = {part: {"planned": planned.part(part), "measured": getattr(peak.parts, part)} for part in plan.PARTS}
+    shown = ", ".join(
+        f"{plan.PARTS[part]} {size.text(of['measured'])} (planned {size.text(of['planned'])})"
+        for part, of in parts.items()
+        if any(of.values())
+    )
+    report.add("measured_parts", parts, f"then: {shown}")
     if planned.total("shared"):
         told("measured_shared", peak.shared, planned.total("shared"))
     if loader.device.type == "cuda":
@@ -110,9 +118,17 @@ def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -
     report.add("measured_over", peak.batches, f"{peak.batches} batches; pages of libraries and files are not counted")
 
 
-def fitted(request: Request, config: Any, loader: Loader, **rule: Any) -> Loader:
-    """The loader, or one built anew with settings that fit this machine, saying which in one line."""
-    changes, line = plan.fit(loader)
+def fitted(request: Request, config: Any, loader: Loader, *, beside: Sequence[Loader] = (), **rule: Any) -> Loader:
+    """The loader, or one built anew with settings that fit this machine, saying which in one line.
+
+    Args:
+        request: what was asked for.
+        config: the loader's part of it.
+        loader: as it is described there.
+        beside: loaders that run at the same time.
+        rule: arguments that the loader was built with beside the configuration.
+    """
+    changes, line = plan.fit(loader, beside=beside)
     if line is None:
         return loader
     log.warning(line)

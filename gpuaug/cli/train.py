@@ -49,7 +49,8 @@ def main(request: Request) -> int:
         if held_out is None:
             log.info("no held-out images: val.source.root is not set")
         else:
-            val = stack.enter_context(request.build_held_out(held_out, classes=loader.source.classes))
+            built = request.build_held_out(held_out, classes=loader.source.classes)
+            val = stack.enter_context(plan.fitted(request, held_out, built, beside=(loader,)))
             if val.source.classes != loader.source.classes:
                 raise ConfigError(
                     f"the held-out images must have the training's classes, {loader.source.classes}. "

@@ -8,14 +8,19 @@ settings and of a sample of the images' sizes.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +28,8 @@ import numpy as np
 import torch
 
 from gpuaug import distributed, machine, size
+from gpuaug.batch import EncodedBatch
+from gpuaug.diagnose.doctor import folder, version
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
 from gpuaug.read import Reader
@@ -33,19 +40,63 @@ log = logging.getLogger("gpuaug")
 Place = Literal["host", "shared", "pinned", "device"]
 
 MIB = 2**20
-SAMPLED = 48  # images whose sizes stand for all
-# of one worker: what it writes to of its parent's memory (fork), or its own Python with torch; measured, CPU build
-WORKER = {"fork": 15 * MIB, "forkserver": 150 * MIB, "spawn": 150 * MIB}
+SAMPLED = 128  # images whose sizes stand for all
+# of one worker beside the batch that it packs: what it writes to of its parent's memory (fork), and its own Python with
+# torch (the others; where it cannot be measured: Python 3.11, torch 2.13 without CUDA). bench/plan.py has the figures
+FORKED, IMPORTED = 13 * MIB, 147 * MIB
 SPARE = 0.05  # share of what is available that is left to others
-KEPT = 48 * MIB  # what threads and their malloc do not give back between batches and epochs; measured
-# glibc maps what is larger by itself and gives it back at once; what is smaller comes from a heap that keeps it.
-# Measured with 8 views of 3 to 18 MiB: 170 MiB more than with MALLOC_MMAP_THRESHOLD_=1000000, growing for 8 batches
-MAPPED, HEAP = 32 * MIB, 2
+# What threads and their heaps do not give back between batches: 77 to 98 MiB beyond everything else with 2 threads that
+# decode, 180 with 8, whatever the batch (bench/plan.py's configurations that are not held out, 14 to 64 batches)
+KEPT, KEPT_BY_THREAD = 45 * MIB, 12 * MIB
+# glibc maps what is larger by itself and gives it back at once. Smaller batches that this process makes one after the
+# other come from a heap that grows for a dozen of them: by 62 MiB with batches of 9 MiB, by 49 with 15
+MAPPED, HEAP = 32 * MIB, 5
+# and finished views: 170 MiB with 8 views of 3 to 18 MiB; of stored float32 views up to three times as much
+HEAP_OF_VIEWS = 2
+# DALI on the CPU keeps a buffer for every sample of a batch, as large as the largest that was in it, and glibc what its
+# threads freed. Measured, in MiB beyond KEPT, 2 threads: 137 decoded of each batch (largest image 36) 290 to 360; 307:
+# 680 to 720; 410: 810; 34: 310.
+SLOTS, AT_WORK = 2.0, 2.7
 CONTEXT = 500 * MIB  # of one process on a GPU, kernels of torch and DALI
-# DALI keeps what it once allocated, image by image: where their sizes vary, an image often finds no free piece of its
-# size. Measured: 1.2 times the pixels where all are alike, 2.4 with random crops (variation 0.5)
+# DALI on a GPU keeps what it once allocated, image by image: where their sizes vary, an image often finds no free piece
+# of its size. Taken over from measurements on a CPU, as no GPU was there: 1.2 times the pixels where all are alike, 2.4
+# with random crops (variation 0.5)
 POOL, POOL_BY_VARIATION = 1.2, 2.4
+RAW = 4  # Look.route of pixels that need no decoder
+LONG = 64  # batches of a measurement, where there is time: heaps grow for that long
+CHUNK, LEAST, PATIENCE = 16, 32, 2.0  # images looked at together; as many at least, for so many seconds at most
 ELEMENT = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a process and its workers hold and nobody can take back, each page and each file once.
+
+    Counted are anonymous pages (``Pss_Anon``; /proc knows no better measure of what a process owns) and, by their
+    files, shared memory and memory files: a batch on its way between two processes is in no one's address space.
+    Resident pages of libraries and of mapped data are the system's page cache, which it drops when memory is short;
+    RSS would count them as often as there are processes, and PSS would make a run on a warm machine look larger.
+
+    Attributes:
+        main: of this process, with all that its workers have inherited.
+        workers: what its workers have beside that.
+        shared: in /dev/shm.
+        files: in unnamed memory files, as the cache and indices are.
+    """
+
+    main: int
+    workers: int
+    shared: int
+    files: int
+
+    @property
+    def host(self) -> int:
+        """All of it."""
+        return self.main + self.workers + self.shared + self.files
+
+
+NOTHING = Held(0, 0, 0, 0)
+PARTS = {"main": "this process", "workers": "workers", "shared": "/dev/shm", "files": "memory files"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +110,13 @@ class Term:
     place: Place
     bytes: int
     formula: str
+
+    @property
+    def part(self) -> str | None:
+        """Which of `PARTS` it belongs to; None on a device."""
+        if self.place in ("device", "shared"):
+            return "shared" if self.place == "shared" else None
+        return {"workers": "workers", "cache": "files"}.get(self.name, "main")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +141,12 @@ class Sizes:
 
     Attributes:
         encoded: bytes of an image, mean; encoded_spread: standard deviation.
-        decoded: bytes of the pixels that its views are cut from, mean; variation: standard deviation over mean.
+        decoded: bytes of the pixels that its views are cut from, mean; variation: standard deviation over mean. 0 where
+            nothing is decoded: raw pixels are read where they lie.
         whole: bytes of all its pixels, mean.
+        largest: bytes of all pixels of the largest image looked at.
         views: (height, width) of each view.
+        stored: bytes of one value of a view before augmentation: 1, or that of materialized epochs.
         keeps_labels: whether the labels of a finished batch keep its encoded bytes in memory.
         sampled: images looked at.
     """
@@ -95,13 +156,16 @@ class Sizes:
     decoded: float
     variation: float
     whole: float
+    largest: float
     views: Sequence[tuple[int, int]]
+    stored: int
     keeps_labels: bool
     sampled: int
 
-    def batch(self, rows: int) -> int:
-        """Encoded bytes of a large batch: the mean and two standard deviations."""
-        return int(rows * self.encoded + 2 * math.sqrt(rows) * self.encoded_spread)
+    def batch(self, rows: int, *, batches: int = 1) -> int:
+        """Encoded bytes of so many large batches together: the mean and two standard deviations."""
+        images = rows * batches
+        return int(images * self.encoded + 2 * math.sqrt(images) * self.encoded_spread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +173,22 @@ class Plan:
     """Every term, and what they add up to."""
 
     terms: tuple[Term, ...]
-    base: int  # of this process, measured
+    base: Held  # of this process, measured
 
     def total(self, place: Place) -> int:
         """Bytes of one place; ``host`` includes what is in /dev/shm and what is pinned."""
         if place == "host":
-            return self.base + sum(t.bytes for t in self.terms if t.place != "device")
+            return self.base.host + self.more
         return sum(t.bytes for t in self.terms if t.place == place)
+
+    def part(self, name: str) -> int:
+        """Bytes of one of `PARTS`, as :class:`Held` counts them."""
+        return getattr(self.base, name) + sum(t.bytes for t in self.terms if t.part == name)
 
     @property
     def more(self) -> int:
         """Bytes of host memory beyond what this process holds already."""
-        return self.total("host") - self.base
+        return sum(t.bytes for t in self.terms if t.place != "device")
 
 
 # -- predicting -------------------------------------------------------------------------------------------------------
@@ -133,38 +201,67 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
     if not count:
         raise ConfigError("there is nothing to plan: the source has no samples.")
     at = torch.linspace(0, len(ordered) - 1, count).round().long()
-    indices, repeats = ordered.indices[at], ordered.repeats[at]
-    task = indices, repeats, torch.ones(count, dtype=torch.bool)
-    reader = Reader(loader._live.reader.source, num_workers=0)
-    encoded = next(iter(reader.batches([task], numbers=loader._numbers(loader.epoch))))
+    # every k-th in one chunk: each is spread over the epoch, and no more than one is in memory
+    chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]
+    tasks = [(ordered.indices[c], ordered.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
+    reader, stages = Reader(loader._live.reader.source, num_workers=0), loader._stages
+    lengths: list[Any] = []
+    areas: list[Any] = [np.zeros(0)]
+    wholes: list[Any] = [np.zeros(0)]
+    views: list[tuple[int, int]] = []
+    keeps, begin = False, time.monotonic()
+    for encoded in reader.batches(tasks, numbers=loader._numbers(loader.epoch)):
+        length = np.diff(encoded.offsets.numpy())
+        blob = encoded.labels
+        keeps = keeps or (blob is not None and blob.untyped_storage().nbytes() > blob.nbytes)
+        if loader._replay is None:
+            found: Any = stages.decoder.look(encoded)
+            good = np.flatnonzero(found.height * found.width > 0)
+            length = length[good] if len(good) else length
+            area, whole, views = _areas(loader, encoded, found, good)
+            areas.append(area)
+            wholes.append(whole)
+        lengths.append(length)
+        if time.monotonic() - begin > PATIENCE and len(lengths) * CHUNK >= LEAST:
+            break
+    reader.close()
+    stored = 1
+    if loader._replay is not None:
+        manifest = loader._replay.rows.manifest
+        views = [tuple(view["size"]) for view in manifest["views"]]
+        stored = {"uint8": 1, "float32": 4}.get(manifest["store"], 2)
+    size_of, area, whole = np.concatenate(lengths), np.concatenate(areas), np.concatenate(wholes)
+    return Sizes(
+        encoded=float(size_of.mean()),
+        encoded_spread=float(size_of.std()),
+        decoded=float(area.mean()) if len(area) else 0.0,
+        variation=float(area.std() / area.mean()) if len(area) and area.any() else 0.0,
+        whole=float(whole.mean()) if len(whole) else 0.0,
+        largest=float(whole.max()) if len(whole) else 0.0,
+        views=views,
+        stored=stored,
+        keeps_labels=keeps and loader.device.type == "cpu" and loader.mix is None,
+        sampled=len(size_of),
+    )
+
+
+def _areas(loader: Loader, encoded: EncodedBatch, found: Any, good: Any) -> tuple[Any, Any, list[tuple[int, int]]]:
+    """Bytes of pixels that are decoded for the views of each sample [n], of all its pixels [n], and sizes of views."""
     stages: Any = loader._stages
-    seen = stages.decoder.look(encoded)
-    good = np.flatnonzero(seen.height * seen.width > 0)
-    lengths = np.diff(encoded.offsets.numpy())[good] if len(good) else np.diff(encoded.offsets.numpy())
     kept = good if len(good) else np.arange(1)  # where nothing can be decoded, a view still has its size
-    height, width = seen.height[kept].clip(1), seen.width[kept].clip(1)
-    drawn = stages.augment.draw(seed=stages.seed, epoch=0, indices=indices.numpy()[kept], repeats=repeats.numpy()[kept])
+    height, width = found.height[kept].clip(1), found.width[kept].clip(1)
+    indices, repeats = encoded.indices.numpy()[kept], encoded.repeats.numpy()[kept]
+    drawn = stages.augment.draw(seed=stages.seed, epoch=loader.epoch, indices=indices, repeats=repeats)
     boxes = stages.augment.boxes(drawn, height, width)
-    area = np.zeros(len(kept))  # what is stored augmented is not decoded
-    if boxes:
-        corner = np.stack([b.box[:, :2] for b in boxes]).min(axis=0)
-        end = np.stack([b.box[:, :2] + b.box[:, 2:] for b in boxes]).max(axis=0)
-        area = (end - corner).astype(np.int64).prod(axis=1) * 3.0
-    whole = height * width * 3.0
+    views = [b.size for b in boxes]
+    if not len(good):
+        return np.zeros(0), np.zeros(0), views
+    corner = np.stack([b.box[:, :2] for b in boxes]).min(axis=0)
+    end = np.stack([b.box[:, :2] + b.box[:, 2:] for b in boxes]).max(axis=0)
+    area, whole = (end - corner).astype(np.int64).prod(axis=1) * 3.0, height * width * 3.0
     if loader.device.type == "cuda":
         area = whole  # decoded whole, then sliced
-    blob = encoded.labels
-    keeps = blob is not None and blob.untyped_storage().nbytes() > blob.nbytes and loader.device.type == "cpu"
-    return Sizes(
-        encoded=float(lengths.mean()) if len(lengths) else 0.0,
-        encoded_spread=float(lengths.std()) if len(lengths) else 0.0,
-        decoded=float(area.mean()) if len(good) else 0.0,
-        variation=float(area.std() / area.mean()) if len(good) else 0.0,
-        whole=float(whole.mean()) if len(good) else 0.0,
-        views=[b.size for b in boxes],
-        keeps_labels=keeps and loader.mix is None,
-        sampled=len(good),
-    )
+    return np.where(found.route[good] == RAW, 0.0, area), whole, views
 
 
 def predict(
@@ -172,7 +269,7 @@ def predict(
     sizes: Sizes,
     *,
     settings: Settings | None = None,
-    base: int | None = None,
+    base: Held | None = None,
     worker: int | None = None,
 ) -> Plan:
     """The memory of a loader, at its largest.
@@ -181,74 +278,138 @@ def predict(
         loader: not yet iterated.
         sizes: of its images.
         settings: in place of the loader's own.
-        base: bytes that this process holds without batches; None: what it holds now.
-        worker: bytes of one worker; None: what was measured elsewhere for its start method.
+        base: what this process holds without batches; None: what it holds now.
+        worker: bytes of one worker without batches; None: by its start method, see :func:`fresh_worker`.
     """
     s = settings or Settings.of(loader)
-    rows, cuda = min(loader.batch_size, max(1, len(loader._ordered()))), loader.device.type == "cuda"
+    samples = len(loader._ordered())
+    rows, cuda = min(loader.batch_size, max(1, samples)), loader.device.type == "cuda"
     batches = len(loader)
     encoded = sizes.batch(rows)
-    views, element = sum(h * w * 3 for h, w in sizes.views), ELEMENT[loader.dtype]
     terms: list[Term] = []
 
     def add(name: str, place: Place, value: float, formula: str) -> None:
         if value > 0:
             terms.append(Term(name, place, int(value), formula))
 
-    epoch = sizes.encoded * len(loader._ordered())
+    where: Place = "device" if cuda else "host"
     if s.cache is not None:
-        held = min(float(s.cache), sizes.encoded * len(loader.source) + 24 * len(loader.source))
-        add("cache", "host", held,
+        held_there = min(float(s.cache), (sizes.encoded + 24) * len(loader.source))
+        add("cache", "host", held_there,
             f"min(max_bytes {size.text(s.cache)}, {len(loader.source)} samples x {sizes.encoded:.0f} B)")  # fmt: skip
-    method = loader._live.reader.start_method or multiprocessing.get_start_method()
-    each = WORKER.get(method, WORKER["spawn"]) if worker is None else worker
-    add("workers", "host", s.num_workers * each, f"{s.num_workers} workers x {size.text(each)} ({method})")
-    factor = loader._live.reader.prefetch_factor
-    waiting = min(batches, s.num_workers * factor) if s.num_workers else 0
-    making = min(batches, 1 if s.prefetch == 0 else 2)  # the one that is decoded, and the one before, not yet let go
-    # decoded and then waiting: encoded bytes stay as long as the labels that lie in the same piece of memory
-    finished = (
-        min(batches, s.prefetch + 2) - making if sizes.keeps_labels and s.ahead is None else 0
-    )  # ahead copies them
-    behind = making + max(0, finished)
-    why = " of finished batches, by their labels" if finished > 0 else ""
-    of_each = f"{size.text(encoded)} ({rows} x {sizes.encoded:.0f} B, and 2 standard deviations)"
-    if s.ahead is not None:
-        add("ahead", "host", min(s.ahead, epoch), f"min(ahead {size.text(s.ahead)}, one epoch {size.text(epoch)})")
-        add("encoded, behind ahead", "host", behind * encoded, f"{behind} in decode{why} x {of_each}")
-        behind, why = (1 if s.num_workers else 0), " being copied"
-    if s.num_workers:
-        text = f"({s.num_workers} workers x {factor} + {behind} behind them{why}) x {of_each}"
-        add("encoded batches", "shared", (waiting + behind) * encoded, text)
-    else:
-        add("encoded batches", "host", behind * encoded, f"{behind} in decode{why} x {of_each}")
-    if loader._replay is None:
-        pool = POOL + POOL_BY_VARIATION * min(1.0, sizes.variation)
-        where: Place = "device" if cuda else "host"
-        held = min(rows * sizes.decoded, float(getattr(loader._stages.settings, "max_bytes", math.inf)))
-        text = f"pool ({POOL} + {POOL_BY_VARIATION} x variation {sizes.variation:.2f})"
-        add("decoded pixels", where, pool * held, f"{text} x {rows} x {sizes.decoded:.0f} B")
+    _reading(loader, sizes, s, rows=rows, worker=worker, add=add)
+    views = sum(h * w * 3 for h, w in sizes.views)
+    shapes = _shapes(sizes.views)
+    out = rows * views * ELEMENT[loader.dtype]
+    if loader._replay is None and sizes.decoded:
+        held_there = _decoded(loader, sizes, rows)
+        if cuda:
+            pool = POOL + POOL_BY_VARIATION * min(1.0, sizes.variation)
+            text = f"pool ({POOL} + {POOL_BY_VARIATION} x variation {sizes.variation:.2f})"
+            add("decoded pixels", "device", pool * held_there, f"{text} x {rows} x {sizes.decoded:.0f} B")
+        else:
+            _buffers(loader, sizes, held_there, add=add)
         add("encoded, copied by DALI", "pinned" if cuda else "host", 2 * encoded, f"2 x {size.text(encoded)}")
-        add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({_shapes(sizes.views)})")
-    else:
-        add("views, uint8", "host", 2 * rows * views, f"2 x {rows} x {views} B ({_shapes(sizes.views)})")
-    out = rows * views * element
+        add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({shapes})")
+    elif loader._replay is None:
+        add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({shapes})")
+    elif len(sizes.views) > 1:  # one view is read where it lies
+        add("views, stored", where, 2 * rows * views * sizes.stored, f"2 x {rows} x {views} x {sizes.stored} B")
     copies = min(batches, s.prefetch + 2)
     text = f"({s.prefetch} ahead + 1 in the making + 1 in use)"
     if copies < s.prefetch + 2:
         text = f"{copies} (all of an epoch)"
-    add("finished batches", "device" if cuda else "host", copies * out,
-        f"{text} x {rows} x {views} x {element} B = {copies} x {size.text(out)}")  # fmt: skip
-    small = sum(rows * h * w * 3 * element for h, w in sizes.views if rows * h * w * 3 * element < MAPPED)
-    if not cuda:
-        text = f"{HEAP} x {size.text(small)}, views below {size.text(MAPPED)} in a finished batch"
-        add("kept by malloc", "host", HEAP * small, text)
+    add("finished batches", where, copies * out,
+        f"{text} x {rows} x {views} x {ELEMENT[loader.dtype]} B = {copies} x {size.text(out)}")  # fmt: skip
     if loader.mix is not None:
-        add("mix", "device" if cuda else "host", out, f"one more batch, {size.text(out)}")
-    add("threads, malloc", "host", KEPT, f"{size.text(KEPT)}, whatever the settings")
+        add("mix", where, out, f"one more batch, {size.text(out)}")
+    _heaps(loader, sizes, s, rows=rows, add=add)
     if cuda:
         add("CUDA context", "device", CONTEXT, f"about {size.text(CONTEXT)} per process")
-    return Plan(terms=tuple(terms), base=held_by_all() if base is None else base)
+    return Plan(terms=tuple(terms), base=held() if base is None else base)
+
+
+def _reading(
+    loader: Loader, sizes: Sizes, s: Settings, *, rows: int, worker: int | None, add: Callable[..., None]
+) -> None:
+    """Workers, and encoded batches wherever they are."""
+    batches, reader = len(loader), loader._live.reader
+    encoded = sizes.batch(rows)
+    groups = _row_groups(loader, sizes)
+    if s.num_workers:
+        method = reader.start_method or multiprocessing.get_start_method()
+        each = fresh_worker(method) if worker is None else worker
+        text = f"{s.num_workers} workers x ({size.text(each)} by {method} + {size.text(encoded)}, a batch being packed"
+        text += f" + {size.text(groups)} of row groups)" if groups else ")"
+        add("workers", "host", s.num_workers * (each + encoded + groups), text)
+    else:
+        add("row groups", "host", groups, f"{getattr(loader._live.reader.source, 'row_groups', 0)} kept, 2 being read")
+    waiting = s.num_workers * reader.prefetch_factor
+    making = 1 if s.prefetch == 0 else 2  # the one that is decoded, and the one before, not yet let go
+    # decoded and then waiting: encoded bytes stay as long as labels that lie in the same piece of memory
+    finished = max(0, s.prefetch + 2 - making) if sizes.keeps_labels and s.ahead is None else 0  # ahead copies them
+    behind = making + finished
+    why = " of finished batches, by their labels" if finished else ""
+
+    def of(count: int) -> tuple[int, str]:
+        count = min(batches, count)
+        return sizes.batch(rows, batches=count), f"x {rows} x {sizes.encoded:.0f} B, and 2 standard deviations"
+
+    if s.ahead is not None:
+        epoch = sizes.encoded * len(loader._ordered())
+        add("ahead", "host", min(s.ahead, epoch), f"min(ahead {size.text(s.ahead)}, one epoch {size.text(epoch)})")
+        value, text = of(behind)
+        add("encoded, behind ahead", "host", value, f"{behind} in decode{why} {text}")
+        behind, why = (1 if s.num_workers else 0), " being copied"
+    value, text = of(waiting + behind)
+    if s.num_workers:
+        text = f"({s.num_workers} workers x {reader.prefetch_factor} + {behind} behind them{why}) {text}"
+        add("encoded batches", "shared", value, text if waiting + behind <= batches else f"all {batches} {text}")
+    else:
+        add("encoded batches", "host", value, f"{behind} in decode{why} {text}")
+
+
+def _row_groups(loader: Loader, sizes: Sizes) -> float:
+    """Bytes of row groups that each process that reads Parquet keeps, and has in hand while it reads the next."""
+    source: Any = loader.source
+    kept = getattr(source, "row_groups", None)
+    return 0.0 if kept is None else (kept + 2) * sizes.encoded * len(source) / max(1, len(source._starts) - 1)
+
+
+def _decoded(loader: Loader, sizes: Sizes, rows: int) -> float:
+    """Bytes of decoded pixels that a batch has at a time: all, or two chunks of ``decode.max_bytes``."""
+    most = float(getattr(loader._stages.settings, "max_bytes", math.inf))
+    whole = rows * sizes.whole
+    return rows * sizes.decoded * (1.0 if whole <= most else min(1.0, 2 * most / whole))
+
+
+def _buffers(loader: Loader, sizes: Sizes, decoded: float, *, add: Callable[..., None]) -> None:
+    """What decoding on the CPU keeps: a buffer for every sample of a batch, or what its threads work in."""
+    decoder: Any = loader._stages.decoder
+    slots = SLOTS * decoded if decoder.backend == "dali" else 0.0
+    at_work = AT_WORK * (decoder.num_threads + 1) * sizes.largest
+    text = f"{SLOTS} x {size.text(decoded)}, a batch"
+    if at_work > slots:
+        text = f"{AT_WORK} x ({decoder.num_threads} threads + 1) x {size.text(sizes.largest)}, the largest image"
+    add("decoded pixels", "host", max(slots, at_work), text)
+
+
+def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
+    """What malloc keeps of what was given back, in each of its threads' heaps."""
+    encoded = sizes.batch(rows)
+    if not s.num_workers and encoded < MAPPED:
+        add("kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {size.text(encoded)}, made in this process")
+    values = [rows * h * w * 3 for h, w in sizes.views]
+    pieces = [n * ELEMENT[loader.dtype] for n in values]
+    if len(values) > 1 and loader._replay is not None:
+        pieces += [n * sizes.stored for n in values]  # copied out of the stored sample
+    small = sum(n for n in pieces if n < MAPPED)
+    if loader.device.type == "cpu":
+        add("kept of views", "host", HEAP_OF_VIEWS * small,
+            f"{HEAP_OF_VIEWS} x {size.text(small)}, views of less than {size.text(MAPPED)}")  # fmt: skip
+    threads = int(getattr(loader._stages.decoder, "num_threads", 1))
+    text = f"{size.text(KEPT)} + {threads} threads that decode x {size.text(KEPT_BY_THREAD)}"
+    add("threads, malloc", "host", KEPT + threads * KEPT_BY_THREAD, text)
 
 
 def _shapes(views: Sequence[tuple[int, int]]) -> str:
@@ -256,6 +417,36 @@ def _shapes(views: Sequence[tuple[int, int]]) -> str:
     for shape in views:
         counted[shape] = counted.get(shape, 0) + 1
     return " + ".join(f"{n} x {h} x {w} x 3" for (h, w), n in counted.items())
+
+
+def fresh_worker(method: str) -> int:
+    """Bytes of one worker before it has read anything, by start method."""
+    return FORKED if method == "fork" else FORKED + imported()
+
+
+@lru_cache(maxsize=1)
+def imported() -> int:
+    """Bytes of a Python that has imported what a worker needs, measured by a process of its own, once per versions."""
+    versions = [sys.version, torch.__version__, np.__version__, version("gpuaug"), sys.executable]
+    file = folder() / "imported.json"
+    try:
+        found = json.loads(machine.read(file) or "{}")
+        if isinstance(found, dict) and found.get("versions") == versions and type(found.get("bytes")) is int:
+            return int(found["bytes"])
+    except ValueError:
+        pass
+    code = "import gpuaug.read, re;print(re.search('Pss_Anon: +([0-9]+)', open('/proc/self/smaps_rollup').read())[1])"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        measured = int(done.stdout) * 1024
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return IMPORTED
+    with suppress(OSError):  # a folder that cannot be written: measured again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({"versions": versions, "bytes": measured}), encoding="utf-8")
+        part.replace(file)
+    return measured
 
 
 # -- what there is ----------------------------------------------------------------------------------------------------
@@ -276,39 +467,28 @@ class Machine:
         found: list[tuple[int, str]] = []
         if (memory := machine.memory()) is not None:
             found.append((memory[1], "MemAvailable"))
-        if (group := machine.cgroup_memory()) is not None:
-            found.append((max(0, group[0] - _not_cached(group[1])), "limit of the control group"))
+        if (left := machine.cgroup_left()) is not None:
+            found.append((left, "limit of the control group"))
         host = min(found, default=None)
         shm = machine.shared_memory()
         free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
         return Machine(None if host is None else host[0], "" if host is None else host[1], shm and shm[1], free)
 
 
-def _not_cached(used: int) -> int:
-    """What a control group uses, without files that the system can drop."""
-    for file, key in (
-        ("/sys/fs/cgroup/memory.stat", "inactive_file"),
-        ("/sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
-    ):
-        for line in (machine.read(file) or "").splitlines():
-            name, _, value = line.partition(" ")
-            if name == key and value.isdigit():
-                return max(0, used - int(value))
-    return used
-
-
 def fit(
-    loader: Loader, *, here: Machine | None = None, sizes: Sizes | None = None
+    loader: Loader, *, here: Machine | None = None, sizes: Sizes | None = None, beside: Sequence[Loader] = ()
 ) -> tuple[dict[str, Any], str | None]:
     """Settings with which a loader fits this machine, and the line to log; nothing and None where it fits as it is.
 
-    Made smaller, in this order: ``ahead``, the cache, ``prefetch``, ``num_workers``; never the batch size. All ranks of
-    a machine are taken to be alike.
+    Where memory of the host lacks, ``ahead``, the cache, ``prefetch`` and ``num_workers`` are made smaller, in this
+    order; where /dev/shm does, ``num_workers``; where the device's, ``prefetch``; never the batch size. All ranks of a
+    machine are taken to be alike.
 
     Args:
         loader: not yet iterated.
         here: what the machine has left.
         sizes: of the images; None: looks at some.
+        beside: loaders that will run at the same time and fit already; not yet iterated.
 
     Returns:
         arguments of :class:`~gpuaug.Loader` to build it anew with, and what to say about them.
@@ -319,39 +499,42 @@ def fit(
     here = here or Machine.here(loader.device)
     found = sizes or look(loader)
     ranks = distributed.local_world_size()
+    others = [predict(other, look(other), base=NOTHING) for other in beside]
     wanted = now = Settings.of(loader)
 
-    def lacks(settings: Settings) -> list[str]:
-        planned = predict(loader, found, settings=settings, base=0)
-        needs: list[tuple[str, int, int | None, str]] = [
-            ("host", planned.more * ranks - _once(planned, ranks), here.host, here.host_by),
-            ("shared", planned.total("shared") * ranks, here.shared, "/dev/shm"),
+    def lacks(settings: Settings) -> dict[str, str]:
+        planned = [predict(loader, found, settings=settings, base=NOTHING), *others]
+        needs: list[tuple[Place, str, int, int | None, str]] = [
+            ("host", "", sum(p.more * ranks - _once(p, ranks) for p in planned), here.host, here.host_by),
+            ("shared", "shared ", sum(p.total("shared") for p in planned) * ranks, here.shared, "/dev/shm"),
+            ("device", "device ", sum(p.total("device") for p in planned), here.device, "the device"),
         ]
-        if here.device is not None:
-            needs.append(("device", planned.total("device"), here.device, "the device"))
-        return [
-            f"{size.text(need)} of {'shared ' if place == 'shared' else 'device ' if place == 'device' else ''}memory, "
-            f"and {by} has {size.text(left)}"
-            for place, need, left, by in needs
+        return {
+            place: f"{size.text(need)} of {kind}memory, and {by} has {size.text(left)}"
+            for place, kind, need, left, by in needs
             if left is not None and need > (1 - SPARE) * left
-        ]
+        }
 
-    first = lacks(now)
+    first = lacking = lacks(now)
+    while lacking:
+        smaller = _smaller(now, lacking, batch=found.batch(loader.batch_size), keeps=found.keeps_labels)
+        if smaller is None:
+            ahead = "no `ahead`" if now.ahead is None else f"ahead {size.text(now.ahead)}"
+            cache = "no cache" if now.cache is None else f"a cache of {size.text(now.cache)}"
+            raise ConfigError(
+                f"this run needs {'; '.join(first.values())}. Even with num_workers={now.num_workers}, prefetch="
+                f"{now.prefetch}, {ahead} and {cache} it needs {'; '.join(lacking.values())}. Make `batch_size` "
+                f"smaller, now {loader.batch_size}, or give it more; `gpuaug plan` shows what takes it."
+            )
+        now = smaller
+        lacking = lacks(now)
     if not first:
         return {}, None
-    for smaller in _smaller(now, found.batch(loader.batch_size)):
-        now = smaller
-        if not lacks(now):
-            break
-    else:
-        raise ConfigError(
-            f"this run needs {'; '.join(first)}. Even with num_workers={now.num_workers}, prefetch={now.prefetch}, no "
-            f"`ahead` and no cache it needs {'; '.join(lacks(now))}. Make `batch_size` smaller, now "
-            f"{loader.batch_size}, or give it more; `gpuaug plan` shows what takes it."
-        )
+    longer = replace(now, prefetch=wanted.prefetch)  # it may not be needed any more once something else is smaller
+    now = now if lacks(longer) else longer
     changes = _changes(loader, wanted, now)
     said = ", ".join(f"{name} {before} -> {after}" for name, before, after in _words(wanted, now))
-    return changes, f"memory: made smaller to fit this machine: {said} (needed {'; '.join(first)})"
+    return changes, f"memory: made smaller to fit this machine: {said} (needed {'; '.join(first.values())})"
 
 
 def _once(planned: Plan, ranks: int) -> int:
@@ -359,27 +542,31 @@ def _once(planned: Plan, ranks: int) -> int:
     return sum(t.bytes for t in planned.terms if t.name == "cache") * (ranks - 1)
 
 
-def _smaller(start: Settings, batch: int) -> Iterator[Settings]:
-    """Ever smaller settings, each as large as can be."""
-    now = start
-    while now.ahead is not None:
-        now = replace(now, ahead=now.ahead // 2 if now.ahead // 2 > 2 * batch else None)
-        yield now
-    while now.cache is not None:
-        now = replace(now, cache=now.cache // 2 if now.cache // 2 > 4 * batch else None)
-        yield now
-    while now.prefetch > 1:
-        now = replace(now, prefetch=now.prefetch - 1)
-        yield now
-    while now.num_workers > 1:
-        now = replace(now, num_workers=now.num_workers - 1)
-        yield now
-    if now.prefetch:
-        now = replace(now, prefetch=0)
-        yield now
-    if now.num_workers:
-        now = replace(now, num_workers=0)
-        yield now
+def _smaller(now: Settings, lacking: Container[str], *, batch: int, keeps: bool) -> Settings | None:
+    """The next smaller settings that help where memory lacks; None where there are none.
+
+    Args:
+        now: what is too large.
+        lacking: where: host, shared, device.
+        batch: bytes of an encoded batch.
+        keeps: whether finished batches keep their encoded bytes in /dev/shm.
+    """
+    host = "host" in lacking
+    if host and now.ahead is not None:
+        return replace(now, ahead=now.ahead // 2 if now.ahead // 2 > 2 * batch else None)
+    if host and now.cache is not None:
+        return replace(now, cache=now.cache // 2 if now.cache // 2 > 4 * batch else None)
+    prefetch = host or "device" in lacking or ("shared" in lacking and keeps)
+    workers = host or "shared" in lacking
+    if prefetch and now.prefetch > 1:
+        return replace(now, prefetch=now.prefetch - 1)
+    if workers and now.num_workers > 1:
+        return replace(now, num_workers=now.num_workers - 1)
+    if prefetch and now.prefetch:
+        return replace(now, prefetch=0)
+    if workers and now.num_workers:
+        return replace(now, num_workers=0)
+    return None
 
 
 def _changes(loader: Loader, before: Settings, after: Settings) -> dict[str, Any]:
@@ -407,20 +594,28 @@ def _words(before: Settings, after: Settings) -> list[tuple[str, str, str]]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def held_by_all() -> int:
-    """Bytes that this process and its workers hold and nobody can take back; pages they share count once (PSS).
-
-    Shared memory counts by its files, as a batch on the way between two processes is in no one's address space.
-    """
+def held() -> Held:
+    """What this process and its workers hold now; zero where /proc does not say."""
     pids = [os.getpid(), *(c.pid for c in multiprocessing.active_children() if c.pid is not None)]
-    return sum(map(_anonymous, pids)) + shared_by(pids)
+    looks = [_anonymous(pid) for pid in pids]  # each once: it grows meanwhile
+    alone, every = looks[0][0], sum(part for _, part in looks)
+    shared = shared_by(pids, where=("/dev/shm/",))
+    return Held(min(alone, every), max(0, every - alone), shared, shared_by(pids, where=("/memfd:",)))
 
 
-def _anonymous(pid: int) -> int:
+def held_by_all() -> int:
+    """Bytes of :func:`held` in all."""
+    return held().host
+
+
+def _anonymous(pid: int) -> tuple[int, int]:
+    """Anonymous memory of a process: all that it sees, and its part where pages are shared (PSS)."""
+    found = {"Anonymous:": 0, "Pss_Anon:": 0}
     for line in (machine.read(f"/proc/{pid}/smaps_rollup") or "").splitlines():
-        if line.startswith("Pss_Anon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+        name, _, value = line.partition(" ")
+        if name in found:
+            found[name] = int(value.split()[0]) * 1024
+    return found["Anonymous:"], found["Pss_Anon:"]
 
 
 def shared_by(pids: Sequence[int], *, where: tuple[str, ...] = ("/dev/shm/", "/memfd:")) -> int:
@@ -444,33 +639,37 @@ def shared_by(pids: Sequence[int], *, where: tuple[str, ...] = ("/dev/shm/", "/m
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that was held at any time, in bytes."""
+    """The most that was held at any time, in bytes; and what it was made of when ``host`` was highest."""
 
     host: int
     shared: int
     device: int
     batches: int
+    parts: Held
 
 
 def measure(loader: Loader, *, seconds: float = 30.0) -> Peak:
     """Run the loader for a while, now and then so slowly that everything fills up, and see what it takes at most."""
-    peak = {"host": 0, "shared": 0, "device": 0}
+    looks: list[Held] = [held()]
+    most = {"shared": 0, "device": 0}
     done = threading.Event()
 
     def watch() -> None:
         while True:
-            pids = [os.getpid(), *(c.pid for c in multiprocessing.active_children() if c.pid is not None)]
-            peak["host"] = max(peak["host"], sum(map(_anonymous, pids)) + shared_by(pids))
-            peak["shared"] = max(peak["shared"], shared_by(pids, where=("/dev/shm/",)))
+            now = held()
+            if now.host > looks[0].host:
+                looks[0] = now
+            most["shared"] = max(most["shared"], now.shared)
             if loader.device.type == "cuda":
                 free, total = torch.cuda.mem_get_info(loader.device)
-                peak["device"] = max(peak["device"], total - free)
+                most["device"] = max(most["device"], total - free)
             if done.wait(0.03):
                 return
 
     watcher = threading.Thread(target=watch, name="gpuaug-watch", daemon=True)
     watcher.start()
-    wanted = 3 * (loader.prefetch + 2) + 4
+    filled = 3 * (loader.prefetch + 2) + 2
+    wanted = max(filled + 2, LONG)
     full = loader._cached is not None or loader.ahead is not None
     begin, count = time.perf_counter(), 0
     try:
@@ -478,7 +677,7 @@ def measure(loader: Loader, *, seconds: float = 30.0) -> Peak:
             before = count
             for batch in loader:
                 count += 1
-                if count in (2, 6, wanted - 2):
+                if count in (2, 6, filled, wanted - 2):
                     _settle(loader, min(0.25 * seconds, begin + seconds - time.perf_counter()))
                 del batch
                 if time.perf_counter() - begin > seconds or (not full and count >= wanted):
@@ -488,7 +687,7 @@ def measure(loader: Loader, *, seconds: float = 30.0) -> Peak:
     finally:
         done.set()
         watcher.join()
-    return Peak(peak["host"], peak["shared"], peak["device"], count)
+    return Peak(looks[0].host, most["shared"], most["device"], count, looks[0])
 
 
 def _settle(loader: Loader, seconds: float) -> None:

@@ -1,0 +1,242 @@
+"""`gpuaug plan` beside what a run really takes: sources, workers, start methods, caches, recipes and sizes of images.
+
+    python bench/plan.py --json plan.json                     # everything; 8 minutes on two cores
+    python bench/plan.py --only folder packed --json plan.json
+    python bench/plan.py --table plan.json --readme bench/README.md
+
+Every configuration is `gpuaug plan measure=true` in a process of its own. Constants of the formula were measured on
+those that are not held out; the held-out ones were run only after all constants stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from loader import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- plan.py -->", "<!-- end of plan.py -->"
+MIB = 2**20
+PARTS = ("main", "workers", "shared", "files")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One row: which data, which overrides, and whether a constant was measured on it."""
+
+    name: str
+    data: str
+    overrides: tuple[str, ...]
+    held_out: bool = False
+
+
+CONFIGURATIONS = [
+    Configuration("folder", "folder", ("augment=flip", "num_workers=2")),
+    Configuration("no workers", "folder", ("augment=standard", "num_workers=0")),
+    Configuration("4 workers", "folder", ("augment=flip", "num_workers=4", "batch_size=32")),
+    Configuration("large batch", "folder", ("augment=standard", "num_workers=2", "batch_size=256")),
+    Configuration("dino", "folder", ("augment=dino", "num_workers=2", "batch_size=32")),
+    Configuration("forkserver", "folder", ("augment=flip", "num_workers=2", "start_method=forkserver")),
+    Configuration("ram, first use", "folder", ("augment=simclr", "num_workers=2", "cache=ram", "prefetch=1")),
+    Configuration("large images", "large", ("augment=flip", "num_workers=2", "batch_size=16")),
+    Configuration("packed", "packed", ("augment=flip", "num_workers=0")),
+    Configuration("materialized", "materialized", ("augment=flip", "num_workers=0")),
+    Configuration("8 workers", "folder", ("augment=simclr", "num_workers=8"), held_out=True),
+    Configuration("spawn", "folder", ("augment=standard", "num_workers=4", "start_method=spawn"), held_out=True),
+    Configuration("ram, ahead", "folder", ("augment=flip", "num_workers=2", "cache=ram", "cache.fill=ahead"), True),
+    Configuration("ahead", "folder", ("augment=standard", "num_workers=2", "ahead=24MiB"), held_out=True),
+    Configuration(
+        "float16, channels last", "folder",
+        ("augment=byol", "num_workers=2", "dtype=float16", "memory_format=channels_last", "batch_size=128"), True,
+    ),
+    Configuration("shards", "shards", ("augment=standard", "num_workers=4", "prefetch=4"), held_out=True),
+    Configuration("parquet", "parquet", ("augment=flip", "num_workers=4", "order=sequential"), held_out=True),
+    Configuration("table", "table", ("augment=randaugment", "num_workers=1", "batch_size=128"), held_out=True),
+    Configuration("packed, 2 workers", "packed", ("augment=dino", "num_workers=2", "batch_size=64"), held_out=True),
+    Configuration("materialized, final", "final", ("augment=simclr", "num_workers=2", "batch_size=32"), held_out=True),
+    Configuration("large, dino", "large", ("augment=dino", "num_workers=1", "batch_size=8"), held_out=True),
+    Configuration("mixup", "folder", ("augment=standard", "mix=mixup_cutmix", "num_workers=2"), held_out=True),
+]  # fmt: skip
+
+
+def cli(*words: str) -> None:
+    """A command of ours, without its output."""
+    subprocess.run(
+        [sys.executable, "-m", "gpuaug.cli", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def source(folder: Path, data: str, *, count: int, large: int) -> list[str]:
+    """Overrides that name the data, which are made once per folder."""
+    if data == "large":
+        return [f"source.root={prepare(folder, 'large', large)}"]
+    photos = prepare(folder, "photos", count)
+    if data == "folder":
+        return [f"source.root={photos}"]
+    out = folder / f"{data}_{count}"
+    if not (out / "done").exists():
+        files = sorted(photos.rglob("*.jpg"))
+        out.mkdir(exist_ok=True)
+        if data == "shards":
+            cli("pack", f"source.root={photos}", f"out={out}/packed", "samples=500")
+        elif data == "packed":
+            cli("pack", f"source.root={photos}", f"out={out}/packed", "format=uint8", "sizes=[256]")
+        elif data in ("materialized", "final"):
+            recipe, store = ("flip", "uint8") if data == "materialized" else ("simclr", "final")
+            some = "source.subset=640" if data == "final" else "source.subset=null"
+            cli("materialize", f"source.root={photos}", some, f"out={out}/packed", f"augment={recipe}",
+                f"store={store}", "device=cpu")  # fmt: skip
+        elif data == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            columns = {"image": [f.read_bytes() for f in files], "label": [len(f.parent.name) for f in files]}
+            pyarrow.parquet.write_table(pyarrow.table(columns), out / "train.parquet", row_group_size=100)
+        else:
+            for f in files:  # a table reads nothing outside of its folder
+                (out / f.parent.name).mkdir(exist_ok=True)
+                os.link(f, out / f.parent.name / f.name)
+            (out / "train.csv").write_text(
+                "path,label\n" + "".join(f"{f.parent.name}/{f.name},{f.parent.name}\n" for f in files)
+            )
+        (out / "done").touch()
+    if data == "shards":
+        return ["source=shards", f"source.root={next(p.parent for p in (out / 'packed').rglob('*.tar'))}"]
+    kind = {"final": "materialized"}.get(data, data)
+    place = {"parquet": out / "train.parquet", "table": out / "train.csv"}.get(data, out / "packed")
+    return [f"source={kind}", f"source.root={place}"]
+
+
+def measure(configuration: Configuration, where: Sequence[str], *, seconds: float) -> dict[str, Any]:
+    """One row: planned and measured, in MiB, as a whole and in parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "plan.json")
+        call = [sys.executable, "-m", "gpuaug.cli", "plan", *where, *configuration.overrides, "device=cpu"]
+        done = subprocess.run(
+            [*call, "measure=true", f"seconds={seconds}", f"json={file}"], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{configuration.name}: {done.stderr[-2000:]}")
+        values = json.loads(file.read_text())
+    parts = {
+        part: {kind: values["measured_parts"][part][kind] / MIB for kind in ("planned", "measured")} for part in PARTS
+    }
+    host = values["measured_host"]
+    shared = values.get("measured_shared", {"planned": 0, "measured": 0})
+    return {
+        "name": configuration.name,
+        "overrides": " ".join(configuration.overrides),
+        "held_out": configuration.held_out,
+        "batches": values["measured_over"],
+        "planned": host["planned"] / MIB,
+        "measured": host["measured"] / MIB,
+        "off": host["off"],
+        "base": values["base"] / MIB,
+        "shared_planned": shared["planned"] / MIB,
+        "shared_measured": shared["measured"] / MIB,
+        "parts": parts,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The section of bench/README.md."""
+    rows = found["rows"]
+    off = [abs(r["off"]) for r in rows if r["held_out"]]
+    lines = [
+        f"{found['machine']}, {found['date']}, load {found['load']:.1f}; MiB, planned / measured. "
+        f"{sum(abs(r['off']) <= 0.15 for r in rows)} of {len(rows)} within 15 %, held out "
+        f"{sum(x <= 0.15 for x in off)} of {len(off)}.",
+        "",
+        "| configuration | | host | off | main process beyond its start | workers | /dev/shm | cache, index |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+    def pair(part: dict[str, float], less: float = 0.0) -> str:
+        return f"{part['planned'] - less:,.0f} / {part['measured'] - less:,.0f}"
+
+    for r in rows:
+        p = r["parts"]
+        lines.append(
+            f"| {r['name']}: `{r['overrides']}` | {'held out' if r['held_out'] else ''} | "
+            f"{r['planned']:,.0f} / {r['measured']:,.0f} | {r['off']:+.0%} | {pair(p['main'], r['base'])} | "
+            f"{pair(p['workers'])} | {pair(p['shared'])} | {pair(p['files'])} |"
+        )
+    return "\n".join(lines)
+
+
+def write(readme: Path, text: str) -> None:
+    """Put the table between its marks."""
+    old = readme.read_text(encoding="utf-8")
+    before, mark, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise SystemExit(f"{readme} has no {BEGIN} … {END}.")
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    """Measure, or print the table of an earlier run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="names of configurations")
+    parser.add_argument("--part", choices=("fitted", "held-out"), help="one half of them")
+    parser.add_argument("--count", type=int, default=1500, help="photographs (default: 1500)")
+    parser.add_argument("--large", type=int, default=200, help="photographs of 2 to 12 megapixels (default: 200)")
+    parser.add_argument("--seconds", type=float, default=20, help="of each measurement at most (default: 20)")
+    parser.add_argument("--data", type=Path, help="folder that keeps the data (default: made and removed)")
+    parser.add_argument("--json", type=Path, help="FILE for the figures; rows of the same name are replaced")
+    parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
+    parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
+    args = parser.parse_args()
+    if args.table is not None:
+        text = table(json.loads(args.table.read_text()))
+        print(text)
+        if args.readme is not None:
+            write(args.readme, text)
+        return 0
+    chosen = [
+        c
+        for c in CONFIGURATIONS
+        if (not args.only or c.name in args.only) and (args.part is None or c.held_out == (args.part == "held-out"))
+    ]
+    from gpuaug import machine
+
+    rows: dict[str, Any] = {}
+    if args.json is not None and args.json.exists():
+        rows = {r["name"]: r for r in json.loads(args.json.read_text())["rows"]}
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.data or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        for c in chosen:
+            row = measure(c, source(folder, c.data, count=args.count, large=args.large), seconds=args.seconds)
+            rows[c.name] = row
+            parts = "  ".join(f"{p} {row['parts'][p]['planned']:.0f}/{row['parts'][p]['measured']:.0f}" for p in PARTS)
+            print(
+                f"{c.name:24} {row['planned']:6.0f} / {row['measured']:6.0f} MiB  {row['off']:+5.0%}  "
+                f"base {row['base']:.0f}  {parts}  {row['batches']} batches", flush=True,
+            )  # fmt: skip
+            if args.json is not None:
+                order = [x.name for x in CONFIGURATIONS]
+                args.json.write_text(json.dumps({
+                    "machine": f"{machine.cpu_model()}, {machine.usable_cpus()} cores",
+                    "date": datetime.date.today().isoformat(),
+                    "load": os.getloadavg()[0],
+                    "rows": sorted(rows.values(), key=lambda r: order.index(r["name"])),
+                }, indent=1))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
