@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpuaug import draw
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.index import read_numbers
+from gpuaug.source.index import outside, read_numbers
 
 log = logging.getLogger("gpuaug")
 
@@ -216,10 +216,10 @@ class Sampler:
                 f"`order` must yield single positions; gpuaug makes the batches. Found: {type(self.sampler).__name__} "
                 f"yields {type(found[0]).__name__}."
             )
-        if len(positions) and not 0 <= positions.min() <= positions.max() < len(numbers):
+        if beyond := outside(positions, len(numbers)):
             raise ConfigError(
                 f"`order` must yield positions 0 .. {len(numbers) - 1}. Found: {type(self.sampler).__name__} yields "
-                f"{positions.min()} .. {positions.max()}."
+                f"{beyond}."
             )
         return torch.from_numpy(numbers[positions])
 

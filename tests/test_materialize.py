@@ -307,6 +307,54 @@ def test_a_part_of_the_stored_samples(photos, final):
         assert seen(a) == seen(b)
 
 
+@pytest.mark.parametrize("subset", [13, 0.5, [0, 7, 64, 40]])
+def test_subset_and_exclude_are_those_of_the_live_source(photos, final, tmp_path, subset):
+    """The same settings give the same samples, batches and states, whether live or replayed."""
+    left_out = tmp_path / "bad.jsonl"
+    keys = [gpuaug.FolderSource(photos).key(i) for i in (7, 40)]
+    left_out.write_text("".join(json.dumps({"key": key}) + "\n" for key in keys))
+    given = {"subset": subset, "exclude": left_out}
+    live, replayed = gpuaug.FolderSource(photos, **given), gpuaug.MaterializedSource(final, **given)
+    assert replayed.indices.tolist() == live.indices.tolist()
+    assert len(replayed) == len(live)
+    assert replayed.digest() == live.digest()
+    assert [label for _, label in replayed] == [label for _, label in live]
+    with loader(live) as a, loader(replayed) as b:
+        assert a.fingerprint() == b.fingerprint()
+        assert seen(a) == seen(b)
+
+
+def test_a_subset_of_a_subset(photos, tmp_path):
+    """Samples keep the numbers of the first source; those that were never stored cannot be asked for."""
+    out = tmp_path / "out"
+    first = stored(gpuaug.FolderSource(photos, subset=20), out, epochs=1)
+    numbers = first.indices.tolist()
+    part = gpuaug.MaterializedSource(out, subset=5)
+    assert part.indices.tolist() == numbers[::4]
+    assert gpuaug.MaterializedSource(out, subset=numbers[3:5]).indices.tolist() == numbers[3:5]
+    assert part.key(numbers[1]) == first.key(numbers[1])  # stored, though it is not active
+    with loader(torch.utils.data.Subset(gpuaug.FolderSource(photos), numbers[::4])) as a, loader(part) as b:
+        assert seen(a) == seen(b)
+    missing = next(i for i in range(numbers[-1]) if i not in numbers)
+    with pytest.raises(gpuaug.SourceError, match="those 20 that are stored, each once"):
+        gpuaug.MaterializedSource(out, subset=[missing])
+
+
+def test_samples_excluded_inside_an_epoch_move_no_other(photos, final, tmp_path):
+    with loader(gpuaug.MaterializedSource(final), batch_size=8) as whole:
+        batches = iter(whole)
+        shown = [next(batches).indices.tolist() for _ in range(2)]
+        state = whole.state_dict()
+        rest = [i for batch in batches for i in batch.indices.tolist()]
+        key = whole.source.key(rest[3])
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": key}) + "\n")
+    with loader(gpuaug.MaterializedSource(final, exclude=tmp_path / "bad.jsonl"), batch_size=5) as left:
+        left.load_state_dict(state)
+        found = [i for batch in left for i in batch.indices.tolist()]
+    assert found == rest[:3] + rest[4:]
+    assert not set(found) & {i for batch in shown for i in batch}
+
+
 class Vectors:
     """A user's source with labels that are vectors."""
 
@@ -541,7 +589,7 @@ def test_a_killed_run_looks_unfinished_and_goes_on(photos, tmp_path, capsys):
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(out.glob("epoch-*/0*.json"))) < 20 and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     os.killpg(running.pid, signal.SIGKILL)

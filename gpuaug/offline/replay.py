@@ -206,6 +206,8 @@ class _Stored:
 
     def __init__(self, order: orders.Order, replay: Replay) -> None:
         self._order, self._replay = order, replay
+        if (position := getattr(order, "position", None)) is not None:  # such orders have every active sample
+            self.position = position
 
     def __repr__(self) -> str:
         return repr(self._order)

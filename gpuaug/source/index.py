@@ -79,6 +79,13 @@ def share(tensor: Tensor) -> Tensor:
         return tensor
 
 
+def outside(numbers: NDArray[Any], count: int) -> str:
+    """``lowest .. highest`` of numbers that are not all in 0 .. count - 1; "" where they are."""
+    if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
+        return ""
+    return f"{numbers.min()} .. {numbers.max()}"
+
+
 def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArray[Any]:
     """Numbers out of a file: .npy, .json (a list), or text with numbers between white space.
 

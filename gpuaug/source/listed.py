@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import labels as label_rules
-from gpuaug.source.index import read_numbers, share
+from gpuaug.source.index import outside, read_numbers, share
 from gpuaug.source.remote import Range, Storage, is_url, shown
 
 log = logging.getLogger("gpuaug")
@@ -127,10 +127,10 @@ class Listed:
                     f"`source.classes` differs from the names of the labels in {shown(self.root)!r}: "
                     f"{label_rules.some(list(names))}. Leave it out."
                 )
-            if len(values) and not 0 <= values.min() <= values.max() < len(names):
+            if beyond := outside(values, len(names)):
                 raise SourceError(
                     f"labels in {shown(self.root)!r} must be 0 .. {len(names) - 1}, as it names {len(names)} classes. "
-                    f"Found: {values.min()} .. {values.max()}."
+                    f"Found: {beyond}."
                 )
             values = [names[i] for i in values.tolist()]  # by name: the other run counted them differently
         elif mapping is None and names is not None:
@@ -147,37 +147,49 @@ class Listed:
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
         """Choose the active samples, and say what was found."""
-        self.indices = self._active(subset, exclude)
+        self.indices = active(self._names, subset, exclude, root=self.root)
         found = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
         found += "" if self.classes is None else f", {len(self.classes)} classes"
         log.info("source %s: %s, listed in %.1f s", shown(self.root), found, time.monotonic() - began)
 
-    def _active(self, subset: Any, exclude: str | os.PathLike[str] | None) -> Tensor | None:
-        """Numbers of the samples that ``subset`` takes and ``exclude`` leaves; None: all."""
-        total = len(self._names)
-        chosen = None if subset is None else _subset(subset, total)
-        if exclude is not None:
-            out = self._numbers_of(_excluded(exclude))
-            keep = np.arange(total) if chosen is None else chosen
-            left = keep[~np.isin(keep, out)]
-            log.info(
-                "source %s: %d samples left out by %s", shown(self.root), len(keep) - len(left), os.fspath(exclude)
-            )
-            if not len(left):
-                raise SourceError(f"`source.exclude` leaves no samples: {os.fspath(exclude)!r} names all {len(keep)}.")
-            chosen = left
-        return None if chosen is None or len(chosen) == total else share(torch.from_numpy(chosen))
 
-    def _numbers_of(self, keys: set[bytes]) -> NDArray[np.int64]:
-        found = [i for i, name in enumerate(self._names) if name in keys]
-        if len(found) < len(keys):
+def active(
+    names: Any,
+    subset: Subset,
+    exclude: str | os.PathLike[str] | None,
+    *,
+    root: str,
+    numbers: NDArray[np.int64] | None = None,
+) -> Tensor | None:
+    """Numbers of the samples that ``subset`` takes and ``exclude`` leaves, int64, ascending; None: all.
+
+    Args:
+        names: keys of the samples.
+        subset, exclude: what the user asked for.
+        root: place of the source, for messages.
+        numbers: of the samples, ascending; None: 0 .. len(names) - 1.
+
+    Raises:
+        SourceError: if they name other samples, or leave none.
+    """
+    known = np.arange(len(names)) if numbers is None else numbers
+    chosen = known if subset is None else _subset(subset, known)
+    if exclude is not None:
+        keys = _excluded(exclude)
+        out = known[[place for place, name in enumerate(names) if name in keys]]
+        if len(out) < len(keys):
             log.warning(
                 "source %s: %d of %d keys in `source.exclude` are not here",
-                shown(self.root),
-                len(keys) - len(found),
+                shown(root),
+                len(keys) - len(out),
                 len(keys),
             )
-        return np.array(found, dtype=np.int64)
+        left = chosen[~np.isin(chosen, out)]
+        log.info("source %s: %d samples left out by %s", shown(root), len(chosen) - len(left), os.fspath(exclude))
+        if not len(left):
+            raise SourceError(f"`source.exclude` leaves no samples: {os.fspath(exclude)!r} names all {len(chosen)}.")
+        chosen = left
+    return None if len(chosen) == len(known) else share(torch.from_numpy(chosen))
 
 
 def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
@@ -187,8 +199,9 @@ def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
     return tuple(x.lower() if x.startswith(".") else f".{x.lower()}" for x in extensions)
 
 
-def _subset(subset: Any, total: int) -> NDArray[np.int64]:
-    """Ascending sample numbers for what a user gives as ``source.subset``."""
+def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ascending sample numbers, of the ``known`` ones, for what a user gives as ``source.subset``."""
+    total = len(known)
     if isinstance(subset, bool):
         raise SourceError(f"`source.subset` must be a count, a fraction, or a FILE of sample numbers. Found: {subset}.")
     if isinstance(subset, float):
@@ -198,19 +211,25 @@ def _subset(subset: Any, total: int) -> NDArray[np.int64]:
     if isinstance(subset, int):
         if not 1 <= subset <= total:
             raise SourceError(f"a count in `source.subset` must lie in 1 .. {total}, what there is. Found: {subset}.")
-        return np.arange(subset, dtype=np.int64) * total // subset
+        return known[np.arange(subset, dtype=np.int64) * total // subset]
     if isinstance(subset, str | os.PathLike):
         numbers = read_numbers(subset, key="source.subset", dtype=np.int64)
     else:
-        numbers = np.asarray(subset)
+        try:
+            numbers = np.asarray(subset)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SourceError(f"`source.subset` must hold sample numbers. Found: {subset!r:.200}.") from error
         if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
             raise SourceError(f"`source.subset` must hold sample numbers. Found: {numbers.dtype} {numbers.shape}.")
     ascending = np.unique(numbers).astype(np.int64)
-    if not len(ascending) or len(ascending) < len(numbers) or ascending[0] < 0 or ascending[-1] >= total:
+    if not len(ascending) or len(ascending) < len(numbers) or not np.isin(ascending, known).all():
         found = f"{len(numbers)} numbers, {len(ascending)} of them distinct"
         if len(ascending):
             found += f", from {ascending[0]} to {ascending[-1]}"
-        raise SourceError(f"sample numbers in `source.subset` must be 0 .. {total - 1}, each once. Found: {found}.")
+        gaps = "" if known[-1] == total - 1 else f", those {total} that are stored"
+        raise SourceError(
+            f"sample numbers in `source.subset` must be {known[0]} .. {known[-1]}{gaps}, each once. Found: {found}."
+        )
     return ascending
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import adapt
 from gpuaug.source.index import Names, share
+from gpuaug.source.listed import Subset, active
 
 log = logging.getLogger("gpuaug")
 
@@ -51,6 +52,7 @@ class MaterializedSource:
     Args:
         root: the folder.
         original: the source they were made of; refused if it has other samples by now. None: not checked.
+        subset, exclude: as in :class:`FolderSource`, among the stored samples.
 
     Raises:
         SourceError: if the folder is not finished, is damaged, or was made of another source.
@@ -58,7 +60,14 @@ class MaterializedSource:
 
     mapped = True  # reading is a copy out of the page cache
 
-    def __init__(self, root: str | os.PathLike[str], *, original: Any = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        original: Any = None,
+        subset: Subset = None,
+        exclude: str | os.PathLike[str] | None = None,
+    ) -> None:
         if not isinstance(root, str | os.PathLike) or not os.fspath(root):
             raise ConfigError(f"`source.root` must be the path of a folder. Found: {root!r}.")
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
@@ -67,17 +76,20 @@ class MaterializedSource:
         self.classes: list[str] | None = self.manifest["classes"]
         self.class_to_idx: dict[str, int] | None = self.manifest["class_to_idx"]
         self.num_classes: int | None = self.manifest["num_classes"]
-        self.indices, self.labels = self._numbers("indices"), self._numbers("labels")
+        self._stored, self.labels = self._numbers("indices"), self._numbers("labels")  # numbers; None: 0 .. samples - 1
         self._names = self._keys()
         if original is not None and (found := adapt(original).digest()) != self.digest():
             raise SourceError(
                 f"`source.original` has other samples than the epochs in {self.root!r} were made of: digest {found}, "
                 f"and {self.digest()} there. Materialize anew, or restore the files."
             )
+        stored = None if self._stored is None else self._stored.numpy()
+        chosen = active(self._names, subset, exclude, root=self.root, numbers=stored)
+        self.indices = self._stored if chosen is None else chosen
         log.info("source %s: %s", self.root, self)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Stored bytes of sample number ``index`` in the first epoch, and its label."""
@@ -108,20 +120,20 @@ class MaterializedSource:
         return str(self.manifest["made_of"]["source"])
 
     def _number(self, index: int, *, place: bool = False) -> int:
-        """The number itself, or its place among the active ones; checked."""
+        """The number itself, or its place among the stored ones; checked."""
         number = operator.index(index)
-        at = number if self.indices is None else int(np.searchsorted(self.indices.numpy(), number))
-        if not 0 <= at < len(self) or (self.indices is not None and int(self.indices[at]) != number):
+        at = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
+        if not 0 <= at < len(self._names) or (self._stored is not None and int(self._stored[at]) != number):
             raise IndexError(f"{self.root!r} has no sample {number}.")
         return at if place else number
 
     def _keys(self) -> Names:
         blob, offsets = self._numbers("keys", dtype=np.uint8), self._numbers("key_offsets")
-        active = None if self.indices is None else len(self.indices)
+        stored = None if self._stored is None else len(self._stored)
         if blob is None or offsets is None or len(offsets) != self.manifest["samples"] + 1:
             raise _damaged(os.path.join(self.root, "keys.npy"), "they are not those of the manifest")
         ends = offsets.numpy()
-        if active not in (None, len(ends) - 1) or ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
+        if stored not in (None, len(ends) - 1) or ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
             raise _damaged(os.path.join(self.root, "key_offsets.npy"), "the keys overlap or are missing")
         return Names(blob, offsets)
 
