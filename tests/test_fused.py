@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import platform
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,6 +361,81 @@ def test_every_number_of_threads_gives_the_same(execution: str) -> None:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("machine", ["x86-64", "haswell", "skylake-avx512", "icelake-server"])
+def test_every_instruction_set_gives_the_same_bits(
+    machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs = {
+        "haswell": {"avx2", "fma"},
+        "skylake-avx512": {"avx512bw"},
+        "icelake-server": {"avx512_vbmi", "avx512vbmi"},
+    }
+    try:
+        has = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        has = set()
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if native.library() is None or compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64")
+    if machine in needs and not needs[machine] & has:
+        pytest.skip(f"this processor is no {machine}")
+    built = tmp_path / "augment.so"
+    source = Path(native.__file__).with_name("native.cpp")
+    subprocess.run([compiler, *native._FLAGS, f"-march={machine}", str(source), "-o", str(built)], check=True)
+    ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),
+           **{n: SPATIAL[n]() for n in ("blur", "sharpness", "affine", "perspective")}}  # fmt: skip
+    prepared = [prepare(name, op) for name, op in ops.items()]
+    for images in (photographs(64).repeat(3, 1, 1, 1), adversarial(33, 47)):
+        size = (images.shape[1], images.shape[2])
+        chosen = [draw(p, len(images), size, k) for k, p in enumerate(prepared)]
+        fused = FusedBackend(prepared, NORMALIZE)
+        expected = fused(images, chosen)
+        with monkeypatch.context() as other:
+            other.setattr(native, "library", lambda: ctypes.CDLL(str(built)))
+            assert torch.equal(fused(images, chosen), expected)
+
+
+def test_memory_of_a_batch_comes_back_when_nobody_holds_it() -> None:
+    outputs = native._Outputs(most=5 << 20, age=3)
+    shape = (1, 3, 512, 600)  # 3.5 MiB
+    first = outputs.take(shape, torch.float32, False)
+    where, part = first.data_ptr(), first[0, 1]
+    assert outputs.take(shape, torch.float32, False).data_ptr() != where
+    outputs._free.clear()
+    del first
+    assert not outputs._free  # a view still holds it
+    as_numpy = part.numpy()
+    del part
+    assert not outputs._free
+    del as_numpy
+    again = outputs.take(shape, torch.bfloat16, True)
+    assert again.is_contiguous(memory_format=torch.channels_last)
+    assert again.data_ptr() != where  # half the size
+    again = outputs.take(shape, torch.float32, False)
+    assert again.is_contiguous()
+    assert again.data_ptr() == where
+    other = outputs.take(shape, torch.float32, False)
+    del again, other
+    assert len(outputs._free) == 3
+    for _ in range(5):
+        outputs.take((1, 3, 700, 700), torch.float32, False)
+        assert sum(memory.numel() for _, memory in outputs._free) <= (5 << 20) + 12 * 700 * 700
+    assert {memory.numel() for _, memory in outputs._free} == {12 * 700 * 700}  # the others grew old
+
+
+def test_batches_that_are_held_keep_their_pixels() -> None:
+    prepared = [prepare("jitter", K.ColorJitter(0.4, 0.4, 0.4, 0.1))]
+    images = photographs(224)
+    chosen = [[draw(prepared[0], 6, (224, 224), seed)] for seed in range(6)]
+    fused = FusedBackend(prepared, NORMALIZE)
+    held = [fused(images, c) for c in chosen]
+    copies = [x.clone() for x in held]
+    del held[::2]
+    for c in chosen:
+        fused(images, c)
+    assert all(torch.equal(x, y) for x, y in zip(held, copies[1::2], strict=True))
 
 
 def test_without_a_compiler_it_says_so_and_works(

@@ -2,7 +2,8 @@
 //
 // Formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), in the order of its additions and
 // with its fused multiply-adds, so that most pixels have Kornia's bits and what jumps later (equalize, posterize) jumps
-// at the same pixels: to be compiled with -ffp-contract=off. The codes and their arguments are listed in lower.py.
+// at the same pixels: to be compiled with -ffp-contract=off. With -ffinite-math-only a NaN gives some number, and no index
+// may come of a float without being bounded as a whole number. The codes and their arguments are listed in lower.py.
 // An image is three float planes; consecutive pointwise operations run on blocks that fit the first level of cache, and
 // only statistics, neighbourhoods and changes of position send the image through a buffer.
 
@@ -53,10 +54,11 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float luma(float r, float g, float b, float wr, float wg, float wb) { return fma(b, wb, fma(g, wg, r * wr)); }
 inline float unit(float x) { return low(high(x, 0.0f), 1.0f); }
 
-// k / 255 correctly rounded without a division: one Newton step on k * (1 / 255).
+// k / 255 correctly rounded without a division: 1 / 255 in two parts.
+constexpr float BYTE_HIGH = 1.0f / 255.0f, BYTE_LOW = static_cast<float>(1.0 / 255.0 - static_cast<double>(1.0f / 255.0f));
 inline float byte_value(int k) {
-    const float x = static_cast<float>(k), q = x * (1.0f / 255.0f);
-    return fma(fma(-q, 255.0f, x), 1.0f / 255.0f, q);
+    const float x = static_cast<float>(k);
+    return fma(x, BYTE_HIGH, x * BYTE_LOW);
 }
 
 // 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]; vectorises, unlike powf.
@@ -86,7 +88,7 @@ inline float power(float x, float gamma) {
 struct Statistic {  // of one image, at one point of its program
     double gray = 0.0;
     float minimum[3], maximum[3];
-    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 256);
+    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 4 * 256);  // four of a channel, so that equal neighbours need not wait
     std::vector<float> table = std::vector<float>(3 * 256);
     bool flat[3] = {false, false, false};  // equalize leaves such a channel alone
 
@@ -134,8 +136,8 @@ void clamp_block(float* __restrict p, int n) {
     for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
-// In sixths of a turn; v - delta * clamp(min(k, 4 - k), 0, 1) is Kornia's table of sextants in closed form. One division
-// instead of five, equal within 1e-6.
+// In sixths of a turn; Kornia's table of sextants in closed form. One division instead of five, equal within 1e-6. Colours
+// of 0..1 stay there without a clamp, as delta <= top <= 1.
 void hue(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float turn = turns * 6.0f;
     for (int i = 0; i < n; ++i) {
@@ -145,15 +147,9 @@ void hue(float turns, float* __restrict r, float* __restrict g, float* __restric
         const float difference = red ? y - z : (green ? z - x : x - y), base = red ? 0.0f : (green ? 2.0f : 4.0f);
         float h = difference / (delta == 0.0f ? 1.0f : delta) + base + turn;
         h = fma(-6.0f, __builtin_floorf(h * (1.0f / 6.0f)), h);
-        float k = h + 5.0f;
-        k = k >= 6.0f ? k - 6.0f : k;
-        r[i] = unit(fma(-delta, unit(low(k, 4.0f - k)), top));
-        k = h + 3.0f;
-        k = k >= 6.0f ? k - 6.0f : k;
-        g[i] = unit(fma(-delta, unit(low(k, 4.0f - k)), top));
-        k = h + 1.0f;
-        k = k >= 6.0f ? k - 6.0f : k;
-        b[i] = unit(fma(-delta, unit(low(k, 4.0f - k)), top));
+        r[i] = fma(-delta, unit(2.0f - __builtin_fabsf(h - 3.0f)), top);
+        g[i] = fma(-delta, unit(__builtin_fabsf(h - 2.0f) - 1.0f), top);
+        b[i] = fma(-delta, unit(__builtin_fabsf(h - 4.0f) - 1.0f), top);
     }
 }
 
@@ -337,7 +333,14 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                 if (stat.flat[c]) continue;
                 float* __restrict p = planes[c];
                 const float* __restrict table = stat.table.data() + c * 256;
-                for (int i = 0; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f)];
+                int i = 0;
+#if defined(__AVX512F__)
+                for (; i + 16 <= n; i += 16) {
+                    const __m512i at_value = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(255.0f)));
+                    _mm512_storeu_ps(p + i, _mm512_i32gather_ps(_mm512_and_si512(at_value, _mm512_set1_epi32(255)), table, 4));
+                }
+#endif
+                for (; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f) & 255];
             }
             break;
         default: break;
@@ -370,9 +373,9 @@ void collect(int32_t code, Statistic& stat, const float* __restrict r, const flo
         int32_t index[BLOCK];
         for (int c = 0; c < 3; ++c) {
             const float* __restrict p = planes[c];
-            uint32_t* count = stat.histogram.data() + c * 256;
-            for (int i = 0; i < n; ++i) index[i] = static_cast<int32_t>(p[i] * 255.0f);
-            for (int i = 0; i < n; ++i) ++count[index[i] & 255];
+            uint32_t* count = stat.histogram.data() + c * 4 * 256;
+            for (int i = 0; i < n; ++i) index[i] = static_cast<int32_t>(p[i] * 255.0f) & 255;
+            for (int i = 0; i < n; ++i) ++count[(i & 3) * 256 + index[i]];
         }
     }
 }
@@ -380,7 +383,8 @@ void collect(int32_t code, Statistic& stat, const float* __restrict r, const flo
 void finish(int32_t code, Statistic& stat, int64_t pixels) {
     if (code != EQUALIZE) return;
     for (int c = 0; c < 3; ++c) {
-        const uint32_t* count = stat.histogram.data() + c * 256;
+        uint32_t* count = stat.histogram.data() + c * 4 * 256;
+        for (int k = 0; k < 256; ++k) count[k] += count[256 + k] + count[512 + k] + count[768 + k];
         int last = 255;
         while (last > 0 && count[last] == 0) --last;
         const int64_t step = (pixels - count[last]) / 255;
@@ -394,20 +398,64 @@ void finish(int32_t code, Statistic& stat, int64_t pixels) {
     }
 }
 
+// uint8 [n, 3] to three planes, from the last pixel on where MIRRORED. Compilers take three times as long for strided bytes.
+template <bool MIRRORED>
 void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
-    for (int i = 0; i < n; ++i) {
-        r[i] = byte_value(s[3 * i]);
-        g[i] = byte_value(s[3 * i + 1]);
-        b[i] = byte_value(s[3 * i + 2]);
+    int i = 0;
+#if defined(__AVX512VBMI__)
+    float* const planes[3] = {r, g, b};
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i three = _mm512_set1_epi32(3), last = _mm512_set1_epi32(15);
+    const __m512i red = _mm512_mullo_epi32(MIRRORED ? _mm512_sub_epi32(last, lane) : lane, three);
+    for (; i + 16 <= n; i += 16) {
+        const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t{1} << 48) - 1, s + 3 * (MIRRORED ? n - 16 - i : i));
+        for (int c = 0; c < 3; ++c) {  // each byte to the low end of a lane
+            const __m512i from = _mm512_add_epi32(red, _mm512_set1_epi32(c));
+            const __m512 x = _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x1111111111111111u, from, bytes));
+            const __m512 low_part = _mm512_mul_ps(x, _mm512_set1_ps(BYTE_LOW));
+            _mm512_storeu_ps(planes[c] + i, _mm512_fmadd_ps(x, _mm512_set1_ps(BYTE_HIGH), low_part));
+        }
+    }
+#elif defined(__AVX2__) && defined(__FMA__)
+    float* const planes[3] = {r, g, b};
+    for (; i + 8 <= n; i += 8) {
+        const uint8_t* p = s + 3 * (MIRRORED ? n - 8 - i : i);
+        const __m128i front = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));  // pixels 0..3 at bytes 0..11
+        const __m128i back = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));  // pixels 4..7 at bytes 4..15
+        const __m256i bytes = MIRRORED ? _mm256_set_m128i(front, back) : _mm256_set_m128i(back, front);
+        const int z = static_cast<int>(0xffffff00u);  // three bytes of zero above each value
+        const __m256i red = MIRRORED ? _mm256_setr_epi32(z | 13, z | 10, z | 7, z | 4, z | 9, z | 6, z | 3, z)
+                                     : _mm256_setr_epi32(z, z | 3, z | 6, z | 9, z | 4, z | 7, z | 10, z | 13);
+        for (int c = 0; c < 3; ++c) {
+            const __m256i from = _mm256_add_epi32(red, _mm256_set1_epi32(c));
+            const __m256 x = _mm256_cvtepi32_ps(_mm256_shuffle_epi8(bytes, from));
+            const __m256 low_part = _mm256_mul_ps(x, _mm256_set1_ps(BYTE_LOW));
+            _mm256_storeu_ps(planes[c] + i, _mm256_fmadd_ps(x, _mm256_set1_ps(BYTE_HIGH), low_part));
+        }
+    }
+#endif
+    for (; i < n; ++i) {
+        const uint8_t* p = s + 3 * (MIRRORED ? n - 1 - i : i);
+        r[i] = byte_value(p[0]);
+        g[i] = byte_value(p[1]);
+        b[i] = byte_value(p[2]);
     }
 }
 
-void load_bytes_mirrored(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
-    float straight[3][BLOCK];  // strided loads that run backwards do not vectorise: four times slower than this
-    load_bytes(s, straight[0], straight[1], straight[2], n);
-    for (int i = 0; i < n; ++i) r[i] = straight[0][n - 1 - i];
-    for (int i = 0; i < n; ++i) g[i] = straight[1][n - 1 - i];
-    for (int i = 0; i < n; ++i) b[i] = straight[2][n - 1 - i];
+// x * scale + shift into the output, past the caches: they hold nothing of it that would be read again.
+void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift) {
+    int i = 0;
+#if defined(__AVX512F__)
+    if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
+        for (; i + 16 <= n; i += 16)
+            _mm512_stream_ps(o + i, _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(scale)), _mm512_set1_ps(shift)));
+#elif defined(__AVX2__)
+    if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
+        for (; i + 16 <= n; i += 16)  // whole lines of cache
+            for (int h = i; h < i + 16; h += 8)
+                _mm256_stream_ps(o + h, _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(p + h), _mm256_set1_ps(scale)), _mm256_set1_ps(shift)));
+#endif
+    for (; i < n; ++i) o[i] = p[i] * scale + shift;
 }
 
 inline uint16_t to_bfloat(float x) {  // round to nearest even; images hold no NaN
@@ -491,19 +539,55 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
     }
 }
 
+// What a thread needs besides its image; kept between calls, since fresh memory costs a page fault per 4 KB.
+struct Room {
+    std::vector<float> first, second, extra, row;
+    std::vector<int32_t> index;
+    std::vector<const float*> lines;
+    Statistic stat, stat_next;
+    std::vector<Op> program;
+
+    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity()) * sizeof(float); }
+};
+
+// A forked process may find the flag set for ever by a thread it does not have; then it goes without.
+std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
+std::vector<std::unique_ptr<Room>>& rooms() {
+    static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never destroyed: threads may outlive static objects
+    return *kept;
+}
+
+std::unique_ptr<Room> take_room() {
+    std::unique_ptr<Room> room;
+    if (!rooms_taken.test_and_set(std::memory_order_acquire)) {
+        if (!rooms().empty()) {
+            room = std::move(rooms().back());
+            rooms().pop_back();
+        }
+        rooms_taken.clear(std::memory_order_release);
+    }
+    return room ? std::move(room) : std::make_unique<Room>();
+}
+
+void give_room(std::unique_ptr<Room> room) {
+    if (room->bytes() > (16u << 20) || rooms_taken.test_and_set(std::memory_order_acquire)) return;
+    if (rooms().size() < std::thread::hardware_concurrency()) rooms().push_back(std::move(room));
+    rooms_taken.clear(std::memory_order_release);
+}
+
 struct Worker {
     const Job& job;
-    const int64_t H, W, pixels;
-    std::vector<float> first, second, extra, row;
-    std::vector<int64_t> index;
-    std::vector<const float*> lines;
-    Statistic stat;
-    std::vector<Op> program;
+    const int64_t H, W, pixels, apart;  // from plane to plane: not a multiple of 4 KB, which would make their addresses alias
+    Room& room;
+    std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
+    std::vector<int32_t>& index = room.index;
+    std::vector<const float*>& lines = room.lines;
+    Statistic &stat = room.stat, &stat_next = room.stat_next;
+    std::vector<Op>& program = room.program;
     const Op* jump = nullptr;  // the last operation that jumps; those before it must have Kornia's bits
 
-    explicit Worker(const Job& j) : job(j), H(j.height), W(j.width), pixels(j.height * j.width) {}
-
-    static float* plane(std::vector<float>& v, int c, int64_t pixels) { return v.data() + c * pixels; }
+    Worker(const Job& j, Room& r)
+        : job(j), H(j.height), W(j.width), pixels(H * W), apart((pixels / LANES + 22) * LANES), room(r) {}
 
     void blur(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const int kx = static_cast<int>(op.a[0]), ky = static_cast<int>(op.a[1]), border = static_cast<int>(op.a[3]);
@@ -514,7 +598,7 @@ struct Worker {
         std::fill(zero, zero + W, 0.0f);
         for (int c = 0; c < 3; ++c) {
             for (int64_t y = 0; y < H; ++y) {
-                const float* s = in.data() + c * pixels + y * W;
+                const float* s = in.data() + c * apart + y * W;
                 std::memcpy(row.data() + kx / 2, s, W * sizeof(float));
                 for (int i = 0; i < kx / 2; ++i) {
                     const int64_t left = border_index(i - kx / 2, W, border), right = border_index(W + i, W, border);
@@ -530,7 +614,7 @@ struct Worker {
                     lines[t] = from < 0 ? zero : extra.data() + from * W;
                 }
                 const float* const* all = lines.data();
-                weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * pixels + y * W, W);
+                weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * apart + y * W, W);
             }
         }
     }
@@ -538,8 +622,8 @@ struct Worker {
     void sharpness(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const float f = op.a[0], side = 1.0f / 13.0f, middle = 5.0f / 13.0f;
         for (int c = 0; c < 3; ++c) {
-            const float* s = in.data() + c * pixels;
-            float* d = out.data() + c * pixels;
+            const float* s = in.data() + c * apart;
+            float* d = out.data() + c * apart;
             std::memcpy(d, s, W * sizeof(float));
             std::memcpy(d + (H - 1) * W, s + (H - 1) * W, W * sizeof(float));
             for (int64_t y = 1; y < H - 1; ++y) {
@@ -566,19 +650,76 @@ struct Worker {
         return out;
     }
 
+    // Where the four taps of each pixel of a row begin, and their weights.
+    struct Range {
+        float least, most_x, most_y;
+    };
+    void taps(const float* __restrict px, const float* __restrict py, int32_t* __restrict offset, float* __restrict w0,
+              float* __restrict w1, float* __restrict w2, float* __restrict w3, const Range range, int64_t stride) const {
+        const int32_t width = static_cast<int32_t>(W), height = static_cast<int32_t>(H), apart_rows = static_cast<int32_t>(stride);
+        for (int32_t x = 0; x < width; ++x) {
+            const float sx = low(high(px[x], range.least), range.most_x), sy = low(high(py[x], range.least), range.most_y);
+            const float ix = __builtin_floorf(sx), iy = __builtin_floorf(sy);
+            const float u = sx - ix, v = sy - iy, e = 1.0f - u, n = 1.0f - v;
+            w0[x] = e * n;
+            w1[x] = u * n;
+            w2[x] = e * v;
+            w3[x] = u * v;
+            // Once more as whole numbers: whatever the arithmetic did, no tap lies outside the buffer.
+            int32_t column = static_cast<int32_t>(ix), line = static_cast<int32_t>(iy);
+            column = column < -1 ? -1 : column;
+            column = column > width ? width : column;
+            line = line < -1 ? -1 : line;
+            line = line > height ? height : line;
+            offset[x] = (line + 1) * apart_rows + column + 1;
+        }
+    }
+
+#if defined(__AVX512F__)
+    static __m512 lanes(const Pixel* image, const int32_t* o, int64_t tap) {  // of the pixels 0, 4, 8 and 12 behind o
+        const auto pixel = [image, tap](int32_t at) { return _mm_load_ps(reinterpret_cast<const float*>(image + at + tap)); };
+        __m512 out = _mm512_castps128_ps512(pixel(o[0]));
+        out = _mm512_insertf32x4(out, pixel(o[4]), 1);
+        out = _mm512_insertf32x4(out, pixel(o[8]), 2);
+        return _mm512_insertf32x4(out, pixel(o[12]), 3);
+    }
+    template <int J>
+    static __m512 four_pixels(const Pixel* image, const int32_t* o, int64_t stride, const float* const* weights, int64_t x) {
+        const auto weight = [weights, x](int k) { return _mm512_permute_ps(_mm512_loadu_ps(weights[k] + x), J * 0x55); };
+        __m512 sum = _mm512_mul_ps(lanes(image, o + J, 0), weight(0));
+        sum = _mm512_fmadd_ps(lanes(image, o + J, 1), weight(1), sum);
+        sum = _mm512_fmadd_ps(lanes(image, o + J, stride), weight(2), sum);
+        return _mm512_fmadd_ps(lanes(image, o + J, stride + 1), weight(3), sum);
+    }
+#endif
+
     // src = a dst in coordinates of -1..1, bilinear. Padding: 0 zeros, 1 border, 2 reflection.
     void warp(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const int64_t stride = W + 3;  // one zero before and two behind: a tap outside needs no test
         extra.resize(((H + 3) * stride + 1) * 4 + 4);
         Pixel* image = reinterpret_cast<Pixel*>((reinterpret_cast<uintptr_t>(extra.data()) + 15) & ~static_cast<uintptr_t>(15));
         const Pixel zero = {0.0f, 0.0f, 0.0f, 0.0f};
-        const float *r = in.data(), *g = r + pixels, *b = g + pixels;
+        const float *r = in.data(), *g = r + apart, *b = g + apart;
         std::fill(image, image + stride, zero);
         for (int64_t y = 0; y < H; ++y) {
             Pixel* line = image + (y + 1) * stride;
             line[0] = line[W + 1] = line[W + 2] = zero;
             float* __restrict flat = reinterpret_cast<float*>(line + 1);
-            for (int64_t x = 0; x < W; ++x) {
+            int64_t x = 0;
+#if defined(__AVX512F__)
+            const __m512i pixel = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+            for (; x + 16 <= W; x += 16) {
+                const float* s = r + y * W + x;
+                const __m512 red = _mm512_loadu_ps(s), green = _mm512_loadu_ps(s + apart), blue = _mm512_loadu_ps(s + 2 * apart);
+                for (int k = 0; k < 4; ++k) {
+                    const __m512i from = _mm512_add_epi32(pixel, _mm512_set1_epi32(4 * k));
+                    __m512 out = _mm512_maskz_permutexvar_ps(0x1111, from, red);
+                    out = _mm512_mask_permutexvar_ps(out, 0x2222, from, green);
+                    _mm512_storeu_ps(flat + 4 * x + 16 * k, _mm512_mask_permutexvar_ps(out, 0x4444, from, blue));
+                }
+            }
+#endif
+            for (; x < W; ++x) {
                 flat[4 * x] = r[y * W + x];
                 flat[4 * x + 1] = g[y * W + x];
                 flat[4 * x + 2] = b[y * W + x];
@@ -589,10 +730,12 @@ struct Worker {
         const float* a = op.a;
         const int padding = static_cast<int>(a[9]);
         const bool corners = a[10] != 0.0f, projective = a[11] != 0.0f;
-        row.resize(4 * W);
+        row.resize(6 * W);
         index.resize(W);
-        float *px = row.data(), *py = px + W, *fx = py + W, *fy = fx + W;
-        int64_t* __restrict offset = index.data();
+        float *px = row.data(), *py = px + W;
+        float *w0 = py + W, *w1 = w0 + W, *w2 = w1 + W, *w3 = w2 + W;
+        const float* const weights[4] = {w0, w1, w2, w3};
+        int32_t* offset = index.data();
         auto reflect = [corners](float v, float size) {
             if (corners && size == 1.0f) return 0.0f;
             const float lowest = corners ? 0.0f : -0.5f, span = corners ? size - 1.0f : size;
@@ -609,9 +752,9 @@ struct Worker {
             for (int64_t x = 0; x < W; ++x) {
                 float gx = a[0] * ramp[x] + a[1] * vy + a[2], gy = a[3] * ramp[x] + a[4] * vy + a[5];
                 if (projective) {
-                    const float w = a[6] * ramp[x] + a[7] * vy + a[8];
-                    gx /= w;
-                    gy /= w;
+                    const float w = a[6] * ramp[x] + a[7] * vy + a[8], divisor = w == 0.0f ? 1e-30f : w;
+                    gx /= divisor;
+                    gy /= divisor;
                 }
                 px[x] = fma(gx + 1.0f, half_x, -less);
                 py[x] = fma(gy + 1.0f, half_y, -less);
@@ -620,23 +763,31 @@ struct Worker {
                 for (int64_t x = 0; x < W; ++x) px[x] = reflect(px[x], static_cast<float>(W)), py[x] = reflect(py[x], static_cast<float>(H));
             const float least = padding == 0 ? -1.0f : 0.0f, beyond = padding == 0 ? 0.0f : 1.0f;
             const float most_x = static_cast<float>(W) - beyond, most_y = static_cast<float>(H) - beyond;
-            for (int64_t x = 0; x < W; ++x) {
-                const float sx = low(high(px[x], least), most_x), sy = low(high(py[x], least), most_y);
-                const float ix = __builtin_floorf(sx), iy = __builtin_floorf(sy);
-                fx[x] = sx - ix;
-                fy[x] = sy - iy;
-                offset[x] = (static_cast<int32_t>(iy) + 1) * stride + static_cast<int32_t>(ix) + 1;
+            taps(px, py, offset, w0, w1, w2, w3, {least, most_x, most_y}, stride);
+            float *dr = out.data() + y * W, *dg = dr + apart, *db = dg + apart;
+            int64_t x = 0;
+#if defined(__AVX512F__)
+            // Sixteen pixels: lane l of part j is pixel 4 l + j, so that transposing each lane gives the channels in order.
+            for (; x + 16 <= W; x += 16) {
+                const int32_t* o = offset + x;
+                __m512 part[4];
+                part[0] = four_pixels<0>(image, o, stride, weights, x);
+                part[1] = four_pixels<1>(image, o, stride, weights, x);
+                part[2] = four_pixels<2>(image, o, stride, weights, x);
+                part[3] = four_pixels<3>(image, o, stride, weights, x);
+                const __m512 rg01 = _mm512_unpacklo_ps(part[0], part[1]), rg23 = _mm512_unpacklo_ps(part[2], part[3]);
+                const __m512 b01 = _mm512_unpackhi_ps(part[0], part[1]), b23 = _mm512_unpackhi_ps(part[2], part[3]);
+                _mm512_storeu_ps(dr + x, _mm512_shuffle_ps(rg01, rg23, 0x44));
+                _mm512_storeu_ps(dg + x, _mm512_shuffle_ps(rg01, rg23, 0xee));
+                _mm512_storeu_ps(db + x, _mm512_shuffle_ps(b01, b23, 0x44));
             }
-            float *dr = out.data() + y * W, *dg = dr + pixels, *db = dg + pixels;
-            for (int64_t x = 0; x < W; ++x) {
+#endif
+            for (; x < W; ++x) {
                 const Pixel* s = image + offset[x];
-                const float u = fx[x], v = fy[x];
-                const float e = 1.0f - u, n = 1.0f - v;
-                const float weights[4] = {e * n, u * n, e * v, u * v};
-                Pixel value = s[0] * weights[0];
-                value = fma4(s[1], weights[1], value);
-                value = fma4(s[stride], weights[2], value);
-                value = fma4(s[stride + 1], weights[3], value);
+                Pixel value = s[0] * weights[0][x];
+                value = fma4(s[1], weights[1][x], value);
+                value = fma4(s[stride], weights[2][x], value);
+                value = fma4(s[stride + 1], weights[3][x], value);
                 dr[x] = value[0];
                 dg[x] = value[1];
                 db[x] = value[2];
@@ -647,7 +798,7 @@ struct Worker {
     // Turns a buffered image, for a flip that cannot be moved to the load.
     void turn(int32_t code, std::vector<float>& v) {
         for (int c = 0; c < 3; ++c) {
-            float* p = plane(v, c, pixels);
+            float* p = v.data() + c * apart;
             if (code == HFLIP)
                 for (int64_t y = 0; y < H; ++y) std::reverse(p + y * W, p + (y + 1) * W);
             else
@@ -660,9 +811,12 @@ struct Worker {
         float line[3][BLOCK];
         for (int c = 0; c < 3; ++c) {
             const float scale = job.scale[c], shift = job.shift[c];
+            if (!job.channels_last && job.dst_type == 0) {
+                scale_out(planes[c], static_cast<float*>(job.dst) + (sample * 3 + c) * pixels + start, n, scale, shift);
+                continue;
+            }
             const float* __restrict p = planes[c];
             float* __restrict o = line[c];
-            if (!job.channels_last && job.dst_type == 0) o = static_cast<float*>(job.dst) + (sample * 3 + c) * pixels + start;
             for (int i = 0; i < n; ++i) o[i] = p[i] * scale + shift;
         }
         if (!job.channels_last) {
@@ -696,7 +850,7 @@ struct Worker {
     // One sweep over the image: load, the operations [from, to), the statistic that the next one needs, store.
     void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, int32_t wanted, bool& outside, bool keep, bool last) {
         const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
-        alignas(64) float scratch[3][BLOCK];
+        alignas(64) float scratch[3][BLOCK + LANES];  // not a power of two apart
         if (wanted) stat_next.reset();
         bool end_outside = outside;
         for (int64_t y = 0; y < H; y += rows)
@@ -704,15 +858,9 @@ struct Worker {
                 const Block at{y, x, std::min(rows, H - y), std::min(wide, W - x)};
                 const int n = static_cast<int>(at.rows * at.width);
                 float* planes[3] = {scratch[0], scratch[1], scratch[2]};
-                if (buffered) {
-                    for (int c = 0; c < 3; ++c) {
-                        float* p = plane(first, c, pixels) + y * W + x;
-                        if (keep) planes[c] = p;  // in place
-                        else std::memcpy(scratch[c], p, n * sizeof(float));
-                    }
-                } else {
-                    load(sample, at, mirror, upside, planes);
-                }
+                if (buffered || keep)
+                    for (int c = 0; c < 3; ++c) planes[c] = first.data() + c * apart + y * W + x;  // in place
+                if (!buffered) load(sample, at, mirror, upside, planes);
                 end_outside = outside;
                 for (const Op* op = from; op != to; ++op) {
                     if (end_outside && !keeps_outside(op->code)) {
@@ -729,8 +877,6 @@ struct Worker {
                     collect(wanted, stat_next, planes[0], planes[1], planes[2], n);
                 }
                 if (last) store(sample, at, planes, n);
-                else if (keep && !buffered)
-                    for (int c = 0; c < 3; ++c) std::memcpy(plane(first, c, pixels) + y * W + x, planes[c], n * sizeof(float));
             }
         outside = end_outside;
         if (wanted) {
@@ -738,8 +884,6 @@ struct Worker {
             std::swap(stat, stat_next);
         }
     }
-    Statistic stat_next;
-
     void load(int64_t sample, const Block& at, bool mirror, bool upside, float* const* planes) {
         for (int64_t row_in = 0; row_in < at.rows; ++row_in) {
             const int64_t y = upside ? H - 1 - (at.y + row_in) : at.y + row_in;
@@ -755,8 +899,8 @@ struct Worker {
                 }
             } else {
                 const uint8_t* s = static_cast<const uint8_t*>(job.src) + (sample * pixels + y * W) * 3;
-                if (mirror) load_bytes_mirrored(s + (W - at.x - n) * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
-                else load_bytes(s + at.x * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
+                if (mirror) load_bytes<true>(s + (W - at.x - n) * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
+                else load_bytes<false>(s + at.x * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
             }
         }
     }
@@ -793,7 +937,7 @@ struct Worker {
             const bool statistic = needs_statistic(next.code);
             // Without work before it, a statistic reads the source again instead of filling the buffer.
             const bool keep = !(statistic && end == pos && !buffered);
-            if (keep) first.resize(3 * pixels);
+            if (keep) first.resize(3 * apart);
             if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? next.code : 0, outside, keep, false);
             if (keep) buffered = true;
             if (buffered) mirror = upside = false;
@@ -807,10 +951,10 @@ struct Worker {
                 turn(next.code, first);
             } else {
                 if (outside && !keeps_outside(next.code)) {
-                    clamp_block(first.data(), static_cast<int>(3 * pixels));
+                    clamp_block(first.data(), static_cast<int>(3 * apart));
                     outside = false;
                 }
-                second.resize(3 * pixels);
+                second.resize(3 * apart);
                 if (next.code == BLUR) blur(next, first, second);
                 else if (next.code == SHARPNESS) sharpness(next, first, second);
                 else warp(next, first, second);
@@ -839,11 +983,16 @@ extern "C" int gpuaug_augment(const Job* job) {
     std::atomic<int> failed{0};
     auto work = [&] {
         try {
-            Worker worker(*job);
+            std::unique_ptr<Room> room = take_room();
+            Worker worker(*job, *room);
             for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
+            give_room(std::move(room));
         } catch (...) {  // only std::bad_alloc can come here
             failed = 1;
         }
+#if defined(__AVX2__)
+        _mm_sfence();  // after scale_out
+#endif
     };
     use_huge_pages(*job);
     const int64_t helpers = std::min<int64_t>(job->threads, job->batch) - 1;
