@@ -162,7 +162,7 @@ class Decoder:
         faults = []
         completed: dict[int, Pixels] = {}
         unread = {fault.row for fault in batch.faults}
-        for row, encoded in enumerate(_encoded(batch)):  # 10 µs a sample; a JPEG's header has to be walked
+        for row, encoded in enumerate(batch.images):  # 10 µs a sample; a JPEG's header has to be walked
             if row in unread:
                 continue
             try:
@@ -414,7 +414,7 @@ class _Plan:
     Attributes:
         rows: int64 [n], places in the batch.
         route: int8 [n], who decodes it.
-        encoded: n uint8 arrays, views into the packed buffer.
+        encoded: n uint8 arrays, views into the packed buffer or into mapped files.
         orientation: int64 [n].
         stored: int64 [n, 2], height and width before orientation.
         read: int32 [n, 4], the box that holds all views, before orientation.
@@ -434,7 +434,7 @@ class _Plan:
     @staticmethod
     def of(batch: EncodedBatch, look: Look, boxes: Sequence[Boxes]) -> _Plan:
         rows = np.flatnonzero(look.route != _BAD)
-        encoded = _encoded(batch)
+        encoded = batch.images
         orientation = look.orientation[rows]
         swapped = orientation > 4
         h, w = look.height[rows], look.width[rows]
@@ -787,12 +787,6 @@ def _threads() -> int:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _encoded(batch: EncodedBatch) -> list[Pixels]:
-    """The encoded images as uint8 arrays [n], views into the packed buffer: DALI wants numpy, no torch tensors."""
-    data, offsets = batch.data.numpy(), batch.offsets.numpy()
-    return [data[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
 
 
 def _single(batch: EncodedBatch, look: Look, row: int) -> tuple[EncodedBatch, Look]:

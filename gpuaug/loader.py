@@ -304,7 +304,7 @@ class Loader:
         )
         asked = [(number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu"))]
         reader = Reader(self._live.reader.source, num_workers=0)
-        encoded = next(iter(reader.batches(asked, numbers=self._numbers(epoch))))
+        encoded = next(iter(reader.batches(asked, numbers=self._numbers(epoch), lend=True)))
         batch = self._stages.finish(self._stages.decode(encoded, epoch), epoch, mix=mix)
         if batch is None:
             raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
@@ -393,7 +393,11 @@ class _Pass(Iterator[Batch]):
         loader.waited = 0.0
         loader._stages.start_pass()
         numbers = loader._numbers(loader._epoch)
-        encoded: Any = loader._live.reader.batches(islice(iter(plan), count), numbers=numbers)
+        encoded: Any = loader._live.reader.batches(
+            islice(iter(plan), count),
+            numbers=numbers,
+            lend=loader.ahead is None,  # who keeps batches ahead wants them read
+        )
         if loader.ahead is not None:
             encoded = loader._live.ahead = Ahead(encoded, limit=loader.ahead)
         items = _made(encoded, loader._stages, loader._epoch)

@@ -98,10 +98,12 @@ class Reader:
         epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],
         *,
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        lend: bool = False,
     ) -> Iterator[EncodedBatch]:
         """One batch for each ``(indices, repeats, valid)``, in this order.
 
-        ``numbers`` gives what the source is asked for, int64 [B], where that is not ``indices``.
+        ``numbers`` gives what the source is asked for, int64 [B], where that is not ``indices``. With ``lend`` and
+        without workers, a source that ``lends`` (its bytes stay valid and unchanged) has them copied nowhere.
 
         An iterator that was begun before ends, in whatever thread it is. A sample that cannot be read (OSError, which
         includes connections and timeouts, and this project's own errors; after three tries where it may help) is a
@@ -113,7 +115,8 @@ class Reader:
             Exception: what else the source raises, with its own type.
         """
         self._end()
-        return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers)
+        lend = lend and self.num_workers == 0 and bool(getattr(self.source, "lends", False))
+        return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, lend)
 
     def close(self) -> None:
         """End the workers, and the iterator under way; a later call of ``batches`` starts new ones."""
@@ -126,6 +129,7 @@ class Reader:
         generation: int,
         epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+        lend: bool,
     ) -> Iterator[EncodedBatch]:
         asked: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
@@ -145,7 +149,7 @@ class Reader:
                 if self.num_workers == 0:
                     found: Any = next(todo, None)
                     if found is not None:
-                        found = self._encode.batch(found[1])
+                        found = self._encode.batch(found[1], lend=lend)
                 else:
                     with self._lock:
                         if ended():
@@ -203,7 +207,7 @@ class _Encode:
         self._like: NDArray[Any] | None = None  # labels of an earlier batch, for one that has none to go by
         self._unlabelled = False
 
-    def __getitem__(self, task: Task) -> _Packed | _Raised | None:
+    def __getitem__(self, task: Task) -> _Packed | _Lent | _Raised | None:
         generation, indices = task
 
         def stale() -> bool:
@@ -216,8 +220,10 @@ class _Encode:
         except Exception as error:
             return _Raised.of(error)
 
-    def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Packed:
-        """Read and pack the samples ``indices``, int64 [B]."""
+    def batch(
+        self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False, *, lend: bool = False
+    ) -> _Packed | _Lent:
+        """Read and pack the samples ``indices``, int64 [B], or leave them where they are."""
         numbers = indices.tolist()
         items = self._read(numbers, stale)
         encoded: list[memoryview] = []
@@ -236,7 +242,8 @@ class _Encode:
                 faults.append(Fault(row, "read", "0 bytes"))
             encoded.append(data)
             labels.append(label)
-        return _pack(encoded, self._labels(labels, numbers, stale), faults)
+        values = self._labels(labels, numbers, stale)
+        return _Lent(encoded, values, tuple(faults)) if lend else _pack(encoded, values, faults)
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read, as far as the source knows it."""
@@ -357,13 +364,13 @@ class _Packed:
     faults: int  # bytes
 
     def unpack(self, indices: Tensor, repeats: Tensor, valid: Tensor) -> EncodedBatch:
-        """Views into the one piece; it lives as long as any of them."""
+        """Views into the one piece, which lives as long as any of them; labels are copied."""
         end = 8 * (self.rows + 1)
         offsets, labels, faults = self.blob[:end].view(torch.int64), None, ()
         if self.labels is not None:
             dtype, shape = self.labels
             begin, end = end, end + dtype.itemsize * int(np.prod(shape))
-            labels = self.blob[begin:end].view(dtype).view(shape)
+            labels = self.blob[begin:end].view(dtype).view(shape).clone()  # else a finished batch keeps all of it
         if self.faults:
             begin, end = end, end + self.faults
             faults = pickle.loads(self.blob[begin:end].numpy().tobytes())
@@ -375,6 +382,30 @@ class _Packed:
             repeats=repeats,
             valid=valid,
             faults=faults,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """A batch whose images stay where they are: in the memory of a source that lends it."""
+
+    encoded: list[memoryview]
+    labels: NDArray[Any] | None
+    faults: tuple[Fault, ...]
+
+    def unpack(self, indices: Tensor, repeats: Tensor, valid: Tensor) -> EncodedBatch:
+        """Nothing is copied."""
+        offsets = np.zeros(len(self.encoded) + 1, dtype=np.int64)
+        np.cumsum([len(data) for data in self.encoded], out=offsets[1:])
+        return EncodedBatch(
+            data=torch.empty(0, dtype=torch.uint8, device="cpu"),
+            offsets=torch.from_numpy(offsets),
+            labels=None if self.labels is None else torch.from_numpy(self.labels),
+            indices=indices,
+            repeats=repeats,
+            valid=valid,
+            faults=self.faults,
+            lent=tuple(np.frombuffer(data, dtype=np.uint8) if len(data) else _NOTHING for data in self.encoded),
         )
 
 
@@ -415,6 +446,9 @@ class _Ended(BaseException):
 
 class _Silent(BaseException):
     """No batch will come: a worker died, or the time is over."""
+
+
+_NOTHING: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
 
 class _Missing:

@@ -49,14 +49,13 @@ class Feed:
             self.closed.set()
 
 
-def settled(look, patience=5.0):
-    """The value of ``look()`` once it has not changed for a while."""
-    value, since, deadline = look(), time.monotonic(), time.monotonic() + patience
-    while time.monotonic() < deadline and time.monotonic() - since < 0.1:
+def settled(look, expected, patience=60.0):
+    """The value of ``look()`` a while after it was what is expected, or when patience is over."""
+    deadline = time.monotonic() + patience
+    while look() != expected and time.monotonic() < deadline:
         time.sleep(0.005)
-        if (now := look()) != value:
-            value, since = now, time.monotonic()
-    return value
+    time.sleep(0.1)  # it may go on
+    return look()
 
 
 def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
@@ -75,13 +74,13 @@ def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
 def test_it_is_filled_again_only_below_the_low_mark():
     feed = Feed([100] * 100)
     ahead = Ahead(feed(), limit=1000)
-    assert settled(lambda: feed.given) == 11  # ten wait, one is in hand
+    assert settled(lambda: feed.given, 11) == 11  # ten wait, one is in hand
     assert ahead.level == 1000
     next(ahead), next(ahead)  # 800: above the mark of 750
-    assert settled(lambda: feed.given) == 11
+    assert settled(lambda: feed.given, 11) == 11
     next(ahead)
     assert LOW == 0.75  # 700: below it
-    assert settled(lambda: feed.given) == 14
+    assert settled(lambda: feed.given, 14) == 14
     assert ahead.level == 1000
     ahead.close()
 
@@ -89,9 +88,9 @@ def test_it_is_filled_again_only_below_the_low_mark():
 def test_a_batch_larger_than_the_bound_waits_alone():
     feed = Feed([10, 5000, 10, 5000])
     ahead = Ahead(feed(), limit=100)
-    assert settled(lambda: ahead.level) == 10
+    assert settled(lambda: ahead.level, 10) == 10
     assert len(next(ahead).data) == 10
-    assert settled(lambda: ahead.level) == 5000
+    assert settled(lambda: ahead.level, 5000) == 5000
     assert [len(next(ahead).data) for _ in range(3)] == [5000, 10, 5000]
     assert next(ahead, None) is None
 
@@ -116,7 +115,7 @@ def test_its_thread_and_what_it_reads_from_end_with_it(how):
         assert next(ahead, None) is None
     else:
         del ahead
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert feed.closed.is_set()
 
@@ -158,7 +157,7 @@ if __name__ == "__main__":
     del (first := [next(encoded)])[:]
     before = private(), shared()
     ahead = Ahead(encoded, limit=waiting * rows * length)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(ahead._shelf._batches) < waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     level = ahead.level
@@ -212,8 +211,10 @@ def test_the_level_can_be_read_and_a_state_counts_only_what_was_handed_out(photo
         assert loader.ahead_level == 0
         batches = iter(loader)
         next(batches)
-        level = settled(lambda: loader.ahead_level)
-        assert level > 0
+        deadline = time.monotonic() + 60
+        while not loader.ahead_level and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert loader.ahead_level > 0
         assert loader.state_dict()["position"] == 8
         state = loader.state_dict()
         iter(loader)  # ends the pass
@@ -223,11 +224,11 @@ def test_the_level_can_be_read_and_a_state_counts_only_what_was_handed_out(photo
 
 def test_an_abandoned_loader_ends_its_threads(photos):
     others = set(threading.enumerate())
-    loader = built(photos, ahead="1GiB")
+    loader = built(photos, ahead="64KiB")  # both threads have more to do when they are told to end
     iterator = iter(loader)
     next(iterator)
     threads = set(threading.enumerate()) - others
-    assert {"gpuaug-loader", "gpuaug-ahead", "gpuaug-decode_0"} <= {thread.name for thread in threads}
+    assert {"gpuaug-loader", "gpuaug-ahead"} <= {thread.name for thread in threads}
     alive = weakref.ref(loader)
     del loader, iterator
     gc.collect()
@@ -245,7 +246,7 @@ class Stalling:
 
     def __getitem__(self, index):
         if index >= 32:
-            time.sleep(30)
+            time.sleep(600)
         return b"x", 0
 
 
@@ -259,7 +260,7 @@ def test_closing_takes_seconds_even_while_a_read_stalls(workers):
         next(iterator)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100  # the read takes 600 s
 
 
 @pytest.mark.parametrize("value", [0, -5, "much", True])

@@ -146,10 +146,47 @@ def test_start_methods(reading, method, tmp_path):
 def test_a_batch_is_one_piece_of_shared_memory(reading):
     source = Bytes(40)
     for batch in reading(source, num_workers=1).batches(plan(source, 10)):
-        storages = {tensor.untyped_storage().data_ptr() for tensor in (batch.data, batch.offsets, batch.labels)}
-        assert len(storages) == 1
+        assert batch.data.untyped_storage().data_ptr() == batch.offsets.untyped_storage().data_ptr()
+        assert not batch.labels.is_shared()  # who keeps the labels of a batch keeps none of its bytes
+        assert batch.labels.untyped_storage().nbytes() == batch.labels.nbytes
         assert batch.data.is_shared()
         assert not batch.data.is_pinned()
+
+
+class Lending(Bytes):
+    lends = True
+
+    def __init__(self, count, **kwargs):
+        super().__init__(count, **kwargs)
+        self.memory = np.arange(count * 1000, dtype=np.int64).astype(np.uint8)
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise FileNotFoundError("thirteen")
+        return memoryview(self.memory)[index * 1000 : index * 1000 + index], index
+
+
+def test_bytes_that_are_lent_are_copied_nowhere(reading):
+    source = Lending(40)
+    copied = list(reading(source, num_workers=0).batches(plan(source, 10)))
+    lent_out = reading(source, num_workers=0).batches(plan(source, 10), lend=True)
+    for lent, packed in zip(lent_out, copied, strict=True):
+        assert len(lent.data) == 0
+        assert lent.offsets.equal(packed.offsets)
+        assert lent.labels.equal(packed.labels)
+        assert lent.faults == packed.faults
+        for row, (image, other) in enumerate(zip(lent.images, packed.images, strict=True)):
+            np.testing.assert_array_equal(image, other)
+            assert lent.encoded(row).equal(packed.encoded(row))
+            assert not len(image) or np.shares_memory(image, source.memory)
+
+
+@pytest.mark.parametrize("source", [Lending(20), Bytes(20)], ids=["workers", "own"])
+def test_only_who_lends_and_only_in_this_process_is_taken_at_its_word(reading, source):
+    workers = 1 if isinstance(source, Lending) else 0
+    for batch in reading(source, num_workers=workers).batches(plan(source, 10), lend=True):
+        assert not batch.lent
+        assert len(batch.data) == int(batch.offsets[-1]) > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -43,6 +43,7 @@ class MapSource:
         number = getattr(samples, "num_classes", None)
         self.num_classes: int | None = len(self.classes) if number is None and self.classes is not None else number
         self.mapped = bool(getattr(samples, "mapped", False))
+        self.lends = bool(getattr(samples, "lends", False))
         self.stored = getattr(samples, "stored", None)  # of materialized epochs, which a loader replays
         if callable(many := getattr(samples, "read_many", None)):
             self.read_many = many

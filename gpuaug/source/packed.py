@@ -33,10 +33,9 @@ Size = int | str
 class PackedSource(Listed):
     """The folder of `gpuaug pack`, with the keys, labels and classes of the source it was made of.
 
-    Arrays are read through the page cache: a sample's pixels are copied once, into its batch, and `decode` cuts its
-    views out of there. Where they fit into memory ``num_workers=0`` reads fastest: 47,000 images of 256 x 341 a second,
-    and a worker, which has to make shared memory for every batch, a tenth of that. Samples are numbered 0 .. N - 1 in
-    the order of the source they were made of.
+    Arrays are read through the page cache. With ``num_workers=0``, which they get by default, `decode` cuts its views
+    out of the mapped files and nothing is copied; a worker would have to make shared memory for every batch. Samples
+    are numbered 0 .. N - 1 in the order of the source they were made of.
 
     Args:
         root: the folder, or its URL, which is read in ranges instead of memory-mapped.
@@ -67,7 +66,9 @@ class PackedSource(Listed):
         self._storage = Storage(remote)
         self.manifest = self._read_manifest()
         self.format: str = self.manifest["format"]
-        self.mapped = self.format == "uint8" and "://" not in str(self.root)  # reading is a copy out of the page cache
+        # reading is at most a copy out of the page cache
+        self.mapped = self.format == "uint8" and "://" not in str(self.root)
+        self.lends = self.mapped  # what is read stays where it is, unchanged, for as long as anyone looks at it
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self._plan = self._sizes_by_epoch(size)
         self._total = int(self.manifest["samples"])
@@ -271,7 +272,8 @@ class Rows:
     indices = None
 
     def __init__(self, source: PackedSource) -> None:
-        self.source, self.total, self.mapped = source, source._total, source.mapped
+        self.source, self.total = source, source._total
+        self.mapped, self.lends = source.mapped, source.lends
         self.sizes = source._used()
         self.views = [source.at_size(size) for size in self.sizes]
         labels = source.labels
