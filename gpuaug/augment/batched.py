@@ -61,15 +61,17 @@ def upload(arrays: list[NDArray[np.float32] | NDArray[np.int32]], device: torch.
     """float32 and int32 arrays to the device in one copy (pinned and asynchronous for CUDA)."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-    sizes = [a.size for a in arrays]
+    # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise, and
+    # where an array begins would depend on the batch.
+    sizes = [-(-a.size // 4) * 4 for a in arrays]
     packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     flat, at = packed.numpy(), 0
     for a, size in zip(arrays, sizes, strict=True):
-        flat[at : at + size] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
+        flat[at : at + a.size] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
         at += size
     parts = packed.to(device, non_blocking=True).split(sizes)  # the caching host allocator keeps `packed` until copied
     return [
-        (p.view(torch.float32) if a.dtype == np.float32 else p).view(a.shape)
+        (p.view(torch.float32) if a.dtype == np.float32 else p)[: a.size].view(a.shape)
         for p, a in zip(parts, arrays, strict=True)
     ]
 
