@@ -1,4 +1,4 @@
-"""Real servers on the loopback for tests: S3 (moto), files over HTTP, and a proxy that delays, fails and cuts."""
+"""Real servers on the loopback for tests: S3 (moto), Google's storage, HTTP; a proxy that delays, fails and cuts."""
 
 import os
 import re
@@ -19,19 +19,23 @@ class Proxy:
     """Forwards to a server on the loopback, after ``latency`` seconds to the first byte.
 
     ``trouble(path, count)`` says what happens to a request, the count-th one for its path and range from 0: None, an
-    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds).
+    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds). ``headers`` are added
+    to answers. The first GETs after ``together`` was set wait for one another, until so many are there at the same
+    time, or for 30 seconds.
     """
 
-    def __init__(self, port, latency=0.0, trouble=None):
+    def __init__(self, port, latency=0.0, trouble=None, headers=()):
         self.upstream, self.latency, self.trouble = port, latency, trouble or (lambda path, count: None)
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
+        self.headers = dict(headers)
         self.stop = threading.Event()
         self.reset()
 
     def reset(self):
-        self.now = self.most = 0
+        self.now = self.most = self.together = 0
         self.asked = []  # (method, path, range)
         self.agents = Counter()  # of GETs
+        self.logins = Counter()  # of GETs: what they are signed with, "" without a signature
         self.counts = Counter()
 
     @property
@@ -44,10 +48,17 @@ class Proxy:
             self.asked.append(key)
             if handler.command == "GET":
                 self.agents[(handler.headers.get("User-Agent") or "").partition("/")[0]] += 1
+                login = handler.headers.get("Authorization") or ""
+                self.logins[(re.findall(r"Credential=([^/]*)", login) or [login])[0]] += 1
             self.now += 1
             self.most = max(self.most, self.now)
             count = self.counts[key]
             self.counts[key] += 1
+            self.lock.notify_all()
+            if handler.command == "GET" and self.together:
+                self.lock.wait_for(lambda: self.most >= self.together, 30)
+                self.together = 0
+                self.lock.notify_all()
         try:
             what = self.trouble(handler.path, count)
             time.sleep(self.latency)
@@ -73,6 +84,8 @@ class Proxy:
         for name, value in response.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
                 handler.send_header(name, value)
+        for name, value in self.headers.items():
+            handler.send_header(name, value)
         length = response.getheader("Content-Length") if handler.command == "HEAD" else str(len(data))
         handler.send_header("Content-Length", length or "0")
         handler.end_headers()
@@ -167,22 +180,32 @@ def files(folder, ranges=True):
         yield port
 
 
-@contextmanager
 def s3():
     """Port of moto's server, in a process of its own."""
+    return _program(lambda port: f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])")
+
+
+def gcs(bucket):
+    """Port of an emulator of Google Cloud Storage with an empty bucket, in a process of its own."""
+    start = "['start', '--host', '127.0.0.1', '--port', '{}', '-q', '--in-memory', '--default-bucket', '{}']"
+    code = "from gcp_storage_emulator.__main__ import main; main({})"
+    return _program(lambda port: code.format(start.format(port, bucket)))
+
+
+@contextmanager
+def _program(code):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
     with open(os.devnull, "w") as nowhere:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=nowhere, stderr=nowhere)
+        process = subprocess.Popen([sys.executable, "-c", code(port)], stdout=nowhere, stderr=nowhere)
     try:
         for _ in range(600):
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
                 break
             except OSError:
-                assert process.poll() is None, "moto's server ended"
+                assert process.poll() is None, "the server ended"
                 time.sleep(0.05)
         yield port
     finally:
@@ -190,8 +213,8 @@ def s3():
         process.wait()
 
 
-def bucket_of(port, folder, bucket, prefix="train"):
-    """Put all files of a folder into a new bucket; the URL."""
+def bucket_of(port, folder, bucket, prefix="train", **more):
+    """Put all files of a folder into a new bucket; the URL. ``more`` goes to boto3's put_object."""
     import boto3
 
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
@@ -199,7 +222,7 @@ def bucket_of(port, folder, bucket, prefix="train"):
     client.create_bucket(Bucket=bucket)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            client.put_object(Bucket=bucket, Key=f"{prefix}/{path.relative_to(folder)}", Body=path.read_bytes())
+            client.put_object(Bucket=bucket, Key=f"{prefix}/{path.relative_to(folder)}", Body=path.read_bytes(), **more)
     return f"s3://{bucket}/{prefix}"
 
 

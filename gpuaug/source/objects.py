@@ -32,6 +32,7 @@ S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
 S3_CLIENT |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 S3_CONFIG = {"max_pool_connections", "retries", "s3"}
 GCS = UNUSED | {"project", "access", "token", "endpoint_url", "consistency", "timeout"}
+GOOGLE = "https://storage.googleapis.com"  # others do not send what obstore asks of Google
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 _lost = False  # whether a parent of this process had obstore's threads when it forked
@@ -246,8 +247,8 @@ def _gcs(system: Any, bucket: str, timeout: float) -> Callable[[float], Any]:
     from obstore.store import GCSStore
 
     _check(system.storage_options, GCS)
-    if system._use_mtls_endpoint:
-        raise _UnfitError("certificates of clients for Google")
+    if (endpoint := system._location.rstrip("/")) != GOOGLE:
+        raise _UnfitError(f"endpoint {endpoint} for Google's protocol")
     login = system.credentials
     more: dict[str, Any] = {"skip_signature": True}
     if login.credentials is not None and not isinstance(login.credentials, _anonymous()):
@@ -262,7 +263,6 @@ def _gcs(system: Any, bucket: str, timeout: float) -> Callable[[float], Any]:
 
         provide()
         more = {"skip_signature": False, "credential_provider": provide}
-    endpoint = system._location.rstrip("/")  # STORAGE_EMULATOR_HOST too
 
     def make(seconds: float) -> Any:
         return GCSStore(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import inspect
 import logging
 import os
 import posixpath
@@ -46,6 +47,8 @@ BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionEr
 VERSIONS = ["ETag", "etag", "generation", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified"]
 VERSIONS += ["mtime", "modified", "updated"]  # what stores say about the version of a file
 AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP status that another try may change
+
+NEEDS = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # packages, by protocol
 
 _ABANDONED: list[Any] = []  # file systems of a parent process: their end would wait for threads that are not here
 
@@ -564,12 +567,31 @@ def _file_system(place: str, remote: Remote) -> Any:
         system, _ = url_to_fs(place, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
         raise SourceError(
-            f"{protocol}:// needs another package: {error}. `pip install gpuaug[remote]` has those for s3:// and https://."
+            f"{protocol}:// needs another package: {error}. Do `pip install {NEEDS.get(protocol, 'gpuaug[remote]')}`."
         ) from error
+    except OSError as error:
+        said = f"{protocol}:// cannot be opened: {str(error).splitlines()[0] if str(error) else error!r}."
+        if protocol == "hdfs":
+            said += (
+                " It needs Java and Hadoop's libhdfs: set JAVA_HOME, HADOOP_HOME and CLASSPATH, or read by webhdfs://."
+            )
+        raise SourceError(said) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`source.remote.options` do not fit {type(error).__name__}: {error}.") from error
+    unknown: set[str] = set()  # what these two would find out at the first request, or never
     if protocol in ("s3", "s3a"):
+        from botocore.session import Session
+
         system.retries = 1
+        unknown = set(system.kwargs) - set(inspect.signature(Session).parameters) - objects.UNUSED
+    elif protocol in ("gs", "gcs"):
+        makers = [vars(cls)["__init__"] for cls in type(system).__mro__ if "__init__" in vars(cls)]
+        known = {name for maker in makers for name in inspect.signature(maker).parameters}
+        unknown = set(remote.options or {}) - known - objects.UNUSED
+    if unknown:
+        raise ConfigError(
+            f"`source.remote.options` has what {protocol}:// does not know: {', '.join(sorted(unknown))}."
+        )
     return system
 
 
