@@ -68,6 +68,13 @@ def plant(source: Any, *overrides: str, named: str, step: Any = None, **objects:
     return verdict
 
 
+def name_of(source: Any, *overrides: str, named: str) -> None:
+    """Require the name alone: nothing is tried."""
+    with build(source, *overrides) as loader, Profiler(loader, repeats=2, seconds=0.02) as profiler:
+        found = profiler.measure()
+    assert bottleneck.bottleneck(found)[0] == named, found
+
+
 def sleeping(seconds: float) -> Callable[[Batch], None]:
     """A model on a device of its own: the host only waits for it."""
 
@@ -362,11 +369,11 @@ def test_cores_are_those_of_this_process() -> None:
 
 def test_waiting_for_bytes_is_told_from_work(small: list[bytes]) -> None:
     shares = []
-    for source in (planted.Source(small, wait=0.01), planted.Source(small, work=0.01)):
+    for source in (planted.Source(small, wait=0.02), planted.Source(small, work=0.02)):
         with build(source, "num_workers=0") as loader, Profiler(loader, repeats=1, seconds=0.05) as profiler:
             shares.append(profiler._source(profiling.Notes()))
-    assert shares[0] < 0.4
-    assert shares[1] > 0.6
+    assert shares[0] < 0.3
+    assert shares[1] > 0.7
 
 
 def test_cpu_time_of_another_process_is_seen() -> None:
@@ -390,8 +397,7 @@ def test_storage_that_more_workers_hide(small: list[bytes]) -> None:
 
 
 def test_storage_without_a_worker(small: list[bytes]) -> None:
-    verdict = plant(planted.Source(small, wait=0.02), "num_workers=0", named="storage")
-    assert any(o.startswith("num_workers=") for o in verdict.overrides)
+    name_of(planted.Source(small, wait=0.02), "num_workers=0", named="storage")
 
 
 def test_slow_operation(small: list[bytes]) -> None:
@@ -431,12 +437,7 @@ def test_large_images(photos: Path) -> None:
 
 
 def test_busy_worker(small: list[bytes]) -> None:
-    with (
-        build(planted.Source(small, work=0.02), "batch_size=2") as loader,
-        Profiler(loader, repeats=2, seconds=0.02) as profiler,
-    ):
-        found = profiler.measure()
-    assert bottleneck.bottleneck(found)[0] == "workers", found
+    name_of(planted.Source(small, work=0.02), "batch_size=2", named="workers")
 
 
 @pytest.mark.long
@@ -488,7 +489,7 @@ def sensible(measured: Measured, verdict: Verdict) -> None:
         ("augment=none",),
         ("mix=mixup_cutmix", "last=pad"),
         ("dtype=bfloat16", "memory_format=channels_last", "order=sequential", "limit_batches=1"),
-        ("start_method=spawn",),
+        pytest.param(("start_method=spawn",), marks=pytest.mark.long),
     ],
     ids=" ".join,
 )
@@ -507,13 +508,12 @@ def test_packed_and_materialized(photos: Path, tmp_path: Path) -> None:
     assert main(["pack", f"source.root={photos}", f"out={tmp_path / 'p'}", "format=uint8", "sizes=[48]"]) == 0
     recipe = ["augment=flip", "augment.crop.size=32"]
     assert main(["materialize", *common, *recipe, f"out={tmp_path / 'm'}", "epochs=1"]) == 0
-    for kind, root in (("packed", tmp_path / "p"), ("materialized", tmp_path / "m")):
-        for workers in (0, 1):
-            words = [f"source={kind}", f"source.root={root}", f"num_workers={workers}", "device=cpu", "batch_size=8"]
-            with gpuaug.build(gpuaug.compose("train", [*words, *recipe])) as loader:
-                found, verdict = judged(loader, repeats=1, seconds=0.02)
-                sensible(found, verdict)
-                assert not any("gpuaug pack" in c.text or "cache" in str(c.overrides) for c in verdict.others)
+    for kind, root, workers in (("packed", tmp_path / "p", 1), ("materialized", tmp_path / "m", 0)):
+        words = [f"source={kind}", f"source.root={root}", f"num_workers={workers}", "device=cpu", "batch_size=8"]
+        with gpuaug.build(gpuaug.compose("train", [*words, *recipe])) as loader:
+            found, verdict = judged(loader, repeats=1, seconds=0.02)
+            sensible(found, verdict)
+            assert not any("gpuaug pack" in c.text or "cache" in str(c.overrides) for c in verdict.others)
 
 
 @pytest.mark.parametrize("policy", ["raise", "blank", "drop"])

@@ -81,7 +81,7 @@ class Measured:
         step: the training step on cached batches, the ideal loader; None without a model.
         whole: all of it, as training runs it. None: not measured.
         cores: how many this process gets, by affinity, quota and what others leave.
-        busy: share of reading a sample in which the reader computed or waited for a core; else it waited for bytes.
+        busy: share of reading a sample in which the reader computed; else it waited for bytes.
         device_type: cpu or cuda.
     """
 

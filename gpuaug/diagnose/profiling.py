@@ -202,10 +202,11 @@ class Profiler:
     # -- each stage for a moment --
 
     def _source(self, notes: Notes) -> float:
-        """Read samples in this process; the share of that time in which it computed, or waited for a core."""
+        """Read samples in this process; the share of that time in which it computed, without waits for a core."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
-        begin, count, size, ran = _now(), 0, 8 if many is None else CHUNK, _ran()
+        begin, count, size = _now(), 0, 8 if many is None else CHUNK
+        worked, waited = time.thread_time(), _waited_for_a_core()
         while not count or begin.since().wall < self.seconds:
             indices, repeats, valid = _head(next(self.tasks), size)
             numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
@@ -217,11 +218,11 @@ class Profiler:
                     with contextlib.suppress(OSError, GpuaugError):
                         source[number]
             count += len(numbers)
-        spent, ran = begin.since(), _ran() - ran
+        spent, worked, waited = begin.since(), time.thread_time() - worked, _waited_for_a_core() - waited
         notes.add(spent, count)
         if many is not None:  # such a source may have threads of its own
-            ran = max(ran, spent.own)
-        return min(1.0, ran / max(spent.wall, 1e-9))
+            worked = max(worked, spent.own)
+        return min(1.0, worked / max(spent.wall - waited, worked, 1e-9))
 
     def _read(self, notes: Notes, reader: Reader, tasks: Iterator[Task], *, numbers: Any = None) -> None:
         workers = reader.num_workers
@@ -815,13 +816,12 @@ def _cpu(pid: int) -> float:
         return 0.0
 
 
-def _ran() -> float:
-    """Seconds that this thread has run or waited for a core so far; what is missing to the clock it waited for else."""
+def _waited_for_a_core() -> float:
+    """Seconds that this thread could have run so far, while others had the cores."""
     try:
-        waited = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):  # a kernel that does not count it: busy machines look like slow storage
-        waited = 0.0
-    return time.thread_time() + waited
+        return 0.0
 
 
 def _pids(reader: Reader) -> list[int]:
