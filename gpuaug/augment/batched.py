@@ -59,8 +59,6 @@ def groups(code: NDArray[np.int32], args: Float, columns: Iterable[int]) -> list
 
 def upload(arrays: list[NDArray[np.float32] | NDArray[np.int32]], device: torch.device) -> list[Tensor]:
     """float32 and int32 arrays to the device in one copy (pinned and asynchronous for CUDA)."""
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
     # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise, and
     # where an array begins would depend on the batch.
     sizes = [-(-a.size // 4) * 4 for a in arrays]

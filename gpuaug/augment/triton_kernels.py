@@ -299,8 +299,12 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
 def _apart(x):  # type: ignore[no-untyped-def]
     """A block [8 n] as eight [n]; what `_in_a_row` put together."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0] // 8, 2, 2, 2)))
-    (x04, x26), (x15, x37) = tl.split(even), tl.split(odd)
-    (x0, x4), (x2, x6), (x1, x5), (x3, x7) = tl.split(x04), tl.split(x26), tl.split(x15), tl.split(x37)
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
     return x0, x1, x2, x3, x4, x5, x6, x7
 
 
