@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <vector>
 #if defined(__linux__)
@@ -113,12 +114,26 @@ struct Group {
     int32_t pairs, first;
 };
 
+struct Memory {  // grows, and is not filled: a vector would write zeros first
+    std::unique_ptr<uint8_t[]> bytes;
+    int64_t size = 0;
+
+    void resize(int64_t wanted) {
+        if (wanted <= size) return;
+        bytes.reset();
+        size = 0;
+        bytes.reset(new uint8_t[wanted]);
+        size = wanted;
+    }
+    uint8_t* data() { return bytes.get(); }
+};
+
 struct Worker {
     Axis across, down;
     std::vector<Group> groups;
     std::vector<Pair> pairs;
     std::vector<__mmask64> masks;
-    std::vector<uint8_t> rows, upright;
+    Memory rows, upright;
     std::vector<const uint8_t*> lines;
     std::vector<int32_t> both;
 
@@ -153,13 +168,16 @@ struct Worker {
     }
 
     template <int N>
-    void columns(const uint8_t* const* in, uint8_t* const* out) const {
+    void columns(const uint8_t* const* in, uint8_t* const* out, int64_t ahead) const {
         constexpr __mmask64 low = 0x5555555555555555ull;
         const __m512i half = _mm512_set1_epi32(1 << (across.precision - 1)), zero = _mm512_setzero_si512();
         const __m128i shift = _mm_cvtsi32_si128(across.precision);
         for (const Group& g : groups) {
             __m512i sum[N];
-            for (int r = 0; r < N; ++r) sum[r] = half;
+            for (int r = 0; r < N; ++r) {
+                sum[r] = half;
+                __builtin_prefetch(in[r] + g.from + ahead);  // harmless wherever it points
+            }
             for (int t = 0; t < g.pairs; ++t) {
                 const Pair& p = pairs[g.first + t];
                 const __m512i index = _mm512_load_si512(p.index), w = _mm512_load_si512(p.weight);
@@ -244,8 +262,8 @@ struct Worker {
                     uint8_t* to[4];
                     const int64_t n = h - made >= 4 ? 4 : 1;
                     for (int64_t r = 0; r < n; ++r) in[r] = src + (made + r) * pitch, to[r] = rows.data() + (made + r) * stride;
-                    if (n == 4) columns<4>(in, to);
-                    else columns<1>(in, to);
+                    if (n == 4) columns<4>(in, to, 4 * pitch);
+                    else columns<1>(in, to, pitch);
                     made += n;
                 }
             }

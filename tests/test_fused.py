@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpuaug
-from gpuaug import compiled
+from gpuaug import compiled, recycled
 from gpuaug.augment import batched, native
 from gpuaug.augment.fused import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -398,7 +398,7 @@ def test_every_instruction_set_gives_the_same_bits(
 
 
 def test_memory_of_a_batch_comes_back_when_nobody_holds_it() -> None:
-    outputs = native._Outputs(most=5 << 20, age=3)
+    outputs = recycled.Outputs(most=5 << 20, age=3)
     shape = (1, 3, 512, 600)  # 3.5 MiB
     first = outputs.take(shape, torch.float32, False)
     where, part = first.data_ptr(), first[0, 1]

@@ -6,8 +6,6 @@ Without a compiler :func:`library` gives None and says so; the same program then
 from __future__ import annotations
 
 import ctypes
-import math
-from collections import deque
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from gpuaug import compiled
 from gpuaug.draw import Float
+from gpuaug.recycled import outputs
 
 _FLAGS = (*compiled.FLAGS, "-ffinite-math-only")  # minimum and maximum in one instruction: a fifth of `standard`'s time
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -44,77 +43,6 @@ class _Job(ctypes.Structure):
         ("scale", ctypes.c_float * 3),
         ("shift", ctypes.c_float * 3),
     )
-
-
-class _Outputs:
-    """Memory of batches that nobody holds any more, for the next ones: mapping fresh pages takes as long as a recipe.
-
-    Args:
-        most: bytes that are kept at most; what was freed first goes first.
-        age: what was not needed for so many batches is given back.
-    """
-
-    def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
-        self.most, self.age = most, age
-        self._taken = 0
-        # Appended to wherever a batch dies, also inside the garbage collector: nothing here may take a lock.
-        self._free: deque[tuple[int, Tensor]] = deque()
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:
-        """An uninitialised tensor [B, 3, H, W]; its memory comes back when the last tensor on it is gone."""
-        size = dtype.itemsize * math.prod(shape)
-        if size < _SMALL:
-            return torch.empty(shape, dtype=dtype, memory_format=_format(channels_last))
-        self._taken += 1
-        found, kept = None, []
-        while self._free:
-            try:
-                freed, memory = self._free.pop()  # the newest first: more of it may be in cache
-            except IndexError:  # another thread was faster
-                break
-            if found is None and memory.numel() == size:
-                found = memory
-            elif self._taken - freed < self.age:
-                kept.append((freed, memory))
-        room = self.most
-        for freed, memory in kept:
-            room -= memory.numel()
-            if room >= 0:
-                self._free.appendleft((freed, memory))
-        lease = _Lease(torch.empty(size, dtype=torch.uint8) if found is None else found, self)
-        flat = torch.from_numpy(np.asarray(lease)).view(dtype)  # holds the lease
-        batch, channels, height, width = shape
-        if channels_last:
-            return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
-        return flat.view(shape)
-
-    def give(self, memory: Tensor) -> None:
-        """Memory that is free again."""
-        self._free.append((self._taken, memory))
-
-
-class _Lease:
-    """Gives memory back when numpy, and so torch, lets go of it."""
-
-    def __init__(self, memory: Tensor, outputs: _Outputs) -> None:
-        self._memory, self._outputs = memory, outputs
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (memory.numel(),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-        }
-
-    def __del__(self) -> None:
-        self._outputs.give(self._memory)
-
-
-_SMALL = 1 << 20
-_outputs = _Outputs()
-
-
-def _format(channels_last: bool) -> torch.memory_format:
-    return torch.channels_last if channels_last else torch.contiguous_format
 
 
 def run(
@@ -149,7 +77,7 @@ def run(
     images = images.contiguous()
     whole = images.dtype == torch.uint8
     batch, height, width = (len(images), *images.shape[1:3]) if whole else (len(images), *images.shape[2:])
-    out = _outputs.take((batch, 3, height, width), dtype, channels_last)
+    out = outputs.take((batch, 3, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64) if tables else None
     for rows, column, values in tables:
         assert pointers is not None
