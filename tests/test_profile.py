@@ -233,7 +233,7 @@ def test_gains_are_never_more_than_idle_cores_give(seed: int) -> None:
     m = anything(rng)
     trials = Paper(cores=max(1, math.ceil(m.cores)), threads=rng.choice([None, 1, 2]))
     verdict = diagnose(trials, m)
-    now = m.whole.wall if m.whole else predict(m).seconds
+    now = max(m.whole.wall if m.whole else 0.0, predict(m).seconds)
     cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step or FREE))
     factors = [1.0, *(change.gain for change in verdict.changes)]
     assert factors == sorted(factors)
@@ -256,7 +256,7 @@ def test_what_no_part_explains_is_not_credited_to_a_change() -> None:
     assert expected(m, then) == pytest.approx((1.7 + 1.0) * 1e-3)  # 1 ms of the 5 stays
     assert gain(m, then) == pytest.approx(5 / 2.7)
     fast = replace(m, whole=cost(3))  # the parts were measured in a worse moment than the whole
-    assert gain(fast, then) == pytest.approx(3 / 1.7)
+    assert 3 / 1.7 < gain(fast, then) < 4 / 1.7
 
 
 @pytest.mark.parametrize(

@@ -251,10 +251,15 @@ def predict(m: Measured) -> Prediction:
 def expected(m: Measured, then: Measured) -> float:
     """Seconds per image of the whole after ``m`` has become ``then``.
 
-    What the whole takes now beyond its parts stays as it is: no change is credited with it.
+    What the whole takes now beyond its parts stays as it is: no change is credited with it. Where it takes less than
+    they explain, they were measured in a worse moment, and the answer lies between both: their geometric mean.
     """
-    rest = 0.0 if m.whole is None else max(0.0, m.whole.wall - predict(m).seconds)
-    return predict(then).seconds + rest
+    explained, after = predict(m).seconds, predict(then).seconds
+    if m.whole is None:
+        return after
+    if m.whole.wall >= explained:
+        return after + m.whole.wall - explained
+    return after * math.sqrt(m.whole.wall / explained)
 
 
 def gain(m: Measured, then: Measured) -> float:
@@ -329,7 +334,7 @@ def cpu_is_enough(m: Measured, on_host: Cost) -> str | None:
     if m.device_type != "cuda" or m.step is None:
         return None
     then = replace(m, device_type="cpu", decode=on_host, augment=FREE)
-    here = predict(m).seconds if m.whole is None else m.whole.wall
+    here = expected(m, m)
     if expected(m, then) > 1.02 * here:
         return None
     return (
