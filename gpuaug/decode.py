@@ -384,9 +384,11 @@ class Decoder:
                 images = [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
             for value in np.unique(part.orientation):
                 k = torch.from_numpy(np.flatnonzero(part.orientation == value))
-                rows = torch.from_numpy(part.rows)[k].to(self.device)
+                # Numbers out of pageable memory are staged before the call returns, so nothing has to wait for the copy.
+                rows = torch.from_numpy(part.rows)[k].to(self.device, non_blocking=True)
+                at = k.to(self.device, non_blocking=True)
                 for image, view in zip(images, views, strict=True):
-                    image.index_copy_(0, rows, _oriented_batch(view[k.to(self.device)], int(value)))
+                    image.index_copy_(0, rows, _oriented_batch(view[at], int(value)))
         if images is None:
             images = [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
         if refused:
@@ -394,9 +396,9 @@ class Decoder:
             host = [x.zero_() for x in _canvases(len(rest), plan.boxes)]
             found = self._on_host(replace(rest, rows=np.arange(len(rest))), [x.numpy() for x in host])
             faults += [replace(fault, row=int(rest.rows[fault.row])) for fault in found]
-            rows = torch.from_numpy(rest.rows).to(self.device)
+            rows = torch.from_numpy(rest.rows).to(self.device, non_blocking=True)
             for image, view in zip(images, host, strict=True):
-                image.index_copy_(0, rows, view.to(self.device))
+                image.index_copy_(0, rows, view.to(self.device, non_blocking=True))
         return images, faults
 
     def _each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:

@@ -60,8 +60,10 @@ def test_pixels_are_the_cpus(request, which, backend):
             assert (difference > 6).float().mean() < 0.02
 
 
+@pytest.mark.parametrize("which", ["photos", "plain"])  # with rows that are turned after decoding, and without
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
-def test_a_busy_consumer_gets_the_same_batches(plain, backend):
+def test_a_busy_consumer_gets_the_same_batches(request, which, backend):
+    plain = request.getfixturevalue(which)
     with build(plain, "cuda", backend, prefetch=0) as calm:
         expected = [batch.images.clone() for batch in calm]
         torch.cuda.synchronize()
@@ -85,8 +87,9 @@ def test_batch_size_changes_no_pixel(plain):
                 assert (image - first[int(i)]).abs().max() < 2e-5
 
 
-def test_nothing_waits_for_the_device(plain):
-    with build(plain, "cuda", batch_size=8) as loader:
+@pytest.mark.parametrize("which", ["photos", "plain"])
+def test_nothing_waits_for_the_device(request, which):
+    with build(request.getfixturevalue(which), "cuda", batch_size=8) as loader:
         list(loader)  # kernels are compiled, pools are filled
         batches = iter(loader)
         next(batches)
@@ -116,3 +119,49 @@ def test_half_precision_and_channels_last(plain):
     assert images.dtype == torch.bfloat16
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert images.isfinite().all()
+
+
+def test_another_device_than_the_current_one(plain):
+    """Everything is on the loader's device, whichever is current where it is used."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with build(plain, "cuda:1") as loader, build(plain, "cuda:0") as other, torch.cuda.device(0):
+        for ours, theirs in zip(loader, other, strict=True):
+            assert ours.images.device == ours.labels.device == torch.device("cuda:1")
+            assert (ours.images.cpu() - theirs.images.cpu()).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("policy", ["blank", "drop"])
+def test_bad_samples_on_the_device(plain, tmp_path, policy):
+    """A batch of only bad samples, and some among good ones, which come out unchanged."""
+    for k, path in enumerate(sorted(plain.rglob("*.jpg"))[:40]):
+        target = tmp_path / path.relative_to(plain)
+        target.parent.mkdir(exist_ok=True)
+        data = path.read_bytes()
+        target.write_bytes(data[: len(data) // 3] if k < 8 or k % 5 == 0 else data)
+    faults = gpuaug.Faults(policy=policy, max=100)
+    settings = {"order": "sequential", "batch_size": 8, "faults": faults}
+    with build(tmp_path, "cuda", **settings) as on_gpu, build(tmp_path, "cpu", **settings) as on_cpu:
+        for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+            assert torch.equal(ours.valid, theirs.valid)
+            assert torch.equal(ours.indices, theirs.indices)
+            assert not ours.images.cpu()[~ours.valid].any()
+            assert (ours.images.cpu() - theirs.images).abs().mean() * 0.229 * 255 < 1.0
+
+
+def test_views_of_several_sizes(plain):
+    recipe = gpuaug.build(gpuaug.compose("train", ["augment=dino", "source.root=."]).augment)
+    with gpuaug.Loader(
+        gpuaug.FolderSource(plain), augment=recipe, batch_size=16, device="cuda", dtype="float16"
+    ) as ours:
+        for images, _ in ours:
+            assert [tuple(x.shape[2:]) for x in images] == [(224, 224)] * 2 + [(96, 96)] * 6
+            assert all(x.isfinite().all() for x in images)
+
+
+def test_autocast_of_the_caller_changes_nothing(plain):
+    with build(plain, "cuda", prefetch=0) as loader:
+        expected = next(iter(loader)).images.clone()
+    with build(plain, "cuda", prefetch=0) as loader, torch.autocast("cuda", torch.bfloat16):
+        found = next(iter(loader)).images
+    assert torch.equal(found, expected)

@@ -190,7 +190,9 @@ def _fields(
             of = np.flatnonzero(c.choice[rows, column.slot] == alternative)
             if len(of) and column.table[alternative, 0] == Code.NOISE:
                 keys = torch.from_numpy(c.keys[rows[of]]).to(device, non_blocking=True)
-                values[torch.from_numpy(of)] = noise(module, keys, size)["gaussian_noise"]
+                drawn = noise(module, keys, size)["gaussian_noise"]
+                # an index that is not on the device yet would be waited for
+                values.index_copy_(0, torch.from_numpy(of).to(device, non_blocking=True), drawn)
         fields[column.start] = values
     return fields
 
