@@ -65,9 +65,10 @@ CONFIGURATIONS = [
     Configuration("parquet", "parquet", ("augment=flip", "num_workers=4", "order=sequential"), held_out=True),
     Configuration("table", "table", ("augment=randaugment", "num_workers=1", "batch_size=128"), held_out=True),
     Configuration("packed, 2 workers", "packed", ("augment=dino", "num_workers=2", "batch_size=64"), held_out=True),
-    Configuration("materialized, final", "final", ("augment=simclr", "num_workers=2", "batch_size=32"), held_out=True),
+    Configuration("materialized, final", "final", ("augment=simclr", "num_workers=2", "batch_size=32")),
     Configuration("large, dino", "large", ("augment=dino", "num_workers=1", "batch_size=8"), held_out=True),
-    Configuration("mixup", "folder", ("augment=standard", "mix=mixup_cutmix", "num_workers=2"), held_out=True),
+    Configuration("mixup", "folder", ("augment=standard", "mix=mixup_cutmix", "num_workers=2")),
+    Configuration("cutmix", "shards", ("augment=threeaugment", "mix=cutmix", "num_workers=1", "batch_size=96"), True),
 ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_workers_hold_batches_in_shared_memory(photos: Path) -> None:
         three = plan.predict(
             loader, sizes, base=plan.NOTHING, worker=MIB, settings=Settings(3, loader.prefetch, None, None)
         )
-    behind = 2 + 2 * sizes.keeps_labels
+    behind = 2  # in decode, and the one before it
     assert one.total("shared") == pytest.approx(sizes.batch(2, batches=2 + behind), abs=4)
     assert three.total("shared") == pytest.approx(sizes.batch(2, batches=6 + behind), abs=4)
     assert three.part("workers") - one.part("workers") == pytest.approx(2 * (MIB + sizes.batch(2)), abs=4)
@@ -110,7 +110,7 @@ def test_raw_pixels_and_materialized_epochs_are_not_decoded(photos: Path, tmp_pa
     each = 2 * 3 * 224 * 224 * 4
     assert sizes.encoded == each
     assert sizes.views == [(224, 224), (224, 224)]
-    assert found["views, stored"] == 2 * 16 * each
+    assert "views, stored" not in found  # read where they lie
     assert found["finished batches"] == 4 * 16 * each
 
 

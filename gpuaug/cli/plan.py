@@ -115,7 +115,9 @@ def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -
         told("measured_shared", peak.shared, planned.total("shared"))
     if loader.device.type == "cuda":
         told("measured_device", peak.device, planned.total("device"))
-    report.add("measured_over", peak.batches, f"{peak.batches} batches; pages of libraries and files are not counted")
+    few = "" if peak.batches > loader.prefetch + 2 else ", too few for everything to fill up: raise `seconds`"
+    text = f"{peak.batches} batches{few}; pages of libraries and files are not counted"
+    report.add("measured_over", peak.batches, text)
 
 
 def fitted(request: Request, config: Any, loader: Loader, *, beside: Sequence[Loader] = (), **rule: Any) -> Loader:

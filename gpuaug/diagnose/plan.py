@@ -51,12 +51,11 @@ KEPT, KEPT_BY_THREAD = 45 * MIB, 12 * MIB
 # glibc maps what is larger by itself and gives it back at once. Smaller batches that this process makes one after the
 # other come from a heap that grows for a dozen of them: by 62 MiB with batches of 9 MiB, by 49 with 15
 MAPPED, HEAP = 32 * MIB, 5
-# and finished views: 170 MiB with 8 views of 3 to 18 MiB; of stored float32 views up to three times as much
-HEAP_OF_VIEWS = 2
 # DALI on the CPU keeps a buffer for every sample of a batch, as large as the largest that was in it, and glibc what its
 # threads freed. Measured, in MiB beyond KEPT, 2 threads: 137 decoded of each batch (largest image 36) 290 to 360; 307:
 # 680 to 720; 410: 810; 34: 310.
 SLOTS, AT_WORK = 2.0, 2.7
+MIX = 3  # batches beside the mixed one; measured 2.9
 CONTEXT = 500 * MIB  # of one process on a GPU, kernels of torch and DALI
 # DALI on a GPU keeps what it once allocated, image by image: where their sizes vary, an image often finds no free piece
 # of its size. Taken over from measurements on a CPU, as no GPU was there: 1.2 times the pixels where all are alike, 2.4
@@ -147,7 +146,6 @@ class Sizes:
         largest: bytes of all pixels of the largest image looked at.
         views: (height, width) of each view.
         stored: bytes of one value of a view before augmentation: 1, or that of materialized epochs.
-        keeps_labels: whether the labels of a finished batch keep its encoded bytes in memory.
         sampled: images looked at.
     """
 
@@ -159,7 +157,6 @@ class Sizes:
     largest: float
     views: Sequence[tuple[int, int]]
     stored: int
-    keeps_labels: bool
     sampled: int
 
     def batch(self, rows: int, *, batches: int = 1) -> int:
@@ -209,11 +206,9 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
     areas: list[Any] = [np.zeros(0)]
     wholes: list[Any] = [np.zeros(0)]
     views: list[tuple[int, int]] = []
-    keeps, begin = False, time.monotonic()
+    begin = time.monotonic()
     for encoded in reader.batches(tasks, numbers=loader._numbers(loader.epoch)):
         length = np.diff(encoded.offsets.numpy())
-        blob = encoded.labels
-        keeps = keeps or (blob is not None and blob.untyped_storage().nbytes() > blob.nbytes)
         if loader._replay is None:
             found: Any = stages.decoder.look(encoded)
             good = np.flatnonzero(found.height * found.width > 0)
@@ -240,7 +235,6 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
         largest=float(whole.max()) if len(whole) else 0.0,
         views=views,
         stored=stored,
-        keeps_labels=keeps and loader.device.type == "cpu" and loader.mix is None,
         sampled=len(size_of),
     )
 
@@ -313,8 +307,8 @@ def predict(
         add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({shapes})")
     elif loader._replay is None:
         add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({shapes})")
-    elif len(sizes.views) > 1:  # one view is read where it lies
-        add("views, stored", where, 2 * rows * views * sizes.stored, f"2 x {rows} x {views} x {sizes.stored} B")
+    elif len(sizes.views) > 1 and sizes.stored == 1:  # else they are read where they lie
+        add("views, stored", where, 2 * rows * views, f"2 x {rows} x {views} B")
     copies = min(batches, s.prefetch + 2)
     text = f"({s.prefetch} ahead + 1 in the making + 1 in use)"
     if copies < s.prefetch + 2:
@@ -322,7 +316,7 @@ def predict(
     add("finished batches", where, copies * out,
         f"{text} x {rows} x {views} x {ELEMENT[loader.dtype]} B = {copies} x {size.text(out)}")  # fmt: skip
     if loader.mix is not None:
-        add("mix", where, out, f"one more batch, {size.text(out)}")
+        add("mix", where, MIX * out, f"{MIX} x {size.text(out)}: unmixed, their partners, and what is weighted of both")
     _heaps(loader, sizes, s, rows=rows, add=add)
     if cuda:
         add("CUDA context", "device", CONTEXT, f"about {size.text(CONTEXT)} per process")
@@ -345,11 +339,9 @@ def _reading(
     else:
         add("row groups", "host", groups, f"{getattr(loader._live.reader.source, 'row_groups', 0)} kept, 2 being read")
     waiting = s.num_workers * reader.prefetch_factor
-    making = 1 if s.prefetch == 0 else 2  # the one that is decoded, and the one before, not yet let go
-    # decoded and then waiting: encoded bytes stay as long as labels that lie in the same piece of memory
-    finished = max(0, s.prefetch + 2 - making) if sizes.keeps_labels and s.ahead is None else 0  # ahead copies them
-    behind = making + finished
-    why = " of finished batches, by their labels" if finished else ""
+    behind = 1 if s.prefetch == 0 else 2  # the one that is decoded, and the one before, not yet let go
+    why = ""
+    lent = not s.num_workers and s.ahead is None and bool(getattr(reader.source, "lends", False))
 
     def of(count: int) -> tuple[int, str]:
         count = min(batches, count)
@@ -359,14 +351,14 @@ def _reading(
         epoch = sizes.encoded * len(loader._ordered())
         add("ahead", "host", min(s.ahead, epoch), f"min(ahead {size.text(s.ahead)}, one epoch {size.text(epoch)})")
         value, text = of(behind)
-        add("encoded, behind ahead", "host", value, f"{behind} in decode{why} {text}")
+        add("encoded, behind ahead", "host", value, f"{behind} in decode {text}")
         behind, why = (1 if s.num_workers else 0), " being copied"
     value, text = of(waiting + behind)
     if s.num_workers:
         text = f"({s.num_workers} workers x {reader.prefetch_factor} + {behind} behind them{why}) {text}"
         add("encoded batches", "shared", value, text if waiting + behind <= batches else f"all {batches} {text}")
-    else:
-        add("encoded batches", "host", value, f"{behind} in decode{why} {text}")
+    elif not lent:  # else they stay in the mapped file
+        add("encoded batches", "host", value, f"{behind} in decode {text}")
 
 
 def _row_groups(loader: Loader, sizes: Sizes) -> float:
@@ -397,16 +389,9 @@ def _buffers(loader: Loader, sizes: Sizes, decoded: float, *, add: Callable[...,
 def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
     """What malloc keeps of what was given back, in each of its threads' heaps."""
     encoded = sizes.batch(rows)
-    if not s.num_workers and encoded < MAPPED:
+    lent = s.ahead is None and bool(getattr(loader._live.reader.source, "lends", False))
+    if not s.num_workers and not lent and encoded < MAPPED:
         add("kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {size.text(encoded)}, made in this process")
-    values = [rows * h * w * 3 for h, w in sizes.views]
-    pieces = [n * ELEMENT[loader.dtype] for n in values]
-    if len(values) > 1 and loader._replay is not None:
-        pieces += [n * sizes.stored for n in values]  # copied out of the stored sample
-    small = sum(n for n in pieces if n < MAPPED)
-    if loader.device.type == "cpu":
-        add("kept of views", "host", HEAP_OF_VIEWS * small,
-            f"{HEAP_OF_VIEWS} x {size.text(small)}, views of less than {size.text(MAPPED)}")  # fmt: skip
     threads = int(getattr(loader._stages.decoder, "num_threads", 1))
     text = f"{size.text(KEPT)} + {threads} threads that decode x {size.text(KEPT_BY_THREAD)}"
     add("threads, malloc", "host", KEPT + threads * KEPT_BY_THREAD, text)
@@ -517,7 +502,7 @@ def fit(
 
     first = lacking = lacks(now)
     while lacking:
-        smaller = _smaller(now, lacking, batch=found.batch(loader.batch_size), keeps=found.keeps_labels)
+        smaller = _smaller(now, lacking, batch=found.batch(loader.batch_size))
         if smaller is None:
             ahead = "no `ahead`" if now.ahead is None else f"ahead {size.text(now.ahead)}"
             cache = "no cache" if now.cache is None else f"a cache of {size.text(now.cache)}"
@@ -542,21 +527,20 @@ def _once(planned: Plan, ranks: int) -> int:
     return sum(t.bytes for t in planned.terms if t.name == "cache") * (ranks - 1)
 
 
-def _smaller(now: Settings, lacking: Container[str], *, batch: int, keeps: bool) -> Settings | None:
+def _smaller(now: Settings, lacking: Container[str], *, batch: int) -> Settings | None:
     """The next smaller settings that help where memory lacks; None where there are none.
 
     Args:
         now: what is too large.
         lacking: where: host, shared, device.
         batch: bytes of an encoded batch.
-        keeps: whether finished batches keep their encoded bytes in /dev/shm.
     """
     host = "host" in lacking
     if host and now.ahead is not None:
         return replace(now, ahead=now.ahead // 2 if now.ahead // 2 > 2 * batch else None)
     if host and now.cache is not None:
         return replace(now, cache=now.cache // 2 if now.cache // 2 > 4 * batch else None)
-    prefetch = host or "device" in lacking or ("shared" in lacking and keeps)
+    prefetch = host or "device" in lacking
     workers = host or "shared" in lacking
     if prefetch and now.prefetch > 1:
         return replace(now, prefetch=now.prefetch - 1)
