@@ -1,8 +1,8 @@
-"""The augment stage beside its peers: same uint8 pixels in, same normalised [B, 3, H, W] out, in turns in one process.
+"""The augment stage beside its peers: same uint8 pixels in, same normalised [B, 3, H, W] out, in turns.
 
-    python bench/augment.py --json augment.json          # everything that runs here
-    python bench/augment.py --recipe standard --batch 64 --peer-python ~/other/bin/python
-    python bench/augment.py --table augment.json          # the table of bench/README.md
+    python bench/augment.py --json augment.json --peer-python PYTHON      # everything that runs here
+    python bench/augment.py --recipe standard --batch 64
+    python bench/augment.py --table augment.json --readme bench/README.md
 
 Every round runs each peer once (A B C A B C ...), so that what else the machine does meets all of them; the median of
 the rounds counts. First calls (compilation, warm-up) are reported apart. Beside each ratio stands the largest
@@ -15,13 +15,14 @@ import argparse
 import copy
 import datetime
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RECIPES = ("standard", "standard_random", "simclr", "randaugment", "imagenet", "dino")
 PEERS = ("kornia_eager", "kornia_compiled", "dali", "torchvision", "albumentations", "triton_augment", "cvcuda")
-ELSEWHERE = ("torchvision", "triton_augment", "cvcuda")  # may live in another environment
-FLIPS_AND_JITTER = {"vflip", "flip", "jitter", "gray"}
+# How a peer can do it; where there are several ways each has a row, and the ratio of the fastest counts.
+VARIANTS = {
+    "dali": ("color_twist", "as Kornia"),
+    "torchvision": ("uint8", "float32"),
+    "albumentations": ("uint8", "float32"),
+}
+ELSEWHERE = ("torchvision", "albumentations", "triton_augment", "cvcuda")  # bench/augment_peers.py, in own processes
+KNOWN = {"vflip", "flip", "jitter", "gray", "blur", "solarize"}  # operations that peers have too
+PAUSE = 0.02  # seconds before a run: the threads of OpenMP spin for some milliseconds after the run before
+BEGIN, END = "<!-- augment.py on {} -->", "<!-- end of augment.py on {} -->"
 
 
 class CannotRunError(Exception):
@@ -62,6 +71,7 @@ class Case:
                 raise
             augment = gpuaug.build(gpuaug.compose("train", ["augment=flip", "source.root=."]).augment)
         self.recipe, self.batch, self.device, self.dtype = recipe, batch, torch.device(device), dtype
+        self.augment = augment
         # Of several views those of the full size; of several copies one.
         self.views = [v for v in augment.views if v.copy == 0 and v.name != "local"]
         self.images = photographs(batch, size).to(self.device)
@@ -124,20 +134,43 @@ def photographs(batch: int, size: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(windows))
 
 
-def factors(case: Case) -> dict[str, np.ndarray]:
-    """Gates and factors of flips, fixed-order jitter and gray, for peers with functions of their own."""
-    prepared, _, chosen = case.work[0]
-    by_name = {p.name: c for p, c in zip(prepared, chosen, strict=True)}
-    if len(case.work) > 1 or set(by_name) - FLIPS_AND_JITTER or case.recipe == "standard_random":
-        raise CannotRunError("no such operations that can be given our draws")
-    out = {}
-    for name in FLIPS_AND_JITTER:
-        out[name] = by_name[name].choice[:, 0] >= 0 if name in by_name else np.zeros(case.batch, dtype=bool)
-    jitter = by_name["jitter"].params[0][0] if "jitter" in by_name else {}
-    for key, neutral in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0)):
-        value = jitter.get(f"{key}_factor", np.full(case.batch, neutral, dtype=np.float32))
-        out[key] = np.where(out["jitter"], value, neutral).astype(np.float32)
+def given(case: Case) -> dict[str, np.ndarray]:
+    """What was drawn, for peers with functions of their own (`Given` in bench/augment_peers.py reads it)."""
+    out: dict[str, Any] = {"views": np.array(len(case.work))}
+    for number, (prepared, _, chosen) in enumerate(case.work):
+        names = [p.name for p in prepared]
+        if set(names) - KNOWN:
+            raise CannotRunError(f"no functions that take our draws of {', '.join(sorted(set(names) - KNOWN))}")
+        view: dict[str, Any] = {"sequence": np.array(names), "taps": np.array(0)}
+        view["order"] = np.tile(np.arange(4), (case.batch, 1))
+        for key, neutral in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0)):
+            view[f"value.{key}"] = np.full(case.batch, neutral, dtype=np.float32)
+        for p, c in zip(prepared, chosen, strict=True):
+            gate, params = c.choice[:, 0] >= 0, c.params[0][0]
+            view[f"gate.{p.name}"] = gate
+            if p.name == "jitter":
+                for key in ("brightness", "contrast", "saturation", "hue"):
+                    neutral = view[f"value.{key}"]
+                    view[f"value.{key}"] = np.where(gate, params[f"{key}_factor"], neutral).astype(np.float32)
+                if len(p.slots) == 4:
+                    view["order"] = np.where(gate[:, None], c.choice, np.arange(4))
+            elif p.name == "blur":
+                view["value.blur"] = np.broadcast_to(params["sigma"], (case.batch,)).astype(np.float32)
+                view["taps"] = np.array(p.op.flags["kernel_size"])
+            elif p.name == "solarize":
+                view["value.solarize"] = np.asarray(params["thresholds"], dtype=np.float32)
+        out |= {f"{number}.{k}": v for k, v in view.items()}
     return out
+
+
+def one_given(case: Case) -> dict[str, np.ndarray]:
+    """The same for peers that can only do one view, of flips, a jitter of fixed order, and gray."""
+    f = given(case)
+    order, names = f["0.order"], set(f["0.sequence"].tolist())
+    if len(case.work) > 1 or names - {"vflip", "flip", "jitter", "gray"} or (order != np.arange(4)).any():
+        raise CannotRunError("no such operations that take our draws")
+    out = {n: f.get(f"0.gate.{n}", np.zeros(case.batch, dtype=bool)) for n in ("vflip", "flip", "gray")}
+    return out | {k: f[f"0.value.{k}"] for k in ("brightness", "contrast", "saturation", "hue")}
 
 
 # --- peers: each gives a function of no arguments that does a whole batch, from the same uint8 images
@@ -211,9 +244,10 @@ def kornia_compiled(case: Case) -> Callable[[], list[Any]]:
     return run
 
 
-def dali(case: Case) -> Callable[[], list[Any]]:
-    f = factors(case)
+def dali(case: Case, variant: str) -> Callable[[], list[Any]]:
+    f = one_given(case)
     from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali import math as dali_math
 
     gpu = case.device.type == "cuda"
     images = case.images.cpu().numpy()
@@ -225,6 +259,10 @@ def dali(case: Case) -> Callable[[], list[Any]]:
     scalars = {k: f[k].astype(np.float32) for k in ("brightness", "contrast", "saturation")}
     scalars["hue"] = f["hue"] * np.float32(360)
     scalars["saturation"] = np.where(f["gray"], np.float32(0), scalars["saturation"])
+    # Where no sample is jittered (recipe imagenet) the operators that do nothing are left out.
+    colours = any((v != neutral).any() for v, neutral in zip(scalars.values(), (1, 1, 1, 0), strict=True))
+    if not colours and variant != "color_twist":
+        raise CannotRunError("no colours in this recipe")
 
     @pipeline_def(
         batch_size=case.batch, num_threads=torch.get_num_threads(), device_id=0 if gpu else None, prefetch_queue_depth=1
@@ -232,11 +270,26 @@ def dali(case: Case) -> Callable[[], list[Any]]:
     def pipeline() -> Any:
         x = feed("x", images, layout="HWC")
         x = x.gpu() if gpu else x
-        x = fn.color_twist(x, **{k: feed(k, [np.float32(a) for a in v]) for k, v in scalars.items()})
+        given = {k: feed(k, [np.float32(a) for a in v]) for k, v in scalars.items()} if colours else {}
+        full = 255.0
+        if colours and variant == "color_twist":
+            x = fn.color_twist(x, **given)
+        elif colours:
+            full = 1.0
+            x = fn.cast(x, dtype=types.FLOAT) * (1 / 255)
+            x = dali_math.clamp(x * given["brightness"], 0.0, 1.0)
+            weights = types.Constant(np.array([0.299, 0.587, 0.114], dtype=np.float32))
+            # The mean gray is the gray of the means.
+            gray = fn.reductions.sum(
+                fn.reductions.mean(x, axes=(0, 1)) * (weights.gpu() if gpu else weights), axes=(0,)
+            )
+            x = dali_math.clamp(x * given["contrast"] + gray * (1 - given["contrast"]), 0.0, 1.0)
+            x = dali_math.clamp(fn.hsv(x, saturation=given["saturation"], dtype=types.FLOAT), 0.0, 1.0)
+            x = dali_math.clamp(fn.hue(x, hue=given["hue"], dtype=types.FLOAT), 0.0, 1.0)
         x = fn.flip(x, vertical=feed("v", [np.int32(a) for a in f["vflip"]]), horizontal=0, device=place)
         return fn.crop_mirror_normalize(
             x, mirror=feed("h", [np.int32(a) for a in f["flip"]]), dtype=types.FLOAT, output_layout="CHW",
-            mean=[255 * m for m in MEAN], std=[255 * s for s in STD], device=place,
+            mean=[full * m for m in MEAN], std=[full * s for s in STD], device=place,
         )  # fmt: skip
 
     pipe = pipeline()
@@ -250,159 +303,101 @@ def dali(case: Case) -> Callable[[], list[Any]]:
     return run
 
 
-def albumentations(case: Case) -> Callable[[], list[Any]]:
-    f = factors(case)
-    try:
-        import albumentations.augmentations.pixel.functional as fp
-        import cv2
-    except ImportError as error:
-        raise CannotRunError(str(error)) from error
-    cv2.setNumThreads(0)  # one thread per image, as in a loader's worker
-    images, out = case.images.cpu().numpy(), np.empty((case.batch, 3, *case.images.shape[1:3]), dtype=np.float32)
-    mean, scale = np.array(MEAN, dtype=np.float32) * 255, 1 / (np.array(STD, dtype=np.float32) * 255)
-
-    def one(k: int) -> None:
-        x = images[k]
-        if f["vflip"][k]:
-            x = cv2.flip(x, 0)
-        if f["flip"][k]:
-            x = cv2.flip(x, 1)
-        if f["jitter"][k]:
-            x = fp.adjust_brightness_torchvision(x, float(f["brightness"][k]))
-            x = fp.adjust_contrast_torchvision(x, float(f["contrast"][k]))
-            x = fp.adjust_saturation_torchvision(x, float(f["saturation"][k]))
-            x = fp.adjust_hue_torchvision(x, float(f["hue"][k]))
-        if f["gray"][k]:
-            x = fp.to_gray_weighted_average(x)
-            x = x if x.ndim == 3 and x.shape[2] == 3 else np.repeat(x.reshape(*x.shape[:2], 1), 3, axis=2)
-        out[k] = ((x - mean) * scale).transpose(2, 0, 1)
-
-    pool = ThreadPoolExecutor(torch.get_num_threads())
-
-    def run() -> list[torch.Tensor]:
-        list(pool.map(one, range(case.batch)))
-        return [torch.from_numpy(out)]
-
-    return run
-
-
-# --- peers in another environment: this file, run by another Python, answers one line per round
+# --- peers in processes of their own
 
 
 class Elsewhere:
-    """A peer in a process of another Python; it times itself."""
+    """A peer in a process of another Python (bench/augment_peers.py); it times itself."""
 
-    def __init__(self, case: Case, peer: str, python: str) -> None:
+    def __init__(self, case: Case, peer: str, variant: str, python: str) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        np.savez(self.folder / "in.npz", images=case.images.cpu().numpy(), **factors(case))
+        np.savez(self.folder / "in.npz", images=case.images.cpu().numpy(), **given(case))
+        script, threads = Path(__file__).with_name("augment_peers.py"), str(torch.get_num_threads())
         self.process = subprocess.Popen(
-            [python, __file__, "--serve", peer, "--folder", str(self.folder), "--device", str(case.device)],
+            [python, str(script), peer, variant, str(self.folder), str(case.device), threads],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.seconds = 0.0
-        answer = self._ask("start")
+        answer = self._answer()
         if not answer.get("ok"):
-            self.process.kill()
+            self.close()
             raise CannotRunError(answer.get("reason", "its process ended"))
+        self.how = answer["how"]
 
-    def _ask(self, what: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
+    def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                return dict(json.loads(line))
+            except json.JSONDecodeError:  # what a library prints
+                continue
+        return {}
+
+    def _ask(self, what: str) -> float:
+        assert self.process.stdin is not None
         try:
             self.process.stdin.write(what + "\n")
             self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline() or "{}")
-        except (BrokenPipeError, json.JSONDecodeError):
-            return {}
+        except BrokenPipeError:
+            pass
+        answer = self._answer()
+        if "seconds" not in answer:
+            raise RuntimeError("its process ended")
+        return float(answer["seconds"])
 
-    def __call__(self) -> list[torch.Tensor] | None:
-        self.seconds = self._ask("run").get("seconds", float("nan"))
-        return None
+    def __call__(self) -> None:
+        self.seconds = self._ask("run")
 
     def result(self) -> list[torch.Tensor]:
         self._ask("save")
-        return [torch.from_numpy(np.load(self.folder / "out.npy"))]
+        return [torch.from_numpy(x) for x in np.load(self.folder / "out.npz").values()]
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def serve(peer: str, folder: Path, device: str) -> None:
-    data = dict(np.load(folder / "in.npz"))
-    try:
-        run = {"torchvision": _torchvision}[peer](data, device)
-    except (ImportError, RuntimeError, KeyError) as error:
-        reason = f"no adapter for {peer}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        print(json.dumps({"ok": False, "reason": reason}), flush=True)
-        return
-    for line in sys.stdin:
-        if line.strip() == "run":
-            start = time.perf_counter()
-            run()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
-        elif line.strip() == "save":
-            np.save(folder / "out.npy", run().float().cpu().numpy())
-            print("{}", flush=True)
-        else:
-            print(json.dumps({"ok": True}), flush=True)
-
-
-def _torchvision(f: dict[str, Any], device: str) -> Callable[[], torch.Tensor]:
-    """torchvision v2's functions, image by image as in a dataset, on as many threads as torch has."""
-    from torchvision.transforms.v2 import functional as V
-
-    images = torch.from_numpy(f["images"]).permute(0, 3, 1, 2).contiguous().to(device)
-    threads = torch.get_num_threads()
-
-    def one(k: int) -> torch.Tensor:
-        x = images[k]
-        x = V.vertical_flip(x) if f["vflip"][k] else x
-        x = V.horizontal_flip(x) if f["flip"][k] else x
-        if f["jitter"][k]:
-            x = V.adjust_brightness(x, float(f["brightness"][k]))
-            x = V.adjust_contrast(x, float(f["contrast"][k]))
-            x = V.adjust_saturation(x, float(f["saturation"][k]))
-            x = V.adjust_hue(x, float(f["hue"][k]))
-        x = V.rgb_to_grayscale(x, 3) if f["gray"][k] else x
-        return V.normalize(V.to_dtype(x, torch.float32, scale=True), list(MEAN), list(STD))
-
-    if device != "cpu":
-        return lambda: torch.stack([one(k) for k in range(len(images))])
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(threads)
-    return lambda: torch.stack(list(pool.map(one, range(len(images)))))
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 # --- measuring
 
 
-def make(case: Case, peer: str, python: str | None) -> Any:
+def make(case: Case, peer: str, variant: str, pythons: list[str]) -> Any:
+    if peer in ("triton_augment", "cvcuda") and case.device.type != "cuda":
+        raise CannotRunError("needs CUDA")
     if peer in ELSEWHERE:
-        if peer != "torchvision" and case.device.type != "cuda":
-            raise CannotRunError("needs CUDA")
-        return Elsewhere(case, peer, python or sys.executable)
-    return {
-        "kornia_eager": kornia_eager,
-        "kornia_compiled": kornia_compiled,
-        "dali": dali,
-        "albumentations": albumentations,
-    }[peer](case)
+        reasons = []
+        for python in pythons:
+            try:
+                return Elsewhere(case, peer, variant, python)
+            except CannotRunError as error:
+                reasons.append(str(error))
+        raise CannotRunError(reasons[0])
+    if peer == "dali":
+        return dali(case, variant)
+    return {"kornia_eager": kornia_eager, "kornia_compiled": kornia_compiled}[peer](case)
 
 
-def measure(case: Case, peers: list[str], rounds: int, python: str | None) -> list[dict[str, Any]]:
+Name = tuple[str, str]  # peer, variant
+
+
+def measure(case: Case, peers: list[str], rounds: int, pythons: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    runs: dict[str, Any] = {"fused": case.ours("fused")}
+    runs: dict[Name, Any] = {("fused", ""): case.ours("fused")}
     for peer in peers:
-        try:
-            runs[peer] = make(case, peer, python)
-        except CannotRunError as error:
-            rows.append(_row(case, peer, reason=str(error)))
+        for variant in VARIANTS.get(peer, ("",)):
+            try:
+                runs[peer, variant] = make(case, peer, variant, pythons)
+            except CannotRunError as error:
+                if {"peer": peer, "reason": str(error)}.items() <= (rows[-1] if rows else {}).items():
+                    continue  # one row says it for all variants
+                rows.append(_row(case, peer, variant, reason=str(error)))
     first, differences = {}, {}
     with torch.no_grad():
-        same = case.ours("fused", dtype=torch.float32)()
         one_order = case.ours("fused", case.one_order(), dtype=torch.float32)()
         expected = case.ours("kornia", dtype=torch.float32)()
         for name, run in list(runs.items()):
@@ -413,52 +408,78 @@ def measure(case: Case, peers: list[str], rounds: int, python: str | None) -> li
                 first[name] = time.perf_counter() - start
                 out = run.result() if isinstance(run, Elsewhere) else out
             except Exception as error:
-                if name == "fused":
+                if name[0] == "fused":
                     raise
-                rows.append(_row(case, name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"))
+                rows.append(_row(case, *name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"))
                 del runs[name]
                 continue
             # What is compared: fused with Kornia's own modules; a peer with those, given what the peer was given.
-            batch_order = name in ("kornia_eager", "kornia_compiled") and case.recipe not in (
+            batch_order = name[0] in ("kornia_eager", "kornia_compiled") and case.recipe not in (
                 "randaugment",
                 "standard_random",
             )
-            against = expected if name == "fused" else one_order if batch_order else expected
-            differences[name] = max(
-                (a.float().cpu() - b.cpu()).abs().max().item() for a, b in zip(out, against, strict=True)
-            )
-            del out
-        del same, one_order, expected
-        for _ in range(2):
-            for run in runs.values():
+            against = one_order if batch_order else expected
+            apart = [(a.float().cpu() - b.cpu()).abs() for a, b in zip(out, against, strict=True)]
+            differences[name] = (max(d.max().item() for d in apart), float(np.mean([d.mean().item() for d in apart])))
+            del out, apart
+        del one_order, expected
+        for name, run in runs.items():
+            for _ in range(1 if first[name] > 1 else 2):
                 run()
         case.synchronize()
-        times: dict[str, list[float]] = {name: [] for name in runs}
+        times: dict[Name, list[float]] = {name: [] for name in runs}
         for _ in range(rounds):
             for name, run in runs.items():
+                time.sleep(PAUSE)
                 start = time.perf_counter()
                 run()
                 case.synchronize()
                 times[name].append(run.seconds if isinstance(run, Elsewhere) else time.perf_counter() - start)
     medians = {name: float(np.median(t)) for name, t in times.items()}
     for name, seconds in medians.items():
+        run = runs[name]
         rows.append(
             _row(
                 case,
-                name,
+                *name,
                 images_per_second=case.batch * len(case.work) / seconds,
                 milliseconds=1e3 * seconds,
+                lowest_milliseconds=1e3 * min(times[name]),
+                highest_milliseconds=1e3 * max(times[name]),
                 first_call_seconds=first[name],
-                max_difference=differences[name],
-                fused_ratio=None if name == "fused" else seconds / medians["fused"],
+                max_difference=differences[name][0],
+                mean_difference=differences[name][1],
+                fused_ratio=None if name[0] == "fused" else seconds / medians["fused", ""],
                 rounds=rounds,
+                **({"how": run.how} if isinstance(run, Elsewhere) else {}),
             )
         )
-        if isinstance(runs[name], Elsewhere):
-            runs[name].close()
+        if isinstance(run, Elsewhere):
+            run.close()
+    rows.append(_row(case, "fused_host", "", **_host_figures(case)))
     if case.device.type == "cuda":
-        rows.append(_row(case, "fused_device", **_device_figures(case, medians["fused"])))
-    return sorted(rows, key=lambda r: ("fused", "fused_device", *PEERS).index(r["peer"]))
+        rows.append(_row(case, "fused_device", "", **_device_figures(case, medians["fused", ""])))
+    order = ("fused", "fused_host", "fused_device", *PEERS)
+    return sorted(rows, key=lambda r: order.index(r["peer"]))
+
+
+def _host_figures(case: Case) -> dict[str, Any]:
+    """Time of the host for a batch: draws, parameters, programs, the call, the launch.
+
+    On the CPU, where the pixels are worked on by the same threads, the images have the fewest pixels that the recipe
+    allows, so that little else remains.
+    """
+    blur = any(p.name == "blur" for prepared, _, _ in case.work for p in prepared)
+    side = case.images.shape[1] if case.device.type == "cuda" else 12 if blur else 3
+    images = case.images[:, :side, :side].contiguous()
+    indices, views = np.arange(case.batch), case.augment.views
+    took = []
+    for k in range(60):
+        start = time.perf_counter()
+        case.augment.apply([images] * len(views), case.augment.draw(seed=0, epoch=k, indices=indices), dtype=case.dtype)
+        took.append(time.perf_counter() - start)
+        case.synchronize()
+    return {"host_microseconds": 1e6 * float(np.median(took[10:])), "views": len(views), "pixels": side * side}
 
 
 def _device_figures(case: Case, seconds: float) -> dict[str, float]:
@@ -472,12 +493,6 @@ def _device_figures(case: Case, seconds: float) -> dict[str, float]:
         run()
         case.synchronize()
     launches = sum(e.count for e in trace.key_averages() if "LaunchKernel" in e.key)
-    host = []
-    for _ in range(20):
-        start = time.perf_counter()
-        run()
-        host.append(time.perf_counter() - start)
-        case.synchronize()
     moved = case.images.numel() * (1 + case.dtype.itemsize) * len(case.work)
     buffer = torch.empty(moved // 2, dtype=torch.uint8, device=case.device)
     target = torch.empty_like(buffer)
@@ -491,18 +506,18 @@ def _device_figures(case: Case, seconds: float) -> dict[str, float]:
     copied = 20 * moved / (begin.elapsed_time(end) / 1e3)
     return {
         "launches": launches,
-        "host_microseconds": 1e6 * float(np.median(host)),
         "bytes_per_second": moved / seconds,
         "copy_bytes_per_second": copied,
         "share_of_copy": moved / seconds / copied,
     }
 
 
-def _row(case: Case, peer: str, **values: Any) -> dict[str, Any]:
-    return {"recipe": case.recipe, "batch": case.batch, "size": case.images.shape[1], "peer": peer, **values}
+def _row(case: Case, peer: str, variant: str, **values: Any) -> dict[str, Any]:
+    size = case.images.shape[1]
+    return {"recipe": case.recipe, "batch": case.batch, "size": size, "peer": peer, "variant": variant, **values}
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str, pythons: list[str]) -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
@@ -511,44 +526,67 @@ def machine(device: str) -> dict[str, Any]:
     versions = {"torch": torch.__version__}
     from importlib.metadata import PackageNotFoundError, version
 
-    for package in ("kornia", "nvidia-dali-cuda120", "albumentations", "triton"):
+    for package in ("kornia", "nvidia-dali-cuda120", "triton"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    for package in ("torchvision", "albumentations", "opencv-python-headless", "triton-augment", "cvcuda-cu12"):
+        for python in pythons:
+            code = f"from importlib.metadata import version; print(version({package!r}))"
+            found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+            if found:
+                versions[package] = found
+                break
     return {
         "processor": processor,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
         "date": datetime.date.today().isoformat(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "versions": versions,
     }
+
+
+def _line(r: dict[str, Any]) -> str:
+    start = f"| {r['recipe']} | {r['batch']} |"
+    if r["peer"] == "fused_host":
+        what = f"host, {r['views']} view{'s' * (r['views'] > 1)}, images of {r['pixels']} pixels"
+        return f"{start} fused: {what} | | {r['host_microseconds'] / 1e3:.2f} | | | |"
+    if r["peer"] == "fused_device":
+        return f"{start} fused: launches {r['launches']}, {r['share_of_copy']:.2f} of a device copy | | | | | |"
+    who = ", ".join(x for x in (r["peer"], r["variant"], r.get("how", "")) if x)
+    if "reason" in r:
+        return f"{start} {r['peer']} | not run: {r['reason']} | | | | |"
+    ratio = "" if r["fused_ratio"] is None else f"{r['fused_ratio']:.1f}×"
+    spread = f"{r['milliseconds']:.1f} ({r['lowest_milliseconds']:.1f} to {r['highest_milliseconds']:.1f})"
+    return (
+        f"{start} {who} | {r['images_per_second']:,.0f} | {spread} | {r['first_call_seconds']:.2f} | {ratio} | "
+        f"{r['max_difference']:.1e} (mean {r['mean_difference']:.0e}) |"
+    )
 
 
 def table(report: dict[str, Any]) -> str:
     m = report["machine"]
     lines = [
-        f"{m['processor']}, {m['threads']} threads, device {m['device']}, {m['date']}; "
-        + ", ".join(f"{k} {v}" for k, v in m["versions"].items()),
+        f"{m['processor']}, {m['threads']} threads, device {m['device']}, {m['date']}, load {m['load'] or 0:.1f}; "
+        + ", ".join(f"{k} {v}" for k, v in m["versions"].items() if v != "not installed"),
         "",
-        "| recipe | B | who | images/s | ms per batch | first call, s | fused is faster by | largest difference |",
+        "| recipe | B | who | images/s | ms per batch (of all rounds) | first call, s | fused is faster by | "
+        "largest difference |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for r in report["results"]:
-        if r["peer"] == "fused_device":
-            lines.append(
-                f"| {r['recipe']} | {r['batch']} | launches {r['launches']}, host {r['host_microseconds']:.0f} µs, "
-                f"{r['share_of_copy']:.2f} of a device copy | | | | | |"
-            )
-        elif "reason" in r:
-            lines.append(f"| {r['recipe']} | {r['batch']} | {r['peer']} | not run: {r['reason']} | | | | |")
-        else:
-            ratio = "" if r["fused_ratio"] is None else f"{r['fused_ratio']:.1f}×"
-            lines.append(
-                f"| {r['recipe']} | {r['batch']} | {r['peer']} | {r['images_per_second']:,.0f} | "
-                f"{r['milliseconds']:.1f} | {r['first_call_seconds']:.2f} | {ratio} | {r['max_difference']:.1e} |"
-            )
-    return "\n".join(lines)
+    return "\n".join(lines + [_line(r) for r in report["results"]])
+
+
+def insert(text: str, section: str, device: str) -> str:
+    """A README with this section between the marks of its device, which are added behind the chapter where missing."""
+    begin, end = BEGIN.format(device), END.format(device)
+    if begin not in text:
+        before, mark, rest = text.partition("\n## loader.py")
+        return f"{before.rstrip()}\n\n{begin}\n{section}\n{end}\n{mark}{rest}"
+    before, rest = text.split(begin, 1)
+    return f"{before}{begin}\n{section}\n{end}{rest.split(end, 1)[1]}"
 
 
 def main() -> None:
@@ -564,35 +602,42 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None, help="float32 on the cpu, bfloat16 on cuda, unless given")
     parser.add_argument(
-        "--peer-python", help="a Python in whose environment torchvision (or triton_augment, cvcuda) is"
-    )
+        "--peer-python", nargs="+", default=[],
+        help="Pythons in whose environments torchvision, albumentations (triton_augment, cvcuda) are; "
+        "the first that has a peer runs it, this one last",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--table", type=Path, help="print the table of a report and stop")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--readme", type=Path, help="with --table: put it between the marks of this file")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.serve:
-        serve(args.serve, args.folder, args.device)
-        return
     if args.table:
-        print(table(json.loads(args.table.read_text())))
+        report = json.loads(args.table.read_text())
+        device = "cpu" if report["machine"]["device"] == "cpu" else "cuda"
+        if args.readme:
+            args.readme.write_text(insert(args.readme.read_text(), table(report), device))
+        else:
+            print(table(report))
         return
     dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
-    report: dict[str, Any] = {"machine": machine(args.device), "results": [], "ratios": {}}
+    pythons = [*args.peer_python, sys.executable]
+    report = {"machine": machine(args.device, pythons), "results": [], "ratios": {}}
     main_batch = args.batch[0] if args.device == "cpu" else args.batch[-1]
-    for recipe in args.recipe:
-        for batch in args.batch:
-            rows = measure(Case(recipe, batch, args.size, args.device, dtype), args.peer, args.rounds, args.peer_python)
-            report["results"] += rows
-            for r in rows:
-                print(table({"machine": report["machine"], "results": [r]}).splitlines()[-1], flush=True)
-            if batch == main_batch:
-                found = {r["peer"]: r.get("fused_ratio") for r in rows}
-                report["ratios"][recipe] = {peer: found.get(peer) for peer in PEERS}
-            if args.json:  # after every row: a stopped run keeps what it has
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+    begin, parts = time.perf_counter(), [(recipe, batch) for recipe in args.recipe for batch in args.batch]
+    for number, (recipe, batch) in enumerate(parts, 1):
+        rows = measure(Case(recipe, batch, args.size, args.device, dtype), args.peer, args.rounds, pythons)
+        report["results"] += rows
+        for r in rows:
+            print(_line(r), flush=True)
+        print(f"{number} of {len(parts)} parts, {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        if batch == main_batch:
+            found = {
+                peer: [r["fused_ratio"] for r in rows if r["peer"] == peer and "reason" not in r] for peer in PEERS
+            }
+            report["ratios"][recipe] = {peer: min(ratios, default=None) for peer, ratios in found.items()}
+        if args.json:  # after every part: a stopped run keeps what it has
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

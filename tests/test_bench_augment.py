@@ -1,0 +1,128 @@
+"""bench/augment.py: what peers are given, how they are run, and what is written about them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+try:
+    import augment as bench
+    import augment_peers as peers
+finally:
+    sys.path.remove(str(ROOT / "bench"))
+
+
+def case(recipe: str, batch: int = 6, size: int = 32) -> Any:
+    return bench.Case(recipe, batch, size, "cpu", torch.float32)
+
+
+def views(recipe: str, tmp_path: Path) -> tuple[Any, list[peers.Given]]:
+    c = case(recipe)
+    np.savez(tmp_path / "in.npz", images=c.images.numpy(), **bench.given(c))
+    return peers.read(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["standard", "standard_random", "simclr", "dino", "imagenet"])
+def test_a_peer_gets_every_draw(recipe: str, tmp_path: Path) -> None:
+    """With Kornia's functions as the peer's, sample by sample, come the pixels of Kornia's modules."""
+    import kornia.enhance as E
+    from kornia.color import rgb_to_grayscale
+    from kornia.filters import gaussian_blur2d
+
+    does: peers.Does = {
+        "vflip": lambda x: x.flip(2),
+        "flip": lambda x: x.flip(3),
+        "brightness": lambda x, factor: (x * factor).clamp(0, 1),
+        "contrast": E.adjust_contrast_with_mean_subtraction,
+        "saturation": E.adjust_saturation_with_gray_subtraction,
+        "hue": lambda x, turns: E.adjust_hue(x, turns * 2 * torch.pi),
+        "gray": lambda x: rgb_to_grayscale(x).expand(-1, 3, -1, -1),
+        "blur": lambda x, sigma, taps: gaussian_blur2d(x, (taps, taps), (sigma, sigma)),
+        "solarize": lambda x, threshold, _: E.solarize(x, threshold),
+    }
+    images, given = views(recipe, tmp_path)
+    assert given[0].one_order == (recipe in ("standard", "imagenet"))
+    mean, std = (torch.tensor(v)[:, None, None] for v in (peers.MEAN, peers.STD))
+    for view, expected in zip(given, case(recipe).ours("kornia")(), strict=True):
+        for k, image in enumerate(images):
+            x = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255
+            found = (peers.through(x, view, k, does)[0] - mean) / std
+            assert (found - expected[k]).abs().max() < 2e-3
+
+
+def test_what_peers_cannot_do_is_said() -> None:
+    with pytest.raises(bench.CannotRunError, match="randaugment"):
+        bench.given(case("randaugment"))
+    for recipe in ("standard_random", "simclr", "dino"):
+        with pytest.raises(bench.CannotRunError, match="no such operations"):
+            bench.one_given(case(recipe))
+    for peer in ("triton_augment", "cvcuda"):
+        with pytest.raises(bench.CannotRunError, match="CUDA"):
+            bench.make(case("standard"), peer, "", [sys.executable])
+
+
+def test_a_peer_that_is_not_installed_gives_the_reason(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # without the environment's packages of peers
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "print(\'noise\'); raise SystemExit(3)"\n')
+    python.chmod(0o755)
+    with pytest.raises(bench.CannotRunError, match="its process ended"):
+        bench.make(case("standard"), "torchvision", "uint8", [str(python)])
+
+
+def test_threads_and_processes_do_the_same_batch(tmp_path: Path) -> None:
+    """In a process of its own, as the peers have it: it forks."""
+    code = (
+        "import sys, numpy as np, torch; sys.path.insert(0, sys.argv[1]); import augment_peers as p\n"
+        "one = lambda view, k: torch.full((3, 4, 5), 10.0 * view + k)\n"
+        "run, how = p._fastest(one, [0, 1], (7, 4, 5, 3), 2)\n"
+        "print(how, [float(x.double().sum()) for x in run()])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "bench")], capture_output=True, text=True, check=True, timeout=120
+    )
+    how, rest = done.stdout.strip().split(" [")
+    assert how in ("2 threads", "2 processes")
+    assert rest == f"{21 * 60.0}, {91 * 60.0}]"
+
+
+def test_colour_matrices() -> None:
+    neutral, gray, turned, back = peers.color_matrices(np.array([1, 0, 1, 1]), np.array([0, 0, 0.1, -0.1]))
+    assert np.allclose(neutral, np.eye(3, 4), atol=1e-6)
+    assert np.allclose(gray[:, :3], [[0.299, 0.587, 0.114]] * 3, atol=1e-3)
+    assert np.allclose(turned[:, :3] @ back[:, :3], np.eye(3), atol=1e-5)
+    assert np.allclose(turned.sum(1), 1, atol=1e-3)  # gray stays
+
+
+def test_the_script_runs_and_writes_the_readme(tmp_path: Path) -> None:
+    report, readme = tmp_path / "augment.json", tmp_path / "README.md"
+    script = [sys.executable, str(ROOT / "bench/augment.py")]
+    subprocess.run(
+        [*script, "--recipe", "imagenet", "standard_random", "--batch", "4", "--size", "32", "--rounds", "1",
+         "--peer", "kornia_eager", "dali", "cvcuda", "--json", str(report)],
+        check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    found = json.loads(report.read_text())
+    rows = {(r["recipe"], r["peer"], r["variant"]): r for r in found["results"]}
+    assert rows["imagenet", "fused", ""]["max_difference"] < 2e-5
+    assert rows["standard_random", "fused", ""]["max_difference"] < 2e-5
+    assert rows["standard_random", "fused_host", ""]["host_microseconds"] > 0
+    assert "CUDA" in rows["imagenet", "cvcuda", ""]["reason"]
+    assert set(found["ratios"]["imagenet"]) == set(bench.PEERS)
+    assert found["ratios"]["imagenet"]["kornia_eager"] == rows["imagenet", "kornia_eager", ""]["fused_ratio"]
+    assert found["ratios"]["imagenet"]["cvcuda"] is None
+    readme.write_text("# M\n\n## augment.py\n\nprose\n\n## loader.py: end to end\n\nmore\n")
+    for _ in range(2):
+        subprocess.run([*script, "--table", str(report), "--readme", str(readme)], check=True, timeout=120)
+    text = readme.read_text()
+    assert text.count("| imagenet | 4 | fused |") == 1
+    assert text.index("prose") < text.index("<!-- augment.py on cpu -->") < text.index("## loader.py")
+    assert text.endswith("## loader.py: end to end\n\nmore\n")
