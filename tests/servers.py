@@ -194,23 +194,35 @@ def gcs(bucket):
 
 @contextmanager
 def _program(code):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(os.devnull, "w") as nowhere:
-        process = subprocess.Popen([sys.executable, "-c", code(port)], stdout=nowhere, stderr=nowhere)
+    for attempt in range(5):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-c", code(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        if _listens(process, port):
+            break
+        process.kill()
+        process.wait()
+        assert attempt < 4, "the server does not start"  # somebody else may have taken the port meanwhile
     try:
-        for _ in range(600):
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert process.poll() is None, "the server ended"
-                time.sleep(0.05)
         yield port
     finally:
         process.kill()
         process.wait()
+
+
+def _listens(process, port, patience=300.0):
+    """Whether the server answers in time; False if it ended."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return True
+        except OSError:
+            time.sleep(0.05)
+    return False
 
 
 def bucket_of(port, folder, bucket, prefix="train", **more):

@@ -89,7 +89,10 @@ def browser() -> Iterator[Browser]:
             assert driver.stdout is not None
             found = (re.search(r"successfully on port (\d+)", line) for line in iter(driver.stdout.readline, ""))
             port = next(match[1] for match in found if match)
-            session = Browser(port, Path(profile))
+            try:
+                session = Browser(port, Path(profile))
+            except OSError as error:  # among them the driver's answer that the browser did not start
+                pytest.skip(f"the browser does not start: {error}")
             yield session
             session.close()
         finally:
