@@ -47,6 +47,7 @@ _END_OF_JPEG = b"\xff\xd9"
 _REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
 _SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 # Who decodes a row; refused: DALI does not, so Pillow has the second chance; raw: nobody has to.
+MOST_THREADS = 1024  # a typing error beyond: each has a stack, and DALI makes them all at once
 _BAD, _DALI, _PILLOW, _REFUSED, _RAW = range(5)
 
 
@@ -73,9 +74,11 @@ class Decode:
     codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "raw")
 
     def __post_init__(self) -> None:
-        if self.num_threads is not None and not _is_count(self.num_threads):
-            raise ConfigError(f"`num_threads` must be an int >= 1, or None. Found: {self.num_threads!r}.")
-        if self.backend not in get_args(Backend):
+        if self.num_threads is not None and not (_is_count(self.num_threads) and self.num_threads <= MOST_THREADS):
+            raise ConfigError(
+                f"`num_threads` must be an int from 1 to {MOST_THREADS}, or None. Found: {self.num_threads!r}."
+            )
+        if not isinstance(self.backend, str) or self.backend not in get_args(Backend):
             raise ConfigError(f"`backend` must be 'auto', 'dali' or 'pillow'. Found: {self.backend!r}.")
         if isinstance(self.hardware_load, bool) or not isinstance(self.hardware_load, (int, float)):
             raise ConfigError(f"`hardware_load` must be a number from 0 to 1. Found: {self.hardware_load!r}.")
@@ -84,7 +87,8 @@ class Decode:
         for name in ("max_pixels", "max_bytes"):
             if not _is_count(getattr(self, name)):
                 raise ConfigError(f"`{name}` must be an int >= 1. Found: {getattr(self, name)!r}.")
-        if isinstance(self.codecs, str) or not isinstance(self.codecs, Sequence) or not set(self.codecs) <= set(CODECS):
+        named = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
+        if not named or any(not isinstance(name, str) or name not in CODECS for name in self.codecs):
             raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
 
     def open(self, device: torch.device | str = "auto", *, accept_truncated: bool = False) -> Decoder:
@@ -384,7 +388,7 @@ class Decoder:
                 images = [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
             for value in np.unique(part.orientation):
                 k = torch.from_numpy(np.flatnonzero(part.orientation == value))
-                # Numbers out of pageable memory are staged before the call returns, so nothing has to wait for the copy.
+                # Pageable memory is staged before the call returns: nothing has to wait for the copy.
                 rows = torch.from_numpy(part.rows)[k].to(self.device, non_blocking=True)
                 at = k.to(self.device, non_blocking=True)
                 for image, view in zip(images, views, strict=True):
