@@ -9,7 +9,8 @@ Stages overlap, and on the CPU they share the cores, so their speeds do not add 
     seconds per image = max(reading, making, model, CPU-seconds of all stages / cores)
 
 where `reading` is what the workers need together, `making` what the one thread behind them needs (taking over, decode,
-augment, host), and `model` the training step. Without workers `reading` belongs to `making`; with ``prefetch=0`` the
+augment, host), and `model` the training step; where decode and augment have a thread each, `making` is the longer of
+both. Without workers `reading` belongs to `making`; with ``prefetch=0`` the
 model waits for `making`, so both are added. So a second worker or thread gains what idle cores give, and no more. What
 the whole takes beyond that is kept as it is in every prediction: no change is credited with it.
 """
@@ -83,6 +84,7 @@ class Measured:
         cores: how many this process gets, by affinity, quota and what others leave.
         busy: share of reading a sample in which the reader computed; else it waited for bytes.
         device_type: cpu or cuda.
+        main_thread: augmentation runs on the thread that trains. apart: decode and augment have a thread each.
     """
 
     batch_size: int
@@ -101,6 +103,7 @@ class Measured:
     step: Cost | None
     whole: Cost | None
     cores: float
+    apart: bool = False
     busy: float = 1.0
     bytes_per_image: float = 0.0
 
@@ -233,14 +236,20 @@ def predict(m: Measured) -> Prediction:
         names, making = names + [n for n, _ in training], making + [v for _, v in training]
         terms["making and model"] = sum(making)
         lines.append(f"making and model, one after the other: {_sum(names, making)}")
+    elif m.apart and not m.main_thread:
+        mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
+        making = [*making[:-2], m.host.wall - mix]
+        terms["decoding"], terms["augmenting"] = sum(making), m.augment.wall + mix
+        lines.append(f"decoding {_sum([*names[:-2], 'host'], making)}")
+        lines.append(f"augmenting {_sum(['augment', 'mix'], [m.augment.wall, mix])}")
     else:
         terms["making"] = sum(making)
         lines.append(f"making {_sum(names, making)}")
-        if m.step is not None or m.main_thread:
-            if m.device_type == "cuda" and not m.main_thread:
-                training = [("augment", m.augment.wall), *training]  # they share the device
-            terms["model"] = sum(value for _, value in training)
-            lines.append(f"model {_sum([n for n, _ in training], [v for _, v in training])}")
+    if m.prefetch and (m.step is not None or m.main_thread):
+        if m.device_type == "cuda" and not m.main_thread:
+            training = [("augment", m.augment.wall), *training]  # they share the device
+        terms["model"] = sum(value for _, value in training)
+        lines.append(f"model {_sum([n for n, _ in training], [v for _, v in training])}")
     cpu = m.read.cpu + m.decode.cpu + m.augment.cpu + m.host.cpu + step.cpu
     terms["cores"] = cpu / m.cores
     lines.append(f"CPU {cpu * 1e3:.3g} ms / {m.cores:.2g} cores = {_ms(cpu / m.cores)}")

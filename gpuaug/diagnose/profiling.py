@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import io
 import logging
 import os
@@ -35,13 +36,12 @@ import torch
 from torch import Tensor
 
 from gpuaug import machine
-from gpuaug.ahead import Ahead
 from gpuaug.augment.recipe import Augment
 from gpuaug.batch import Batch, EncodedBatch
 from gpuaug.diagnose.bottleneck import FREE, GAIN, Cost, Measured
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.faults import Faults
-from gpuaug.loader import Loader, _Background, _Decoded
+from gpuaug.loader import Loader, _Decoded, _Pass
 from gpuaug.read import Reader
 from gpuaug.source.index import share
 
@@ -183,6 +183,7 @@ class Profiler:
             workers=loader.num_workers,
             prefetch=loader.prefetch,
             main_thread=bool(self.stages.augment.main_thread),
+            apart=self._apart,
             device_type=loader.device.type,
             source=costs["source"],
             read=costs["read"],
@@ -227,7 +228,7 @@ class Profiler:
     def _read(self, notes: Notes, reader: Reader, tasks: Iterator[Task], *, numbers: Any = None) -> None:
         workers = reader.num_workers
         small = (_head(task, CHUNK) for task in tasks)
-        batches = reader.batches(small, numbers=numbers)
+        batches = reader.batches(small, numbers=numbers, lend=self.loader.ahead is None)
         started = time.perf_counter()
         for _ in range(workers):  # the workers begin together, and their first batches arrive together
             next(batches)
@@ -330,7 +331,7 @@ class Profiler:
 
     def _whole(self, notes: Notes) -> None:
         batches = None if self.batches is None else -(-self.batches // self.repeats)
-        run_whole(notes, self.loader, self.tasks, self.step, seconds=2 * self.seconds, batches=batches)
+        self._apart = run_whole(notes, self.loader, self.tasks, self.step, seconds=2 * self.seconds, batches=batches)
 
     def _starting(self) -> dict[str, Any]:
         return {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
@@ -478,7 +479,7 @@ class Profiler:
             from torch._C._profiler import _ExperimentalConfig
 
             found["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-        run = _Run(self.loader, self.tasks)
+        run = _Run(self.loader, self.tasks, traced=True)
         try:
             for _ in range(2):
                 self._one(run)
@@ -508,8 +509,11 @@ def run_whole(
     *,
     seconds: float,
     batches: int | None = None,
-) -> None:
-    """The loader as training runs it, and the steps, from when the first batches of all workers are through."""
+) -> bool:
+    """The loader as training runs it, and the steps, from when the first batches of all workers are through.
+
+    Gives whether decode and augment ran in a thread each.
+    """
     run, workers = _Run(loader, tasks), loader.num_workers
 
     def one() -> int:
@@ -532,6 +536,7 @@ def run_whole(
                 break
         _sync(loader.device)
         notes.add(begin.since(_pids(loader._live.reader)), count)
+        return run.apart
     finally:
         run.close()
 
@@ -576,54 +581,68 @@ def lenient(loader: Loader) -> Iterator[None]:
 
 
 class _Run(Iterator[Batch]):
-    """The loader's own stages, threads and workers over an order without end; no state of the loader changes."""
+    """The loader's own pass, with its stages, threads and workers, over an order without end; no state of it changes.
 
-    def __init__(self, loader: Loader, tasks: Iterator[Task]) -> None:
-        self._stages: Any = loader._stages
-        self._epoch = loader.epoch
-        self._stages.start_pass()
-        encoded: Any = loader._live.reader.batches(tasks, numbers=loader._numbers(self._epoch))
-        if loader.ahead is not None:
-            encoded = Ahead(encoded, limit=loader.ahead)
-        items = self._made(encoded)
-        self._items: Any = _Background(items, ahead=loader.prefetch) if loader.prefetch else items
+    Attributes:
+        apart: whether decode and augment have a thread each.
+    """
 
-    def _made(self, encoded: Any) -> Iterator[Any]:
-        record, stages = torch.profiler.record_function, self._stages
-        try:
-            while True:
-                with record("read"):
-                    batch = next(encoded, None)
-                if batch is None:
-                    return
-                with record("decode"):
-                    decoded = stages.decode(batch, self._epoch)
-                if stages.augment.main_thread:
-                    yield decoded
-                    continue
-                with record("augment"):
-                    made = stages.finish(decoded, self._epoch)
-                yield made
-        finally:
-            encoded.close()
+    def __init__(self, loader: Loader, tasks: Iterator[Task], *, traced: bool = False) -> None:
+        shell: Any = copy.copy(loader)  # a pass notes its position in its loader: here in this one
+        shell._live = copy.copy(loader._live)
+        if traced:
+            shell._stages = _Traced(loader._stages, decode="decode", finish="augment")
+            shell._live.reader = _Traced(loader._live.reader, batches="read")
+        self._shell = shell
+        self._pass = _Pass(shell, _Endless(tasks), 2**62)  # type: ignore[arg-type]
+        self.apart = getattr(shell._live.running, "_before", None) is not None
 
     def __next__(self) -> Batch:
-        while True:
-            item = next(self._items, _Background.END)
-            if item is _Background.END:
-                raise GpuaugError("reading ended while it was measured.")
-            if isinstance(item, _Decoded):
-                item = self._stages.finish(item, self._epoch)
-            if item is not None:
-                batch: Batch = self._stages.hand_over(item)
-                return batch
+        return next(self._pass)
 
     def close(self) -> None:
-        if isinstance(self._items, _Background):
-            self._items.stop()
-            self._items.join(LONGEST)
-        else:
-            self._items.close()
+        """End its threads."""
+        self._shell._live.stop()
+
+
+class _Endless:
+    """What a pass takes for the plan of an epoch."""
+
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = tasks
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._tasks
+
+    def position(self, _done: int) -> int:
+        """Nobody resumes here."""
+        return 0
+
+
+class _Traced:
+    """An object whose calls of some methods carry a name in torch's profile; of generators, every item."""
+
+    def __init__(self, of: Any, **named: str) -> None:
+        self._of, self._named = of, named
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)
+        return found if name not in self._named else partial(self._call, found, self._named[name])
+
+    def _call(self, method: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            found = method(*args, **kwargs)
+        return self._items(found, name) if inspect.isgenerator(found) else found
+
+    @staticmethod
+    def _items(items: Any, name: str) -> Iterator[Any]:
+        with contextlib.closing(items):
+            while True:
+                with torch.profiler.record_function(name):
+                    item = next(items, None)
+                if item is None:
+                    return
+                yield item
 
 
 class _InMemory:
