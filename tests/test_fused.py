@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -450,6 +452,33 @@ def test_without_a_compiler_it_says_so_and_works(
         assert len([r for r in caplog.records if "no C++ compiler found" in r.message]) == 1
     finally:
         native.library.cache_clear()
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "CC", "headers"])
+def test_what_triton_raises_where_it_cannot_build_is_known(lacks: str, tmp_path: Path) -> None:
+    """Triton's own build, in a process without a compiler or without Python's headers."""
+    pytest.importorskip("triton")
+    if lacks == "headers" and shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    code = (
+        "import sysconfig, sys\n"
+        "from gpuaug.augment.fused import cannot_build\n"
+        "from triton.runtime import build\n"
+        "if sys.argv[2] == 'headers':\n"
+        "    paths = sysconfig.get_paths\n"
+        "    sysconfig.get_paths = lambda *a, **k: {**paths(*a, **k), 'include': sys.argv[1]}\n"
+        "open(sys.argv[1] + '/probe.c', 'w').write('#include <Python.h>\\n')\n"
+        "try:\n"
+        "    build._build('probe', sys.argv[1] + '/probe.c', sys.argv[1], [], [], [], [])\n"
+        "except Exception as error:\n"
+        "    print(cannot_build(error), type(error).__name__, error)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "CC"}
+    env |= {"compiler": {"PATH": ""}, "CC": {"CC": "no-such-compiler"}, "headers": {}}[lacks]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), lacks], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.stdout.startswith("True"), done.stdout + done.stderr
 
 
 def test_the_build_is_kept_and_its_time_shown(

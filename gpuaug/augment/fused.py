@@ -13,6 +13,7 @@ runs through Kornia between two such passes; the log says so once.
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -111,29 +112,56 @@ class FusedBackend:
         kernels = _triton_kernels() if x.device.type == "cuda" else None
         if kernels is not None:
             ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
-            return kernels.run(
-                x,
-                code,
-                args,
-                fields=fields,
-                ramps=ramps,
-                scale=scale,
-                shift=shift,
-                dtype=dtype,
-                channels_last=memory_format == torch.channels_last,
-            )
+            try:
+                return kernels.run(
+                    x,
+                    code,
+                    args,
+                    fields=fields,
+                    ramps=ramps,
+                    scale=scale,
+                    shift=shift,
+                    dtype=dtype,
+                    channels_last=memory_format == torch.channels_last,
+                )
+            except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+                if not cannot_build(error):
+                    raise
+                _unbuilt(f"{type(error).__name__}: {error}")
         return _batched(x, code, args, size, fields, scale, shift).to(dtype=dtype, memory_format=memory_format)
 
 
 @lru_cache(maxsize=1)
 def _triton_kernels() -> Any:
-    """The module of CUDA kernels, or None where there is no Triton; says so once."""
+    """The module of CUDA kernels, or None where there is no Triton or nothing that builds its launchers."""
+    if _no_triton:
+        return None
     try:
         from gpuaug.augment import triton_kernels
     except ImportError as error:
         logger.warning("augment on cuda runs operation by operation: no Triton (%s). Install triton.", error)
         return None
     return triton_kernels
+
+
+_no_triton: list[str] = []  # why, once Triton has failed to build
+
+
+def cannot_build(error: Exception) -> bool:
+    """Whether Triton failed for want of a C compiler or of Python's headers, which its launchers are built with."""
+    return isinstance(error, subprocess.CalledProcessError | FileNotFoundError) or "C compiler" in str(error)
+
+
+def _unbuilt(why: str) -> None:
+    """From now on without Triton; says so once."""
+    if not _no_triton:
+        logger.warning(
+            "augment on cuda runs operation by operation: Triton cannot build (%s). Install gcc and Python's headers "
+            "(python3-dev), or set CC.",
+            why,
+        )
+    _no_triton.append(why)
+    _triton_kernels.cache_clear()
 
 
 def _batched(
