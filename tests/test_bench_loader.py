@@ -111,3 +111,33 @@ def test_the_s3_server_gives_the_folder_as_it_is(bench, tmp_path):
         assert Storage(remote).read([Range(f"{server.url}/a/1.jpg", 6, 3)]) == [("a/1.jpg" * 2).encode()[6:9]]
         assert server.seconds() > 0
         assert "moto" in server.how
+
+
+def started(bench, root, who="read"):
+    spec = bench.Spec(who, "flip", str(root), 8, 1, 1, "cpu", "float32", {})
+    return bench.Contestant(spec, sys.executable, preload=None, data=str(root), delay=0.0)
+
+
+def test_a_contestant_that_cannot_begin_says_why(tmp_path, bench):
+    contestant = started(bench, tmp_path / "nowhere")
+    try:
+        assert "nowhere" in contestant.reason
+    finally:
+        contestant.close()
+
+
+def test_a_contestant_that_dies_is_a_reason_and_ends_nobody_else(tmp_path, bench, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    root = bench.prepare(tmp_path, "photos", 16)
+    contestant = started(bench, root)
+    try:
+        assert contestant.reason is None
+        contestant.round()
+        assert len(contestant.rates) == 1
+        contestant.process.kill()
+        contestant.round()
+        assert contestant.reason == "its process ended with signal 9"
+        assert len(contestant.rates) == 1
+        contestant.weigh()
+    finally:
+        contestant.close()
