@@ -107,6 +107,11 @@ class Loader:
             raise ConfigError(
                 f"`augment` must be a gpuaug.Augment or gpuaug.MultiView. Found: {type(augment).__name__}."
             )
+        for name, value, kind in (
+            ("mix", mix, Mix), ("decode", decode, Decode), ("cache", cache, RamCache), ("faults", faults, Faults),
+        ):  # fmt: skip
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"`{name}` must be a gpuaug.{kind.__name__} or None. Found: {value!r:.200}.")
         _at_least("batch_size", batch_size, 1)
         _at_least("prefetch", prefetch, 0)
         if limit_batches is not None:
@@ -116,6 +121,8 @@ class Loader:
         self.augment = augment
         self.batch_size = batch_size
         self.order = orders.adapt(order)
+        if last is not None:
+            orders.check_last(last)
         if _flag("drop_last", drop_last) and last not in (None, "drop"):
             raise ConfigError(f"`drop_last=true` means `last=drop`, and `last` is {last!r}. Set one of them.")
         self.last = orders.check_last(last or ("drop" if drop_last else "uneven"))
@@ -297,11 +304,20 @@ class Loader:
             mix: whether to mix the batch.
         """
         self._live.check_open()
-        epoch = self._epoch if epoch is None else epoch
-        number = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
-        repeat = (
-            torch.zeros_like(number) if repeats is None else torch.as_tensor(repeats, dtype=torch.int64, device="cpu")
-        )
+        epoch = self._epoch if epoch is None else _at_least("epoch", epoch, 0)
+        number = _integers("indices", indices)
+        repeat = torch.zeros_like(number) if repeats is None else _integers("repeats", repeats)
+        if not len(number) or len(repeat) != len(number):
+            raise ConfigError(
+                f"`indices` must name samples, and `repeats` as many. Found: {len(number)}, {len(repeat)}."
+            )
+        for index in number.tolist():
+            try:
+                self.source.key(index)
+            except IndexError as error:
+                raise ConfigError(
+                    f"`indices` must be numbers of samples of the source. Found: {index} ({error})."
+                ) from error
         asked = [(number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu"))]
         reader = Reader(self._live.reader.source, num_workers=0)
         encoded = next(iter(reader.batches(asked, numbers=self._numbers(epoch), lend=True)))
@@ -400,9 +416,18 @@ class _Pass(Iterator[Batch]):
         )
         if loader.ahead is not None:
             encoded = loader._live.ahead = Ahead(encoded, limit=loader.ahead)
-        items = _made(encoded, loader._stages, loader._epoch)
-        self._items = _Background(items, ahead=loader.prefetch) if loader.prefetch else items
-        loader._live.running = self._items
+        decoded: Any = _decoded(encoded, loader._stages, loader._epoch)
+        before: _Background | None = None
+        if loader.prefetch and loader.device.type == "cpu" and not loader._stages.augment.main_thread:
+            # one batch is decoded while the one before it is augmented: else cores idle where either is not parallel
+            before = decoded = _Background(decoded, ahead=1, name="gpuaug-decoding", start=False)
+        items = _made(decoded, loader._stages, loader._epoch)
+        if not loader.prefetch:
+            self._items = loader._live.running = items
+            return
+        self._items = _Background(items, ahead=loader.prefetch, before=before, start=False)
+        loader._live.running = self._items  # before the first sample is read: who then ends the pass finds it
+        self._items.start()
 
     def __next__(self) -> Batch:
         loader, stages = self._loader, self._loader._stages
@@ -446,17 +471,26 @@ class _Pass(Iterator[Batch]):
             loader._live.stop()
 
 
-def _made(encoded: Any, stages: _Stages, epoch: int) -> Iterator[Any]:
-    """Finished batches, or decoded ones where augmentation must run on the thread that iterates.
+def _decoded(encoded: Any, stages: _Stages, epoch: int) -> Iterator[_Decoded]:
+    """Decoded batches.
 
     No part of it refers to the pass or the loader: the thread that runs it must not keep them alive.
     """
     try:
         for batch in encoded:
-            decoded = stages.decode(batch, epoch)
-            yield decoded if stages.augment.main_thread else stages.finish(decoded, epoch)
+            yield stages.decode(batch, epoch)
     finally:
         encoded.close()
+
+
+def _made(decoded: Any, stages: _Stages, epoch: int) -> Iterator[Any]:
+    """Finished batches, or the decoded ones where augmentation must run on the thread that iterates."""
+    try:
+        for batch in decoded:
+            yield batch if stages.augment.main_thread else stages.finish(batch, epoch)
+            del batch
+    finally:
+        decoded.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,15 +647,39 @@ class _Stages:
 
 
 class _Background:
-    """Runs an iterator in a thread, a few items ahead; exceptions arrive with their own type, in their turn."""
+    """Runs an iterator in a thread, a few items ahead; exceptions arrive with their own type, in their turn.
+
+    Args:
+        items: what is run.
+        ahead: how many items wait at most.
+        before: another one that `items` takes from, and that ends with this one.
+        name: of the thread.
+        start: at once; else by :meth:`start`, or when the first item is asked for.
+    """
 
     END = object()
 
-    def __init__(self, items: Iterator[Any], *, ahead: int) -> None:
+    def __init__(
+        self,
+        items: Iterator[Any],
+        *,
+        ahead: int,
+        before: _Background | None = None,
+        name: str = "gpuaug-loader",
+        start: bool = True,
+    ) -> None:
+        self._before = before
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._ended = False
-        self._thread = threading.Thread(target=self._run, args=(items,), name="gpuaug-loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(items,), name=name, daemon=True)
+        self._started = False
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Begin."""
+        self._started = True
         self._thread.start()
 
     def _run(self, items: Iterator[Any]) -> None:
@@ -652,6 +710,8 @@ class _Background:
         while True:
             if self._ended:
                 raise StopIteration
+            if not self._started:
+                self.start()
             try:
                 item, error = self._queue.get(timeout=0.2)
                 break
@@ -668,12 +728,20 @@ class _Background:
         """Ask the thread to end after the batch it is making."""
         self._ended = True
         self._stop.set()
+        if self._before is not None:
+            self._before.stop()
+
+    def close(self) -> None:
+        """What an iterator's end calls."""
+        self.stop()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread; True once it has ended."""
-        if self._thread is not threading.current_thread():
+        """Wait for the thread, and for the one before it; True once they have ended."""
+        deadline = time.monotonic() + timeout
+        if self._started and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        return not self._thread.is_alive()
+        before = self._before is None or self._before.join(max(0.0, deadline - time.monotonic()))
+        return before and not self._thread.is_alive()
 
 
 class _Live:
@@ -718,6 +786,18 @@ def _at_least(name: str, value: int, low: int) -> int:
     return value
 
 
+def _integers(name: str, values: Any) -> Tensor:
+    """Whole numbers >= 0 as int64 [n] on the CPU."""
+    try:
+        found = torch.as_tensor(values, device="cpu")
+        whole = found.ndim == 1 and (not len(found) or not (found.is_floating_point() or found.is_complex()))
+        if not whole or found.dtype == torch.bool or (len(found) and int(found.min()) < 0):
+            raise ValueError(f"{found.dtype} {list(found.shape)}")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"`{name}` must be whole numbers >= 0. Found: {values!r:.200}.") from error
+    return found.to(torch.int64)
+
+
 def _flag(name: str, value: bool | None) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must be true or false. Found: {value!r}.")
@@ -736,12 +816,14 @@ def _order(order: Any, shuffle: bool | None) -> Any:
 def _one_of(name: str, value: Any, known: dict[str, Any]) -> Any:
     if isinstance(value, str):
         value = known.get(value.removeprefix("torch."), value)
-    if value not in known.values():
+    if not any(value is one for one in known.values()):
         raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.")
     return value
 
 
 def _device(device: str | torch.device) -> torch.device:
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
     if device == "auto":
         if not torch.cuda.is_available():
             log.info("device cpu: no CUDA device")
