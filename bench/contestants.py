@@ -364,9 +364,12 @@ def _crop(fn: Any, encoded: Any, spec: Spec, views: int) -> list[Any]:
     """Random resized crops of DALI; of several views each image is decoded once."""
     from nvidia.dali import types
 
+    from gpuaug.diagnose.doctor import verdict
+
     gpu = spec.device != "cpu"
     way = types.INTERP_CUBIC if spec.recipe == "simclr" else types.INTERP_LINEAR
-    if views == 1:
+    # Some GPUs crash where parts of images are decoded (nvImageCodec 0.9): only where `gpuaug doctor` saw it go well.
+    if views == 1 and (not gpu or verdict("roi")):
         image = fn.decoders.image_random_crop(
             encoded, device="mixed" if gpu else "cpu", random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
         )
