@@ -261,6 +261,29 @@ def test_batches_are_what_the_same_pixels_give(arrays: Path, tmp_path: Path) -> 
             assert torch.equal(y, z)
 
 
+def test_nothing_is_copied_out_of_the_mapped_files(arrays: Path) -> None:
+    packed = PackedSource(arrays, size=40)
+    indices = torch.tensor([3, 0, 17])
+    (batch,) = Reader(packed).batches([(indices, indices * 0, indices >= 0)], lend=True)
+    assert len(batch.data) == 0
+    files = [np.frombuffer(file, dtype=np.uint8) for file in packed._opened.values()]
+    for image, index in zip(batch.images, indices.tolist(), strict=True):
+        assert any(np.shares_memory(image, file) for file in files)
+        assert image.tobytes() == bytes(packed[index][0])
+
+
+def test_workers_and_batches_ahead_change_no_pixel(arrays: Path) -> None:
+    found = []
+    for more in ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 0, "ahead": "1MiB"}, {"prefetch": 0}):
+        augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32))
+        with gpuaug.Loader(PackedSource(arrays), augment=augment, batch_size=8, device="cpu", **more) as loader:
+            found.append(list(loader))
+    for batches in found[1:]:
+        for one, other in zip(found[0], batches, strict=True):
+            assert torch.equal(one.images, other.images)
+            assert torch.equal(one.labels, other.labels)
+
+
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_workers_read_it(arrays: Path, start_method: str) -> None:
     packed = PackedSource(arrays, size=40)
