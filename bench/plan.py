@@ -29,6 +29,7 @@ from loader import prepare
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- plan.py -->", "<!-- end of plan.py -->"
 MIB = 2**20
+FILLED = 4  # batches, by which prefetch=2 has filled up
 PARTS = ("main", "workers", "shared", "files")
 
 
@@ -154,15 +155,17 @@ def measure(configuration: Configuration, where: Sequence[str], *, seconds: floa
 
 def table(found: dict[str, Any]) -> str:
     """The section of bench/README.md."""
-    rows = found["rows"]
+    rows = [r for r in found["rows"] if r["batches"] > FILLED]
+    left = [r["name"] for r in found["rows"] if r["batches"] <= FILLED]
     off = [abs(r["off"]) for r in rows if r["held_out"]]
     lines = [
         f"{found['machine']}, {found['date']}, load {found['load']:.1f}; MiB, planned / measured. "
         f"{sum(abs(r['off']) <= 0.15 for r in rows)} of {len(rows)} within 15 %, held out "
-        f"{sum(x <= 0.15 for x in off)} of {len(off)}.",
+        f"{sum(x <= 0.15 for x in off)} of {len(off)}."
+        + (f" Too slow that day to fill up, and left out: {', '.join(left)}." if left else ""),
         "",
-        "| configuration | | host | off | main process beyond its start | workers | /dev/shm | cache, index |",
-        "|---|---|---|---|---|---|---|---|",
+        "| configuration | | host | off | main beyond its start | workers | /dev/shm | cache, index | batches |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
 
     def pair(part: dict[str, float], less: float = 0.0) -> str:
@@ -173,7 +176,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(
             f"| {r['name']}: `{r['overrides']}` | {'held out' if r['held_out'] else ''} | "
             f"{r['planned']:,.0f} / {r['measured']:,.0f} | {r['off']:+.0%} | {pair(p['main'], r['base'])} | "
-            f"{pair(p['workers'])} | {pair(p['shared'])} | {pair(p['files'])} |"
+            f"{pair(p['workers'])} | {pair(p['shared'])} | {pair(p['files'])} | {r['batches']} |"
         )
     return "\n".join(lines)
 
