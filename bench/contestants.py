@@ -510,6 +510,7 @@ def spdl(spec: Spec) -> Run:
     if spec.recipe != "flip":
         raise CannotRunError("it has no colour jitter or grayscale of its own")
     files, draw = spec.files, random.Random(0)
+    io.demux_image(files[0])  # where it finds no ffmpeg it says so here, and in its threads to nobody
     mean, std = torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255
     dtype = getattr(torch, spec.dtype)
     torch.set_num_threads(1)
