@@ -72,7 +72,7 @@ class Proxy:
                 handler.end_headers()
                 return
             body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-            connection = HTTPConnection("127.0.0.1", self.upstream, timeout=30)
+            connection = HTTPConnection("127.0.0.1", self.upstream, timeout=300)
             connection.request(handler.command, handler.path, body=body, headers=dict(handler.headers))
             response = connection.getresponse()
             data = response.read()

@@ -25,7 +25,7 @@ def quick(tmp_path, *more):
     file = tmp_path / "report.json"
     code = subprocess.run(
         [sys.executable, str(BENCH / "loader.py"), "--quick", "--data", str(tmp_path), "--json", str(file), *more],
-        capture_output=True, text=True, timeout=500, env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True, text=True, timeout=1800, env={**os.environ, "PYTHONPATH": ""},
     )  # fmt: skip
     assert code.returncode == 0, code.stderr
     return json.loads(file.read_text())
