@@ -80,7 +80,7 @@ SPATIAL = {
     "shear": lambda: K.RandomShear((-40.0, 40.0, -40.0, 40.0), p=0.8),
     "translate": lambda: K.RandomTranslate((-0.5, 0.5), (-0.5, 0.5), p=0.8),
     "perspective": lambda: K.RandomPerspective(0.6, p=0.8),
-    "perspective_far": lambda: K.RandomPerspective(0.95, p=0.8),  # nearly all of its range; at 1 corners may coincide
+    "perspective_far": lambda: K.RandomPerspective(1.0, p=0.8),
 }
 POLICIES = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
@@ -202,7 +202,7 @@ def test_geometry_on_odd_sizes(name: str, size: tuple[int, int], execution: str)
 
 
 def test_near_the_horizon_as_exact_as_kornia() -> None:
-    """There float32 has few digits left; ours is as far from float64 as Kornia's."""
+    """There float32 has few digits left: Kornia is up to 0.02 from float64, ours no further (and equals Kornia)."""
     prepared = prepare("op", K.RandomPerspective(0.95, p=1.0))
     images = adversarial(33, 47).repeat(4, 1, 1, 1)
     for seed in range(4):
