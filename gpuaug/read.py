@@ -37,7 +37,8 @@ from gpuaug.source.remote import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 
 log = logging.getLogger("gpuaug")
 
-Task = tuple[int, NDArray[np.int64]]  # generation, numbers of the samples of one batch
+# generation, numbers of the samples of one batch, and of the next one of the same worker where the source wants to know
+Task = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT = 120.0  # seconds
 TRIES = 3  # of a read that fails; storage over a network stumbles
@@ -75,12 +76,13 @@ class Reader:
     ) -> None:
         if num_workers < 0:
             raise ConfigError(f"`num_workers` must be at least 0. Found: {num_workers}.")
-        if not timeout > 0:
-            raise ConfigError(f"`timeout` must be above 0 seconds; `.inf` waits for ever. Found: {timeout}.")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not number or not timeout > 0:
+            raise ConfigError(f"`timeout` must be above 0 seconds; `.inf` waits for ever. Found: {timeout!r:.200}.")
         if prefetch_factor < 1:
             raise ConfigError(f"`prefetch_factor` must be at least 1. Found: {prefetch_factor}.")
         methods = multiprocessing.get_all_start_methods()
-        if start_method is not None and start_method not in methods:
+        if start_method is not None and (not isinstance(start_method, str) or start_method not in methods):
             raise ConfigError(f"`start_method` must be one of {', '.join(methods)}. Found: {start_method!r}.")
         if num_workers == 0 and timeout not in (TIMEOUT, float("inf")):
             log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process, and waits", timeout)
@@ -133,10 +135,17 @@ class Reader:
     ) -> Iterator[EncodedBatch]:
         asked: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
+        far = self.num_workers if getattr(self.source, "expect", None) is not None else 0
+
         def tasks() -> Iterator[Task]:
+            known: deque[NDArray[np.int64]] = deque()
             for indices, repeats, valid in epoch_order:
                 asked.append((indices, repeats, valid))
-                yield generation, (indices if numbers is None else numbers(indices, repeats, valid)).numpy()
+                known.append((indices if numbers is None else numbers(indices, repeats, valid)).numpy())
+                if len(known) > far:  # workers take turns
+                    yield generation, known.popleft(), known[-1] if far else None
+            while known:
+                yield generation, known.popleft(), None
 
         def ended(present: Tensor = self._generation) -> bool:
             # no self: the workers hold this, and the reader holds them. By numpy: torch lets go of the interpreter's
@@ -208,12 +217,14 @@ class _Encode:
         self._unlabelled = False
 
     def __getitem__(self, task: Task) -> _Packed | _Lent | _Raised | None:
-        generation, indices = task
+        generation, indices, after = task
 
         def stale() -> bool:
             return int(self.generation.numpy()[0]) != generation
 
         try:
+            if after is not None:
+                self.source.expect(after.tolist())  # type: ignore[attr-defined]
             return self.batch(indices, stale)
         except _Ended:
             return None

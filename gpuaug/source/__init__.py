@@ -38,6 +38,7 @@ class Source(Protocol):
         label: ``source.label(i)``, the label of a sample without reading its bytes: it stays where those cannot be
             read. Without it ``labels`` are asked, and else such a label is 0, or as many of them as other samples have.
         read_many: ``source.read_many(numbers)``, a list of ``(bytes, label)`` or exceptions, read at the same time.
+        expect: ``source.expect(numbers)``: what the ``read_many`` after the next will be for; it may begin.
     """
 
     indices: Tensor | None

@@ -64,6 +64,10 @@ class Disk:
             os.utime(path)  # what eviction goes by; most disks are mounted without times of access
         return data
 
+    def has(self, name: str) -> bool:
+        """Whether something was put under this name, and is still here; unread."""
+        return os.path.exists(self._path(name))
+
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
         """Keep what fits; a disk that cannot be written costs speed and one warning."""
         try:

@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,14 @@ class Listed:
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
         """Bytes and label, or the exception, of several samples, asked for at the same time; None for local files."""
         return self._items if is_url(self.root) else None
+
+    @property
+    def expect(self) -> Callable[[Sequence[int]], None] | None:
+        """Says what the `read_many` after the next will be for, which begins meanwhile; None for local files."""
+        return self._expect if is_url(self.root) and type(self)._range is not Listed._range else None
+
+    def _expect(self, numbers: Sequence[int]) -> None:
+        self._storage.expect([self._range(i) for i in numbers])
 
     def key(self, index: int) -> str:
         """Path of sample number ``index`` below ``root``, with ``/``.
@@ -194,7 +202,8 @@ def active(
 
 def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
     """What names must end in: lower case, with a dot."""
-    if isinstance(extensions, str) or not extensions or not all(isinstance(x, str) and x for x in extensions):
+    several = isinstance(extensions, Iterable) and not isinstance(extensions, str | bytes | Tensor | np.ndarray)
+    if not several or not extensions or not all(isinstance(x, str) and x for x in extensions):
         raise ConfigError(f"`source.extensions` must be a list such as ['.jpg', '.png']. Found: {extensions!r}.")
     return tuple(x.lower() if x.startswith(".") else f".{x.lower()}" for x in extensions)
 
@@ -235,6 +244,8 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
     """Keys in JSON lines; a last line without its end, cut by a killed run, names nobody."""
+    if not isinstance(file, str | os.PathLike):
+        raise SourceError(f"`source.exclude` must be a FILE, as `faults.file` writes it. Found: {file!r:.200}.")
     path = os.path.expanduser(os.fspath(file))
     keys = set()
     try:

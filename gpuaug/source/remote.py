@@ -18,9 +18,9 @@ import re
 import stat
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -84,7 +84,8 @@ class Remote:
             raise ConfigError(f"`source.remote.timeout` must be above 0 seconds. Found: {self.timeout!r}.")
         if self.options is not None and not isinstance(self.options, Mapping):
             raise ConfigError(f"`source.remote.options` must be a mapping. Found: {type(self.options).__name__}.")
-        if self.cache is not None and (not isinstance(self.cache, str | os.PathLike) or is_url(self.cache)):
+        local = isinstance(self.cache, str | os.PathLike) and not is_url(self.cache) and "\0" not in str(self.cache)
+        if self.cache is not None and not local:
             raise ConfigError(f"`source.remote.cache` must be a local folder. Found: {self.cache!r}.")
 
 
@@ -120,6 +121,7 @@ class _Call(NamedTuple):
     place: str
     of: Callable[[Any, str], Any]
     size: int = 0  # bytes that are expected
+    part: Range | None = None  # that it reads
 
     def seconds(self, remote: Remote) -> float:
         """For one try."""
@@ -128,6 +130,8 @@ class _Call(NamedTuple):
 
 class Storage:
     """Reads and lists files wherever they are. Pickles to its settings; every process opens its own connections."""
+
+    _next: list[Range]  # of the read after the next
 
     def __init__(self, remote: Remote | None = None) -> None:
         if remote is not None and not isinstance(remote, Remote):
@@ -167,6 +171,7 @@ class Storage:
             for i in away:
                 found[i] = self._disk.get(_name(ranges[i]))
             away = [i for i in away if found[i] is None]
+        self._begin([ranges[i] for i in away])
         if away:
             items = self._all([_reading(ranges[i], self.remote) for i in away], self._reader)
             for i, item in zip(away, items, strict=True):
@@ -176,6 +181,11 @@ class Storage:
                 if fresh:
                     self._disk.put(list(fresh.items()))
         return found
+
+    def expect(self, ranges: Sequence[Range]) -> None:
+        """Small ranges that the read after the next will be for: where threads read, they are asked for meanwhile."""
+        self._settle()
+        self._next = [part for part in ranges if is_url(part.place) and max(part.image or 0, part.size or 0) <= LARGE]
 
     def whole(self, place: str) -> bytes:
         """All bytes of a file.
@@ -289,6 +299,8 @@ class Storage:
         self._readers: dict[str, Any] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
+        self._next = []
+        self._coming: dict[Range, Future[Any]] = {}  # asked for by threads
         self._disk = None
         if self.remote.cache is not None:
             self._disk = Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
@@ -357,50 +369,56 @@ class Storage:
             future.cancel()
             raise
 
-    def _by_threads(self, system: Any, calls: list[_Call]) -> list[Any]:
-        """For file systems without an event loop, as HDFS."""
-        remote = self.remote
+    def _begin(self, now: list[Range]) -> None:
+        """Ask for what is read now, and then for what is expected, so that the line is never idle between batches."""
+        expected, self._next = self._next, []
+        if not expected and not self._coming:
+            return
+        wanted = {*now, *expected}
+        for part in [part for part in self._coming if part not in wanted]:
+            self._coming.pop(part).cancel()
+        for part in (*now, *expected):
+            if part in self._coming or part.size == 0 or not isinstance(self._reader(part.place), objects.Objects):
+                continue
+            if self._disk is None or not self._disk.has(_name(part)):
+                call = _reading(part, self.remote)
+                self._coming[part] = self._pool().submit(self._try, self._reader(part.place), call)
 
-        def one(call: _Call) -> Any:
-            for attempt in range(remote.tries):
-                try:
-                    return _finish(call.of(system, call.place))
-                except Exception as error:
-                    if attempt + 1 == remote.tries or not _may_pass(error):
-                        return _reason(error, call, attempt + 1, remote)
-                time.sleep(_pause(attempt))
-            raise AssertionError
-
-        items: list[Any] = [None] * len(calls)
-        todo = deque(range(len(calls)))
-
-        def work() -> None:
-            while todo:
-                try:
-                    row = todo.popleft()
-                except IndexError:
-                    return
-                items[row] = one(calls[row])
-
+    def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(remote.concurrency, thread_name_prefix="gpuaug-remote")
-            threads = self._threads
-        # one task per thread, not per call: handing over a task costs as much as a tenth of a request
-        tasks = [threads.submit(work) for _ in range(min(remote.concurrency, len(calls)))]
-        turns = -(-len(calls) // remote.concurrency)
-        longest = max(call.seconds(remote) for call in calls)
+                self._threads = ThreadPoolExecutor(self.remote.concurrency, thread_name_prefix="gpuaug-remote")
+            return self._threads
+
+    def _try(self, system: Any, call: _Call) -> Any:
+        remote = self.remote
+        for attempt in range(remote.tries):
+            try:
+                return _finish(call.of(system, call.place))
+            except Exception as error:
+                if attempt + 1 == remote.tries or not _may_pass(error):
+                    return _reason(error, call, attempt + 1, remote)
+                log.debug("try %d of %s: %r", attempt + 1, shown(call.place), error)
+            time.sleep(_pause(attempt))
+        raise AssertionError
+
+    def _by_threads(self, system: Any, calls: list[_Call]) -> list[Any]:
+        """For file systems without an event loop, as HDFS, and for objects."""
+        remote, pool = self.remote, self._pool()
+        futures = []
+        for call in calls:
+            begun = None if call.part is None else self._coming.pop(call.part, None)
+            futures.append(begun or pool.submit(self._try, system, call))
+        items: list[Any] = []
         try:
-            wait(tasks, timeout=turns * remote.tries * (longest + LONGEST_PAUSE))
-        finally:  # after an interrupt of the user too
-            todo.clear()
-        for row, (item, call) in enumerate(zip(items, calls, strict=True)):
-            if item is None:
-                items[row] = _reason(TimeoutError(), call, remote.tries, remote)
-        if not all(task.done() for task in tasks):  # its threads hang in a file system that knows no timeouts
-            threads.shutdown(wait=False, cancel_futures=True)
-            with self._lock:
-                self._threads = None
+            for future, call in zip(futures, calls, strict=True):
+                try:
+                    items.append(future.result(timeout=remote.tries * (call.seconds(remote) + LONGEST_PAUSE)))
+                except TimeoutError as error:
+                    items.append(_reason(error, call, remote.tries, remote))
+        finally:
+            for future in futures:
+                future.cancel()  # after an interrupt of the user
         return items
 
 
@@ -631,7 +649,7 @@ def _reading(part: Range, remote: Remote) -> _Call:
             raise OSError(errno.EFBIG, f"{part.size} bytes, more than {part.most}", shown(place))
         return read(system, place) if getattr(system, "async_impl", False) else read_now(system, place)
 
-    return _Call(part.place, call, part.size or 0)
+    return _Call(part.place, call, part.size or 0, part)
 
 
 async def _http(system: Any, part: Range) -> bytes:
