@@ -92,7 +92,9 @@ class FusedBackend:
         code, args = part.lowering.program(own, size)
         if not own:
             code, args = np.zeros((len(x), 0), dtype=np.int32), np.zeros((len(x), 0, 1), dtype=np.float32)
-        fields = _fields(part.lowering, own, code, size, x.device) if Code.NOISE in part.lowering.codes else {}
+        known = part.lowering.codes
+        fields = _fields(part.lowering, own, code, size, x.device) if Code.NOISE in known else {}
+        warps = Code.WARP in known and (code == Code.WARP).any()
         library = native.library() if x.device.type == "cpu" else None
         if library is not None:
             narrow = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
@@ -101,8 +103,8 @@ class FusedBackend:
                 x,
                 code,
                 args,
-                tables=[*_noise_tables(fields, code), *_blur_tables(code, args)],
-                ramps=warp_ramps(size) if (code == Code.WARP).any() else None,
+                tables=[*_noise_tables(fields, code), *(_blur_tables(code, args) if Code.BLUR in known else ())],
+                ramps=warp_ramps(size) if warps else None,
                 scale=scale,
                 shift=shift,
                 dtype=narrow,
@@ -111,7 +113,7 @@ class FusedBackend:
             return y.to(dtype)
         kernels = _triton_kernels() if x.device.type == "cuda" else None
         if kernels is not None:
-            ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
+            ramps = warp_ramps(size) if warps else np.zeros(1, dtype=np.float32)
             try:
                 return kernels.run(
                     x,

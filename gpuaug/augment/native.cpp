@@ -92,11 +92,11 @@ struct Statistic {  // of one image, at one point of its program
     std::vector<float> table = std::vector<float>(3 * 256);
     bool flat[3] = {false, false, false};  // equalize leaves such a channel alone
 
-    void reset() {
+    void reset(int32_t code) {
         gray = 0.0;
         std::fill(minimum, minimum + 3, INFINITY);
         std::fill(maximum, maximum + 3, -INFINITY);
-        std::fill(histogram.begin(), histogram.end(), 0u);
+        if (code == EQUALIZE) std::fill(histogram.begin(), histogram.end(), 0u);
     }
 };
 
@@ -851,7 +851,7 @@ struct Worker {
     void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, int32_t wanted, bool& outside, bool keep, bool last) {
         const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
         alignas(64) float scratch[3][BLOCK + LANES];  // not a power of two apart
-        if (wanted) stat_next.reset();
+        if (wanted) stat_next.reset(wanted);
         bool end_outside = outside;
         for (int64_t y = 0; y < H; y += rows)
             for (int64_t x = 0; x < W; x += wide) {
