@@ -26,6 +26,8 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float = NDArray[np.float32]
 
+LARGEST_SIDE = 65_535  # pixels, as JPEG's own
+LARGEST_VIEW = 178_000_000  # pixels of a view; `decode.max_pixels` allows an image as many
 _TRIES = 10  # of RandomResizedCrop, before the central fallback; torchvision's number
 
 
@@ -293,16 +295,27 @@ def _checked(crop: Crop, u: Float | None, heights: Int64, widths: Int64) -> tupl
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"`{name}` must be a positive int or two of them (H, W). Found: {value!r}.")
+    if value > LARGEST_SIDE:
+        raise ConfigError(f"`{name}` must be at most {LARGEST_SIDE} pixels a side. Found: {value}.")
     return value
+
+
+def _affordable(name: str, size: tuple[int, int]) -> tuple[int, int]:
+    if size[0] * size[1] > LARGEST_VIEW:
+        raise ConfigError(
+            f"`{name}` must be of at most {LARGEST_VIEW} pixels, what an image may have. Found: {size[0]} x {size[1]}, "
+            f"{size[0] * size[1] * 12 / 1e9:.1f} GB of float32 for each sample."
+        )
+    return size
 
 
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         side = _positive(name, value)
-        return side, side
+        return _affordable(name, (side, side))
     if len(value) not in (1, 2):
         raise ConfigError(f"`{name}` must be a positive int or two of them (H, W). Found: {value!r}.")
-    return _positive(name, value[0]), _positive(name, value[-1])
+    return _affordable(name, (_positive(name, value[0]), _positive(name, value[-1])))
 
 
 def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int]:
@@ -326,10 +339,12 @@ def _range(name: str, value: Sequence[float], *, high: float) -> tuple[float, fl
 
 def _padding(value: int | Sequence[int]) -> tuple[int, int, int, int]:
     values: list[int] = list(value) if isinstance(value, Sequence) else [value]
-    if len(values) not in (1, 2, 4) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+    if len(values) not in (1, 2, 4) or any(
+        isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= LARGEST_SIDE for v in values
+    ):
         raise ConfigError(
-            "`padding` must be an int >= 0, two (left and right, top and bottom) or four (left, top, right, bottom). "
-            f"Found: {value!r}."
+            f"`padding` must be an int from 0 to {LARGEST_SIDE}, two (left and right, top and bottom) or four (left, "
+            f"top, right, bottom). Found: {value!r}."
         )
     left, top, right, bottom = values * (4 // len(values))
     return left, top, right, bottom
@@ -342,6 +357,6 @@ def _fill(value: int) -> int:
 
 
 def _interpolation(value: str) -> Interpolation:
-    if value not in get_args(Interpolation):
+    if not isinstance(value, str) or value not in get_args(Interpolation):
         raise ConfigError(f"`interpolation` must be 'bilinear' or 'bicubic'. Found: {value!r}.")
     return value  # type: ignore[return-value]

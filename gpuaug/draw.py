@@ -100,7 +100,7 @@ def uniforms(
     Raises:
         ConfigError: if the epoch does not fit into 32 bits.
     """
-    if not 0 <= epoch < EPOCHS:
+    if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < EPOCHS:
         raise ConfigError(f"`epoch` must satisfy 0 <= epoch < 2**32. Found: {epoch!r}.")
     streams = tuple(streams)
     indices = np.asarray(indices, dtype=np.int64)

@@ -42,13 +42,13 @@ class Faults:
         truncated: Literal["reject", "accept"] = "reject",
         file: str | None = None,
     ) -> None:
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise ConfigError(f"`faults.policy` must be one of {', '.join(POLICIES)}. Found: {policy!r}.")
         if max is not None and not (type(max) is int and max >= 0) and not (type(max) is float and 0 <= max <= 1):
             raise ConfigError(f"`faults.max` must be a count (an int >= 0) or a rate (a float 0..1). Found: {max!r}.")
         if type(window) is not int or window < 1:
             raise ConfigError(f"`faults.window` must be a whole number of at least 1. Found: {window!r}.")
-        if truncated not in ("reject", "accept"):
+        if not isinstance(truncated, str) or truncated not in ("reject", "accept"):
             raise ConfigError(f"`faults.truncated` must be reject or accept. Found: {truncated!r}.")
         self.truncated = truncated
         self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
@@ -181,7 +181,7 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
             pass
         if made:
             os.unlink(path)  # no bad samples, no file
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a zero byte
         raise ConfigError(f"`faults.file` cannot be written: {error}. Name a file in a folder that can.") from error
     return path
 

@@ -217,8 +217,7 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; naming the one that is already loaded keeps the position in it."""
-        if _at_least("epoch", epoch, 0) >= draw.EPOCHS:
-            raise ConfigError(f"`epoch` must be below 2**32. Found: {epoch!r}.")
+        _epoch(epoch)
         self._advance()
         if epoch != self._epoch:
             self._live.stop()
@@ -226,8 +225,8 @@ class Loader:
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin inside an epoch, after ``position`` samples of its order (of all ranks together)."""
-        total = len(self._ordered(epoch))
-        if not 0 <= position <= total:
+        total = len(self._ordered(_epoch(epoch)))
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= total:
             raise ConfigError(
                 f"`position` must lie in 0 .. {total}, the samples of epoch {epoch}. Found: {position!r}."
             )
@@ -304,7 +303,7 @@ class Loader:
             mix: whether to mix the batch.
         """
         self._live.check_open()
-        epoch = self._epoch if epoch is None else _at_least("epoch", epoch, 0)
+        epoch = self._epoch if epoch is None else _epoch(epoch)
         number = _integers("indices", indices)
         repeat = torch.zeros_like(number) if repeats is None else _integers("repeats", repeats)
         if not len(number) or len(repeat) != len(number):
@@ -784,6 +783,12 @@ def _at_least(name: str, value: int, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"`{name}` must be a whole number >= {low}. Found: {value!r}.")
     return value
+
+
+def _epoch(epoch: int) -> int:
+    if _at_least("epoch", epoch, 0) >= draw.EPOCHS:
+        raise ConfigError(f"`epoch` must be below 2**32. Found: {epoch!r}.")
+    return epoch
 
 
 def _integers(name: str, values: Any) -> Tensor:

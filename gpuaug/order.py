@@ -96,7 +96,12 @@ class Weighted:
         if isinstance(weights, str | os.PathLike):
             values = read_numbers(weights, key="order.weights", dtype=np.float64)
         else:
-            values = np.asarray(weights, dtype=np.float64)
+            try:
+                values = np.asarray(weights, dtype=np.float64)
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+                raise ConfigError(
+                    f"`order.weights` must be `class`, a FILE, or one number per sample. Found: {weights!r:.200}."
+                ) from error
         if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
             raise ConfigError(
                 "`order.weights` must be `class`, or one finite weight >= 0 per sample. "
@@ -152,8 +157,8 @@ class Repeated:
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
-            raise ConfigError(f"`order.repeats` must be a whole number >= 1. Found: {self.repeats!r}.")
+        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or not 1 <= self.repeats <= 0xFFFF:
+            raise ConfigError(f"`order.repeats` must be a whole number from 1 to {0xFFFF}. Found: {self.repeats!r}.")
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Numbers with repetition, int64 ``[len(source)]``; others for every ``seed`` and ``epoch``."""
@@ -234,7 +239,8 @@ def adapt(order: Any) -> Order:
         return Shuffle() if order == "shuffle" else Sequential()
     if callable(getattr(order, "order", None)):
         return order
-    if hasattr(order, "__iter__") and not isinstance(order, str | bytes | dict):
+    scalar = isinstance(order, Tensor | np.ndarray) and order.ndim == 0
+    if hasattr(order, "__iter__") and not isinstance(order, str | bytes | dict) and not scalar:
         return Sampler(order)
     raise ConfigError(
         "`order` must be shuffle, sequential, gpuaug.Shuffle, Sequential, Weighted or Repeated, or a torch Sampler. "
@@ -244,7 +250,7 @@ def adapt(order: Any) -> Order:
 
 def check_last(last: str) -> Last:
     """``last`` itself, if it is one of uneven, drop and pad."""
-    if last not in LASTS:
+    if not isinstance(last, str) or last not in LASTS:
         raise ConfigError(f"`last` must be one of {', '.join(LASTS)}. Found: {last!r}.")
     return last  # type: ignore[return-value]
 

@@ -78,7 +78,9 @@ class Reader:
             raise ConfigError(f"`num_workers` must be at least 0. Found: {num_workers}.")
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if not number or not timeout > 0:
-            raise ConfigError(f"`timeout` must be above 0 seconds; `.inf` waits for ever. Found: {timeout!r:.200}.")
+            raise ConfigError(
+                f"`timeout` must be a number of seconds above 0; `.inf` waits for ever. Found: {timeout!r:.200}."
+            )
         if prefetch_factor < 1:
             raise ConfigError(f"`prefetch_factor` must be at least 1. Found: {prefetch_factor}.")
         methods = multiprocessing.get_all_start_methods()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpuaug")
 
 _BACKENDS = ("fused", "kornia")
+LARGEST_COPIES = 1000  # views of one augment; each is drawn, decoded and augmented for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +221,8 @@ class Augment(_Recipe):
                 "`augment.normalize` must be a gpuaug.Normalize(mean=(...), std=(...)) or None. Found: "
                 f"{type(normalize).__name__}."
             )
-        if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-            raise ConfigError(f"`augment.copies` must be an int of at least 1. Found: {copies!r}.")
+        if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= LARGEST_COPIES:
+            raise ConfigError(f"`augment.copies` must be an int from 1 to {LARGEST_COPIES}. Found: {copies!r}.")
         _known_backend(backend)
         # Prepared operations are no submodules: moving a Kornia module would move and convert its samplers.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
@@ -322,9 +323,9 @@ class MultiView(_Recipe):
             if not isinstance(augment, Augment):
                 raise ConfigError(f"`augment.views.{name}` must be a gpuaug.Augment. Found: {type(augment).__name__}.")
             self._names.append(name)
-            if backend is not None and backend != augment.backend:
+            if backend is not None and _known_backend(backend) != augment.backend:
                 augment = copy.copy(augment)  # the caller's keeps its own
-                augment.backend, augment._executor = _known_backend(backend), None
+                augment.backend, augment._executor = backend, None
             self.augments.append(augment)
         if not self._names:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")
@@ -346,13 +347,13 @@ class MultiView(_Recipe):
 
 def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
-    if found not in (torch.float32, torch.bfloat16, torch.float16):
+    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
     return found
 
 
 def _known_backend(backend: str) -> str:
-    if backend in _BACKENDS:
+    if isinstance(backend, str) and backend in _BACKENDS:
         return backend
     near = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -365,6 +366,8 @@ def _channels_last(images: Any) -> Tensor:
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
         found = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ConfigError(f"{wanted}. Found: {found}.")
+    if not images.numel() and len(images):
+        raise ConfigError(f"{wanted} with pixels. Found: {list(images.shape)}.")
     first, last = images.shape[1] == 3, images.shape[3] == 3
     if first == last:
         what = "could be either; pad the width or crop it" if first else "has no axis of three channels"

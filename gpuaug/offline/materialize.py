@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from gpuaug import machine
+from gpuaug import draw, machine
 from gpuaug import order as orders
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
@@ -110,11 +110,15 @@ class Materialize:
     ) -> None:
         _at_least("epochs", epochs, 1)
         _at_least("start_epoch", start_epoch, 0)
+        if start_epoch + epochs > draw.EPOCHS:
+            raise ConfigError(f"`start_epoch` and `epochs` must end below 2**32. Found: {start_epoch} and {epochs}.")
         if chunk is not None:
             _at_least("chunk", chunk, 1)
         for name, value, known in (("store", store, ("uint8", "final")), ("on", on, ("local", "ray"))):
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.")
+        if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
+            raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
         if getattr(loader.source, "stored", None) is not None:
             raise ConfigError("`source` must hold images. Found: epochs that are materialized already.")
         if loader.limit_batches is not None:
@@ -558,8 +562,11 @@ def _earlier(out: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: if the folder holds anything else.
     """
-    if not out.exists():
-        return None
+    try:
+        if not out.exists():
+            return None
+    except OSError as error:
+        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
     if (out / MANIFEST).exists():
         return read_manifest(out)
     try:

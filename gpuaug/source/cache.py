@@ -56,7 +56,7 @@ class RamCache:
     fill: Literal["first-use", "ahead"] = "first-use"
 
     def __post_init__(self) -> None:
-        if self.fill not in ("first-use", "ahead"):
+        if not isinstance(self.fill, str) or self.fill not in ("first-use", "ahead"):
             raise ConfigError(f"`cache.fill` must be first-use or ahead. Found: {self.fill!r}.")
         if self.max_bytes is not None:
             size.parse(self.max_bytes, key="cache.max_bytes")

@@ -67,7 +67,7 @@ class FolderSource(Listed):
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
         remote: Remote | None = None,
     ) -> None:
-        if labels not in ("folder", "none", None):
+        if labels is not None and (not isinstance(labels, str) or labels not in ("folder", "none")):
             raise ConfigError(f"`source.labels` must be folder or none. Found: {labels!r}.")
         endings = extensions_of(extensions)
         self.root = locate(root)

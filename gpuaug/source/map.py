@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -91,6 +92,8 @@ def adapt(source: Any) -> Source:
         length = len(source)
     except (TypeError, NotImplementedError) as error:
         raise SourceError(f"a source must have a length, `len(source)`. {found}") from error
+    if isinstance(source, Mapping) and set(source) != set(range(length)):
+        raise SourceError(f"a mapping as a source must have the numbers 0 .. {length - 1} as its keys. {found}")
     if not length:
         raise SourceError(f"the source is empty: len(source) is 0. {found}")
     if not callable(getattr(source, "key", None)) and not callable(getattr(source, "digest", None)):

@@ -31,7 +31,7 @@ def places_of(root: Any, storage: Storage, *, ending: str) -> list[Found]:
     places: list[str] = []
     known: dict[str, Found] = {}
     for item in list(root) if many else [root]:
-        if not isinstance(item, str | os.PathLike) or not os.fspath(item):
+        if not isinstance(item, str | os.PathLike) or not os.fspath(item) or "\0" in str(item):
             raise ConfigError(f"`source.root` must be paths or URLs of {ending} files. Found: {item!r}.")
         for text in braces(os.fspath(item)):
             place = locate(text)

@@ -52,7 +52,8 @@ class TableSource(Listed):
         remote: Remote | None = None,
     ) -> None:
         several = isinstance(label, Sequence) and not isinstance(label, str)
-        wanted: list[Any] = [] if label in (None, "none") else list(label) if several else [label]
+        none = label is None or (isinstance(label, str) and label == "none")
+        wanted: list[Any] = [] if none else list(label or ()) if several else [label]
         if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:

@@ -1,0 +1,277 @@
+"""Whatever value a public constructor, a method or a key of the configuration gets: this project's errors, or it works.
+
+A property over all parameters and a list of values that are wrong for most of them: nothing else than GpuaugError may
+come out, neither of the constructor nor of the first use of what it made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gpuaug
+from gpuaug.cli import main
+from gpuaug.errors import GpuaugError
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 10**6, 10**20, -(10**20), 0.0, 0.5, -0.5, 1.5, 1e308, math.nan, math.inf, -math.inf,
+    "", "none", "nonsense", "0", "-1", "1e9", "9" * 400, "\0", "/nowhere/at/all", "ä\udcff", b"bytes",
+    [], [1], [0, 0], [-1, 2], [1, 2, 3], [math.nan, 1.0], [[1, 2], [3, 4]], ["a"], [None], (), (0.5, 0.2), (2, 10**7),
+    {}, {"a": 1}, {1: 2}, {"": None}, set(), object(), int, len, Fraction(1, 3), 3j, np.float32(0.5), np.int64(2),
+    np.zeros(3), np.zeros((2, 2)), torch.zeros(2), torch.tensor(1), Path("nowhere"), range(0),
+]  # fmt: skip
+
+
+def said(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few images as folder, table, shards' place, packed and materialized."""
+    root = tmp_path_factory.mktemp("place")
+    rng = np.random.default_rng(0)
+    for n in range(4):
+        file = root / "images" / "ab"[n % 2] / f"{n}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8)).save(file)
+    lines = [f"{p.relative_to(root)},{n}" for n, p in enumerate(sorted((root / "images").rglob("*.png")))]
+    (root / "table.csv").write_text("path,label\n" + "\n".join(lines) + "\n")
+    with loader(root) as live:
+        gpuaug.Materialize(live, out=root / "epochs", epochs=1).run()
+    return root
+
+
+def source(place: Path) -> gpuaug.FolderSource:
+    return gpuaug.FolderSource(place / "images")
+
+
+def loader(place: Path, **given: Any) -> gpuaug.Loader:
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
+    usual = {"augment": augment, "batch_size": 2, "num_workers": 0, "prefetch": 0, "device": "cpu"}
+    images = given.pop("source") if "source" in given else source(place)
+    return gpuaug.Loader(images, **{**usual, **given})
+
+
+def one_batch(place: Path, **given: Any) -> None:
+    with loader(place, **given) as made:
+        len(made)
+        made.fingerprint()
+        next(iter(made), None)
+        json.dumps(made.state_dict())
+
+
+def tables(place: Path) -> Path:
+    return place / "table.csv"
+
+
+# what is made, the arguments that make it good, and its first use
+MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], Any]]] = {
+    "Augment": (
+        lambda p: {"crop": gpuaug.Resize(8)},
+        lambda p, made: made(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), seed=0, epoch=0, indices=[0, 1]),
+    ),
+    "Decode": (lambda p: {}, lambda p, made: one_batch(p, decode=made)),
+    "Faults": (lambda p: {}, lambda p, made: one_batch(p, faults=made)),
+    "FolderSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
+    "TableSource": (lambda p: {"root": tables(p)}, lambda p, made: one_batch(p, source=made)),
+    "ShardSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
+    "ParquetSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
+    "PackedSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
+    "MaterializedSource": (lambda p: {"root": p / "epochs"}, lambda p, made: one_batch(p, source=made)),
+    "Remote": (lambda p: {}, lambda p, made: one_batch(p, source=gpuaug.FolderSource(p / "images", remote=made))),
+    "Mix": (lambda p: {"mixup_alpha": 1.0}, lambda p, made: one_batch(p, mix=made)),
+    "MultiView": (
+        lambda p: {"views": {"a": gpuaug.Augment(crop=gpuaug.Resize(8))}},
+        lambda p, made: one_batch(p, augment=made),
+    ),
+    "Normalize": (
+        lambda p: {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
+        lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), normalize=made)),
+    ),
+    "OneOf": (
+        lambda p: {"ops": {"flip": flip()}},
+        lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
+    ),
+    "RamCache": (lambda p: {}, lambda p, made: one_batch(p, cache=made)),
+    "RandomCrop": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
+    "RandomResizedCrop": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
+    "Resize": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
+    "ResizeCenterCrop": (
+        lambda p: {"resize": 9, "size": 8},
+        lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made)),
+    ),
+    "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
+    "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
+}
+OTHERS = {"Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "build", "compose"}
+
+
+def flip() -> Any:
+    import kornia.augmentation as K
+
+    return K.RandomHorizontalFlip(p=0.5)
+
+
+def parameters(of: Any) -> list[str]:
+    return [name for name in inspect.signature(of).parameters if name not in ("self", "objects")]
+
+
+def attacked(calls: Iterator[tuple[str, Callable[[], Any]]]) -> list[str]:
+    """What came out that is not ours."""
+    found = []
+    for what, call in calls:
+        try:
+            call()
+        except GpuaugError as error:
+            if not str(error).strip():
+                found.append(f"{what}: an empty message")
+        except Exception as error:
+            found.append(f"{what}: {type(error).__name__}: {str(error)[:150]}")
+    return found
+
+
+def test_every_public_constructor_is_attacked() -> None:
+    classes = {name for name in gpuaug.__all__ if not name.endswith("Error")}
+    assert classes == set(MADE) | OTHERS
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_constructors(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # a name may be a file to write
+    kind = getattr(gpuaug, name)
+    usual, use = MADE[name]
+
+    def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+        for parameter in parameters(kind):
+            for value in VALUES:
+                given = {**usual(place), parameter: value}
+                yield f"{name}({parameter}={said(value)})", lambda given=given: use(place, kind(**given))
+
+    assert attacked(calls()) == []
+
+
+def test_loader(place: Path) -> None:
+    def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+        for parameter in parameters(gpuaug.Loader):
+            for value in VALUES:
+                if parameter in ("num_workers", "prefetch", "batch_size") and type(value) is int and value > 2:
+                    continue  # allowed, and as many as it says
+                yield f"Loader({parameter}={said(value)})", lambda p=parameter, v=value: one_batch(place, **{p: v})
+
+    assert attacked(calls()) == []
+
+
+CALLS: dict[str, Callable[[gpuaug.Loader, Any], Any]] = {
+    "fetch(indices)": lambda made, value: made.fetch(value),
+    "fetch(epoch)": lambda made, value: made.fetch([0], epoch=value),
+    "fetch(repeats)": lambda made, value: made.fetch([0], repeats=value),
+    "set_epoch": lambda made, value: made.set_epoch(value),
+    "start_at(epoch)": lambda made, value: made.start_at(value, 0),
+    "start_at(position)": lambda made, value: made.start_at(0, value),
+    "load_state_dict": lambda made, value: made.load_state_dict(value),
+    "augment(images)": lambda made, value: made.augment(value, seed=0, epoch=0),
+    "augment(seed)": lambda made, value: made.augment(IMAGES, seed=value, epoch=0, indices=[0, 1]),
+    "augment(epoch)": lambda made, value: made.augment(IMAGES, seed=0, epoch=value, indices=[0, 1]),
+    "augment(indices)": lambda made, value: made.augment(IMAGES, seed=0, epoch=0, indices=value),
+    "augment(dtype)": lambda made, value: made.augment(IMAGES, seed=0, epoch=0, dtype=value),
+}
+IMAGES = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_methods(name: str, place: Path) -> None:
+    with loader(place) as made:
+
+        def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+            for value in [*VALUES, [999], [-1], [0, 0], [10**20], 999, torch.zeros(2, 3, 0, 8, dtype=torch.uint8)]:
+                yield f"{name} of {said(value)}", lambda value=value: CALLS[name](made, value)
+
+        assert attacked(calls()) == []
+
+
+@pytest.mark.parametrize("parameter", [p for p in parameters(gpuaug.Materialize) if p != "loader"])
+def test_materialize(parameter: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def made(live: gpuaug.Loader, number: int, value: Any) -> None:
+        gpuaug.Materialize(live, **{"out": tmp_path / f"out{number}", parameter: value})
+
+    with loader(place) as live:
+
+        def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+            for number, value in enumerate(VALUES):
+                if type(value) is int and value > 2 and parameter == "epochs":
+                    continue  # as many as it says
+                yield f"Materialize({parameter}={said(value)})", lambda n=number, v=value: made(live, n, v)
+
+        assert attacked(calls()) == []
+
+
+WORDS: list[tuple[str, ...]] = [
+    ("augment=standard", "mix=mixup_cutmix", "cache=ram", "order=weighted"),
+    ("augment=dino", "order=repeated", "last=drop"),
+    ("augment=eval", "source=materialized"),
+]
+SETTINGS: list[Any] = [None, True, -1, 0, 0.5, math.nan, 1e30, "abc", "", [], [1, 2, 3], {}, {"a": 1}]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_every_key_of_the_configuration(words: tuple[str, ...], place: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    from omegaconf import DictConfig, OmegaConf
+
+    monkeypatch.chdir(tmp_path)
+    root = place / ("epochs" if "source=materialized" in words else "images")
+    small = [f"source.root={root}", "batch_size=2", "num_workers=0", "prefetch=0", "device=cpu"]
+    whole = gpuaug.compose("train", [*words, *small])
+
+    def keys(part: Any, above: str = "") -> Iterator[str]:
+        for name in part:
+            if above or name != "_target_":
+                yield f"{above}{name}"
+                if isinstance(inside := part._get_node(name), DictConfig) and not inside._is_none():
+                    yield from keys(inside, f"{above}{name}.")
+
+    def use(key: str, value: Any) -> None:
+        changed = whole.copy()
+        OmegaConf.update(changed, key, value, merge=False, force_add=True)
+        with gpuaug.build(changed) as made:
+            if isinstance(made, gpuaug.Loader) and made.num_workers < 2:
+                next(iter(made), None)
+
+    def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+        for key in keys(whole):
+            for value in SETTINGS:
+                yield f"{key}={said(value)}", lambda key=key, value=value: use(key, value)
+
+    assert attacked(calls()) == []
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "nonsense=1", "augment=nonsense", "augment.nonsense=1", "source.root=null", "source.root=/nowhere",
+        "augment.crop.size=1000000", "augment.crop.size=[]", "augment.ops.flip.p=2", "augment.ops.flip.nonsense=1",
+        "augment.ops.flip=3", "batch_size=x", "seed=x", "device=tpu", "dtype=int8", "decode.codecs=[x]",
+        "source.subset=0", "=1", "a=[", "source.exclude=/nowhere.jsonl", "order=weighted order.weights=/nowhere",
+        "cache=ram cache.max_bytes=-1", "ahead=lots", "faults.policy=ignore", "last=round", "limit_batches=0",
+    ],
+)  # fmt: skip
+def test_words_of_a_command(word: str, place: Path, tmp_path: Path, capsys: Any) -> None:
+    """A mistake is a line that says so and status 2, never a traceback."""
+    words = ["preview", f"source.root={place}/images", "num_workers=0", f"out={tmp_path}/out", *word.split()]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert any(line.startswith("gpuaug: ") for line in told.splitlines())
+    assert "Traceback" not in told
