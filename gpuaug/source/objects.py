@@ -1,4 +1,4 @@
-"""Objects of S3 and of Google Cloud Storage through obstore, for a fifth of the processor time of s3fs.
+"""Objects of S3 and of Google Cloud Storage through obstore, for a third of the processor time of s3fs.
 
 obstore's threads do not live on in a forked child, where its calls would wait for ever. So only processes that fork
 nothing use it, the workers; and what to ask, where and as whom stays with the file system of fsspec.
