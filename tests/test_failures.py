@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,8 +65,8 @@ def until(reached, patience=60.0):
 def in_use_elsewhere(name):
     """Whether a process that has nothing to do with this one maps or holds this file of /dev/shm, or has made it."""
     ours = {os.getpid(), *children_of(os.getpid())}
-    parts = name.split("_")  # torch's names hold the number of the process
-    if parts[0] == "torch" and parts[1].isdigit() and int(parts[1]) not in ours and Path(f"/proc/{parts[1]}").exists():
+    maker = re.search(r"[-_](\d+)[-_]", name)  # torch's names, and joblib's, hold the number of the process
+    if maker is not None and int(maker[1]) not in ours and Path(f"/proc/{maker[1]}").exists():
         return True
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in ours:
