@@ -37,6 +37,7 @@ class Source(Protocol):
     What a source may have beside that:
         label: ``source.label(i)``, the label of a sample without reading its bytes: it stays where those cannot be
             read. Without it ``labels`` are asked, and else such a label is 0, or as many of them as other samples have.
+        along: ``source.along(number)``, numbers that had to be read with this one, and now cost nothing more.
         read_many: ``source.read_many(numbers)``, a list of ``(bytes, label)`` or exceptions, read at the same time.
         expect: ``source.expect(numbers)``: what the ``read_many`` after the next will be for; it may begin.
     """

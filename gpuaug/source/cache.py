@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gpuaug import distributed, size
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source import Source, node
 
 log = logging.getLogger("gpuaug")
@@ -88,7 +88,11 @@ class CachedSource:
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Bytes and label, from memory or else from the source."""
         found = self._get(index)
-        return self._kept(index, self.source[index]) if found is None else found
+        if found is not None:
+            return found
+        item = self._kept(index, self.source[index])
+        self._keep_along(index)
+        return item
 
     def __repr__(self) -> str:
         return f"CachedSource({self.source!r})"
@@ -214,7 +218,24 @@ class CachedSource:
             many: Any = getattr(self.source, "read_many", None)
             for row, item in zip(missing, many([numbers[row] for row in missing]), strict=True):
                 items[row] = self._kept(numbers[row], item)
+                self._keep_along(numbers[row])
         return items
+
+    def _keep_along(self, index: int) -> None:
+        """Keep too what the source had to read for this sample: rows of Parquet are read by the group."""
+        along: Any = getattr(self.source, "along", None)
+        if along is None:
+            return
+        for number in along(index).tolist():
+            memory = self._memory
+            if memory is None or memory.head[FULL]:
+                return
+            if not memory.index[number]:
+                try:
+                    item = self.source[number]
+                except (OSError, GpuaugError):  # a fault of that sample, when it is asked for
+                    continue
+                self._kept(number, item)
 
     def _bound(self) -> int:
         if self.settings.max_bytes is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
@@ -38,7 +39,8 @@ class ParquetSource(Listed):
     """Rows of Parquet files, in the order of the files; an image is read with the row group that it is in.
 
     So the smaller the row groups, the less is read in vain in a shuffled epoch: with groups of 100 photographs a
-    sample costs a hundred, where tar shards cost one. Sequential epochs read everything once.
+    sample costs a hundred, where tar shards cost one. Sequential epochs read everything once, and so does the first one
+    with ``cache=ram``, which keeps all images of a row group that was read for one of them.
 
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
@@ -128,6 +130,17 @@ class ParquetSource(Listed):
             for at in rows[group]:
                 items[at] = images if isinstance(images, Exception) else self._item(images, numbers[at], begin)
         return items
+
+    def along(self, index: int) -> NDArray[np.int64]:
+        """Numbers of the active samples that are in memory since sample ``index`` was read: those of its row group."""
+        starts = self._starts.numpy()
+        group = int(np.searchsorted(starts, index, side="right")) - 1
+        if self._pid != os.getpid() or group not in self._groups:
+            return np.zeros(0, dtype=np.int64)
+        if self.indices is None:
+            return np.arange(starts[group], starts[group + 1])
+        active = self.indices.numpy()
+        return active[slice(*np.searchsorted(active, starts[group : group + 2]))]
 
     def _item(self, images: Any, number: int, begin: int) -> Any:
         data = images[number - begin].as_py()
