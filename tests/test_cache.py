@@ -309,6 +309,35 @@ def test_filled_ahead_the_files_may_go(photos, tmp_path):
         assert len(loader.fetch([3, 60])) == 2
 
 
+def test_ahead_is_the_share_of_this_machine_and_later_shares_stay(photos):
+    """The first of two machines with one rank each: other samples in every epoch, each of them read once."""
+    words = ["source.root=" + str(photos), "augment=flip", "augment.crop.size=32", "batch_size=8", "device=cpu"]
+    source = gpuaug.FolderSource(photos)
+    read = []
+
+    class Spied:
+        indices, labels = None, source.labels
+        classes, class_to_idx, num_classes = source.classes, source.class_to_idx, source.num_classes
+        key, digest = source.key, source.digest
+
+        def __len__(self):
+            return len(source)
+
+        def __getitem__(self, index):
+            read.append(index)
+            return source[index]
+
+    cfg = gpuaug.compose("train", [*words, "cache=ram", "cache.fill=ahead", "num_workers=0"])
+    with gpuaug.build(cfg, source=Spied(), rank=0, world_size=2) as loader:
+        iterator = iter(loader)
+        first = set(read)
+        assert len(first) == loader._cached.samples == 33
+        assert {i for batch in iterator for i in batch.indices.tolist()} == first
+        second = {i for batch in loader for i in batch.indices.tolist()}
+        assert second - first
+        assert len(read) == len(set(read)) == loader._cached.samples == len(first | second)
+
+
 # -- ranks
 
 

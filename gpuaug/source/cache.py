@@ -49,7 +49,9 @@ class RamCache:
 
     Args:
         max_bytes: bound, as 2147483648 or ``"2GiB"``; None: half of the memory that is available at the start.
-        fill: ``first-use``: what is read stays; ``ahead``: before the first batch, what this epoch shows.
+        fill: ``first-use``: what is read stays; ``ahead``: before the first batch, what this machine shows in this
+            epoch. Of several machines each has another share in every epoch: what is new then is read once, and stays,
+            so room for the whole source on each of them ends all reading after some epochs.
     """
 
     max_bytes: int | str | None = None
