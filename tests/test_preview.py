@@ -302,3 +302,14 @@ def test_operations_start_from_the_middle_at_the_size_of_training(
     columns = first.float().mean(dim=(0, 2))
     assert abs(float(columns.mean()) - 127.5) < 2  # the middle
     assert (columns.diff() >= 0).all()
+
+
+def test_materialized_epochs_are_shown_as_they_are_and_their_operations_refused(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [f"source.root={photos}", "source.subset=4", "num_workers=0"]
+    assert main(["materialize", *few, f"out={tmp_path}/epochs"]) == 0
+    words = ["preview", "source=materialized", f"source.root={tmp_path}/epochs", f"out={tmp_path}/p.png", "draws=1"]
+    assert main(words) == 0
+    assert main([*words, "show=operations"]) == 2
+    assert "source=folder" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from gpuaug.decode import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
 from gpuaug.read import Reader
+from gpuaug.source.materialized import MaterializedSource
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -108,6 +109,11 @@ def main(request: Request) -> int:
     decode = replace(decode, num_threads=decode.num_threads or 1)  # a few whole images; the loader's own says how many
     _say_if_mixed(config)
     with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
+        if settings.show == "operations" and isinstance(loader.source, MaterializedSource):
+            raise ConfigError(
+                "show=operations needs images to augment. Found: materialized epochs, which are augmented already. Show "
+                "what they were made of: source=folder source.root=DIR."
+            )
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if settings.show == "operations" and settings.indices is None and settings.samples is None:
             indices = [colorful(loader, decode, indices=indices)]
