@@ -111,7 +111,7 @@ def main(request: Request) -> int:
     with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
         if settings.show == "operations" and isinstance(loader.source, MaterializedSource):
             raise ConfigError(
-                "show=operations needs images to augment. Found: materialized epochs, which are augmented already. Show "
+                "show=operations needs images to augment. Found: materialized epochs, augmented already. Show "
                 "what they were made of: source=folder source.root=DIR."
             )
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
