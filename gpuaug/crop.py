@@ -26,7 +26,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float = NDArray[np.float32]
 
-LARGEST_SIDE = 65_535  # pixels, as JPEG's own
+LARGEST_SIDE = 500_000  # pixels: panoramas and scans fit, and what is larger is a mistake
 LARGEST_VIEW = 178_000_000  # pixels of a view; `decode.max_pixels` allows an image as many
 _TRIES = 10  # of RandomResizedCrop, before the central fallback; torchvision's number
 

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import gpuaug
 from gpuaug.header import raw_header
 
 
@@ -84,10 +85,11 @@ class SlowOp(K.RandomInvert):
         return super().apply_transform(input, params, flags, transform)
 
 
-class SlowMix:
+class SlowMix(gpuaug.Mix):
     """A callback in Python for every image."""
 
     def __init__(self, *, work: float = 0.006, wait: float = 0.0) -> None:
+        super().__init__()
         self.work, self.wait = work, wait
 
     def __call__(self, images: Any, labels: Any, *, valid: Any, **rest: Any) -> Any:
