@@ -385,8 +385,7 @@ def test_waiting_for_bytes_is_told_from_work(small: list[bytes]) -> None:
     for source in (planted.Source(small, wait=0.02), planted.Source(small, work=0.02)):
         with build(source, "num_workers=0") as loader, Profiler(loader, repeats=1, seconds=0.05) as profiler:
             shares.append(profiler._source(profiling.Notes()))
-    assert shares[0] < 0.3
-    assert shares[1] > 0.7
+    assert shares[0] + 0.3 < shares[1]  # near 0 and 1 where nobody else is at work
 
 
 def test_cpu_time_of_another_process_is_seen() -> None:

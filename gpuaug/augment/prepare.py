@@ -203,8 +203,8 @@ def _check(key: str, op: Any) -> None:
     if not unset and (isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1):
         raise ConfigError(f"`{key}.p` must be a probability from 0 to 1. Found: {p!r}.")
     sizes = getattr(op, "flags", {}).get("kernel_size")
-    if isinstance(op, K.RandomGaussianBlur) and any(size % 2 == 0 for size in _both(sizes)):
-        raise ConfigError(f"`{key}.kernel_size` must be odd. Found: {sizes!r}.")
+    if isinstance(op, K.RandomGaussianBlur) and any(size < 1 or size % 2 == 0 for size in _both(sizes)):
+        raise ConfigError(f"`{key}.kernel_size` must be odd and positive. Found: {sizes!r}.")
     if isinstance(op, K.RandomGamma):  # Kornia finds it only when it is drawn, on a GPU by killing the context
         for name, sampler in vars(op._param_generator)["sampler_dict"].items():
             low, high = bounds(sampler)
