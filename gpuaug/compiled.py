@@ -33,6 +33,7 @@ FLAGS = (
     "-fno-signed-zeros",
     "-pthread",
 )
+_THREADS = Path(__file__).with_name("threads.hpp")  # before every source
 _lock = threading.Lock()
 
 
@@ -53,7 +54,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             )
             return None
         try:
-            text, folder = source.read_text(), cache()
+            text, folder = _THREADS.read_text() + source.read_text(), cache()
             stem = f"{name}-{_fingerprint(text, compiler, flags)}"
             path = _found(folder, stem) or _build(compiler, flags, text, folder, stem)
             return ctypes.CDLL(str(path))

@@ -303,14 +303,7 @@ extern "C" int gpuaug_resize(const Job* job) {
     const uintptr_t end = (reinterpret_cast<uintptr_t>(job->memory) + job->bytes) & ~(page - 1);
     if (job->fresh && end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 #endif
-    const int64_t helpers = std::min<int64_t>(job->threads, job->count) - 1;
-    std::vector<std::thread> threads;
-    try {
-        for (int64_t i = 0; i < helpers; ++i) threads.emplace_back(work);
-    } catch (...) {  // no more threads to be had: the ones there do the work
-    }
-    work();
-    for (auto& t : threads) t.join();
+    on_threads(std::min<int64_t>(job->threads, job->count), work);
     return failed;
 #else
     return job->count != 0;

@@ -995,13 +995,6 @@ extern "C" int gpuaug_augment(const Job* job) {
 #endif
     };
     use_huge_pages(*job);
-    const int64_t helpers = std::min<int64_t>(job->threads, job->batch) - 1;
-    std::vector<std::thread> threads;
-    try {
-        for (int64_t i = 0; i < helpers; ++i) threads.emplace_back(work);
-    } catch (...) {  // no more threads to be had: the ones there do the work
-    }
-    work();
-    for (auto& t : threads) t.join();
+    on_threads(std::min<int64_t>(job->threads, job->batch), work);
     return failed;
 }
