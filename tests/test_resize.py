@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 
+import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+import gpuaug
 from gpuaug import resize
 from gpuaug.crop import Boxes
 
@@ -133,3 +136,13 @@ def test_without_a_compiler_torch_resizes_and_it_is_said(
         resize.library.cache_clear()
     assert "resize on cpu is torch's" in caplog.text
     np.testing.assert_array_equal(out[0], expected(part, (8, 8), (0, 0), (8, 8), "bilinear"))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs sched_getaffinity")
+def test_the_thread_that_calls_keeps_its_processors():
+    images = torch.randint(0, 256, (2, 240, 240, 3), dtype=torch.uint8)
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(240), ops={"flip": K.RandomHorizontalFlip(p=0.5)})
+    before = os.sched_getaffinity(0)
+    for epoch in range(300):  # helpers that have ended before they are looked at
+        augment(images, seed=0, epoch=epoch, indices=torch.arange(2))
+    assert os.sched_getaffinity(0) == before
