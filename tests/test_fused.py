@@ -386,7 +386,8 @@ def test_every_instruction_set_gives_the_same_bits(
         pytest.skip(f"this processor is no {machine}")
     built = tmp_path / "augment.so"
     source = Path(native.__file__).with_name("native.cpp")
-    subprocess.run([compiler, *native._FLAGS, f"-march={machine}", str(source), "-o", str(built)], check=True)
+    flags = [*native._FLAGS, f"-march={machine}", "-include", str(compiled._THREADS)]
+    subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),
            **{n: SPATIAL[n]() for n in ("blur", "sharpness", "affine", "perspective")}}  # fmt: skip
     prepared = [prepare(name, op) for name, op in ops.items()]
