@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import photographs
 import planted
+import readme
 
 import gpuaug
 from gpuaug import machine
@@ -39,7 +40,6 @@ from gpuaug.cli import main as cli
 from gpuaug.diagnose import bottleneck, profiling
 from gpuaug.loader import Loader
 
-BEGIN, END = "<!-- bottlenecks.py -->", "<!-- end of bottlenecks.py -->"
 BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64")
 RAW = ("~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}")
 
@@ -283,16 +283,6 @@ def share(row: dict[str, Any]) -> float:
     return float((row["reached"] - 1) / max(row["predicted"] - 1, 1e-9))
 
 
-def write(readme: Path, text: str) -> None:
-    """Put the table between its marks."""
-    old = readme.read_text(encoding="utf-8")
-    before, mark, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise SystemExit(f"{readme} has no {BEGIN} … {END}.")
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-
-
 def main() -> int:
     """Measure, or print the table of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -309,7 +299,7 @@ def main() -> int:
         text = table(json.loads(args.table.read_text()))
         print(text)
         if args.readme is not None:
-            write(args.readme, text)
+            readme.put(args.readme, "bottlenecks.py", text)
         return 0
     warnings.simplefilter("ignore", UserWarning)  # torch's, that there are more workers than cores
     rows: dict[str, Any] = {}

@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import readme
 from loader import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- plan.py -->", "<!-- end of plan.py -->"
 MIB = 2**20
 FILLED = 4  # batches, by which prefetch=2 has filled up
 PARTS = ("main", "workers", "shared", "files")
@@ -181,16 +181,6 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(readme: Path, text: str) -> None:
-    """Put the table between its marks."""
-    old = readme.read_text(encoding="utf-8")
-    before, mark, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise SystemExit(f"{readme} has no {BEGIN} … {END}.")
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-
-
 def main() -> int:
     """Measure, or print the table of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,7 +198,7 @@ def main() -> int:
         text = table(json.loads(args.table.read_text()))
         print(text)
         if args.readme is not None:
-            write(args.readme, text)
+            readme.put(args.readme, "plan.py", text)
         return 0
     chosen = [
         c
