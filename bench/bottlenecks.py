@@ -257,8 +257,9 @@ def table(found: dict[str, Any]) -> str:
         named = r["named"] if r["named"] == r["right"] else f"**{r['named']}** (right: {r['right']})"
         after = "" if r["after"] is None else f" → {r['after']:,.0f}"
         gain = f"{share(r):.0%}" if r["predicted"] > 1 else "nothing was predicted"
+        advice = f"`{r['overrides']}`" if r["overrides"] else "nothing"
         lines.append(
-            f"| {r['name']} | {named} | `{r['overrides']}` | {r['before']:,.0f}{after} | {r['predicted']:.2f}× | "
+            f"| {r['name']} | {named} | {advice} | {r['before']:,.0f}{after} | {r['predicted']:.2f}× | "
             f"{r['reached']:.2f}× | {gain} | {r['cores']:.1f} |"
         )
     if found.get("tuned"):
