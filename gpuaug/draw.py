@@ -5,21 +5,26 @@ numbers belongs to a name: the 64-bit key is a BLAKE2 hash of the scheme's versi
 operation. The counter holds who draws: index, epoch, repeat, and the number of the block of four values. So adding an
 operation, a view or a sample moves nothing that others draw.
 
+A batch's uniforms come from draw.cpp where there is a C++ compiler, else from numpy: the same bits, ten times as long.
+
 No generator of torch, numpy or Python is read or moved.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug import compiled
 from gpuaug.errors import ConfigError
 
 EPOCHS = 2**32  # an epoch's number has one counter word
@@ -68,18 +73,21 @@ def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint6
 
 
 @lru_cache(maxsize=64)
-def _keys(seed: int, streams: tuple[Stream, ...]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Per block of four values: both key words and the block's number within its stream."""
-    k0: list[int] = []
-    k1: list[int] = []
-    number: list[int] = []
-    for s in streams:
-        a, b = key(seed, s.view, s.copy, s.op)
-        blocks = -(-s.count // 4)
-        k0 += [a] * blocks
-        k1 += [b] * blocks
-        number += range(blocks)
-    return tuple(np.array(x, dtype=np.uint64) for x in (k0, k1, number))  # type: ignore[return-value]
+def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
+    """Per block of four values: both key words, and the block's number within its stream; [3, blocks]."""
+    rows = [(*key(seed, s.view, s.copy, s.op), number) for s in streams for number in range(-(-s.count // 4))]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled generator, or None where it cannot be compiled; logs once which and why."""
+    found = compiled.load(Path(__file__).with_name("draw.cpp"), name="draw", without="is numpy's, ten times as long")
+    if found is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        found.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
+        found.gpuaug_uniforms.restype = None
+    return found
 
 
 def uniforms(
@@ -103,28 +111,41 @@ def uniforms(
     if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < EPOCHS:
         raise ConfigError(f"`epoch` must satisfy 0 <= epoch < 2**32. Found: {epoch!r}.")
     streams = tuple(streams)
-    indices = np.asarray(indices, dtype=np.int64)
-    k0, k1, number = _keys(int(seed), streams)
-    index = indices.astype(np.uint64)[:, None]
-    extra = (
-        number[None, :]
-        if repeats is None
-        else number | (np.asarray(repeats).astype(np.uint64)[:, None] << np.uint64(16))
-    )
-    words = philox(
-        (index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra),  # type: ignore[arg-type]
-        (k0[None, :], k1[None, :]),
-    )
-    values = np.empty((len(indices), len(number), 4), dtype=np.float32)
-    for lane, word in enumerate(words):
-        values[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits: exact in float32
-    values *= np.float32(2.0**-24)
-    flat = values.reshape(len(indices), 4 * len(number))
+    keys = _keys(int(seed), streams)
+    indices = np.ascontiguousarray(indices, dtype=np.int64)
+    again = None if repeats is None else np.ascontiguousarray(repeats, dtype=np.int64)
+    blocks = keys.shape[1]
+    values = np.empty((len(indices), blocks, 4), dtype=np.float32)
+    native = library()
+    if native is not None:
+        native.gpuaug_uniforms(
+            keys.ctypes.data,
+            blocks,
+            indices.ctypes.data,
+            None if again is None else again.ctypes.data,
+            len(indices),
+            int(epoch),
+            values.ctypes.data,
+        )
+    else:
+        _uniforms(keys, indices, again, int(epoch), values)
+    flat = values.reshape(len(indices), 4 * blocks)
     out, start = {}, 0
     for s in streams:
         out[s.view, s.copy, s.op] = flat[:, start : start + s.count]
         start += -(-s.count // 4) * 4
     return out
+
+
+def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch: int, out: Float) -> None:
+    """What draw.cpp does, in numpy."""
+    k0, k1, number = keys.astype(np.uint64)[:, None, :]
+    index = indices.astype(np.uint64)[:, None]
+    extra = number if repeats is None else number | (repeats.astype(np.uint64)[:, None] << np.uint64(16))
+    words = philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), (k0, k1))  # type: ignore[arg-type]
+    for lane, word in enumerate(words):
+        out[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits: exact in float32
+    out *= np.float32(2.0**-24)
 
 
 def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:

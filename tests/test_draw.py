@@ -118,3 +118,27 @@ if __name__ == "__main__":  # how long one batch of `standard` takes: one call, 
         for _ in range(50)
     )
     print(f"{best * 1e6:.0f} us")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(-(2**70), 2**70),
+    epoch=st.integers(0, 2**32 - 1),
+    counts=st.lists(st.integers(0, 41), max_size=5),
+    samples=st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 65535)), max_size=40),
+    repeated=st.booleans(),
+)
+def test_compiled_and_numpy_draw_the_same_bits(seed, epoch, counts, samples, repeated):
+    if draw.library() is None:
+        pytest.skip("no C++ compiler here")
+    streams = [Stream("view", k, "op", count) for k, count in enumerate(counts)]
+    indices, repeats = np.array(samples, dtype=np.int64).reshape(-1, 2).T
+    with pytest.MonkeyPatch.context() as patch:
+        given_ = {"seed": seed, "epoch": epoch, "indices": indices, "repeats": repeats if repeated else None}
+        compiled = draw.uniforms(streams, **given_)
+        patch.setattr(draw, "library", lambda: None)
+        plain = draw.uniforms(streams, **given_)
+    assert compiled.keys() == plain.keys()
+    for name, values in compiled.items():
+        assert values.shape == (len(samples), counts[name[1]])
+        assert values.tobytes() == plain[name].tobytes()

@@ -1,0 +1,52 @@
+// Philox 4x32-10 (Salmon et al., SC 2011) for a whole batch: what `uniforms` of draw.py computes in numpy, bit for bit.
+
+namespace {
+
+constexpr int LANES = 16;  // counters worked on together: the compiler makes vectors of them
+
+constexpr uint32_t M0 = 0xD2511F53u, M1 = 0xCD9E8D57u, W0 = 0x9E3779B9u, W1 = 0xBB67AE85u;
+
+}  // namespace
+
+// Four uniforms in [0, 1) for every block of every sample, multiples of 2**-24.
+//
+// keys: key words and number of each block, uint32 [3, blocks]; indices: int64 [batch]; repeats: int64 [batch] or null;
+// out: float32 [batch, blocks, 4].
+extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int64_t* indices, const int64_t* repeats,
+                                int64_t batch, uint32_t epoch, float* out) {
+    const int64_t all = batch * blocks;
+    int64_t sample = 0, block = 0;
+    for (int64_t start = 0; start < all; start += LANES) {
+        uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES], k0[LANES], k1[LANES];
+        const int64_t count = all - start < LANES ? all - start : LANES;
+        for (int lane = 0; lane < LANES; ++lane) {  // lanes beyond the last counter repeat it, and are not written
+            const uint64_t index = static_cast<uint64_t>(indices[sample]);
+            c0[lane] = static_cast<uint32_t>(index);
+            c1[lane] = static_cast<uint32_t>(index >> 32);
+            c2[lane] = epoch;
+            c3[lane] = keys[2 * blocks + block] | (repeats ? static_cast<uint32_t>(repeats[sample]) << 16 : 0u);
+            k0[lane] = keys[block];
+            k1[lane] = keys[blocks + block];
+            if (lane + 1 < count && ++block == blocks) block = 0, ++sample;
+        }
+        if (++block == blocks) block = 0, ++sample;
+        for (int round = 0; round < 10; ++round) {
+            for (int lane = 0; lane < LANES; ++lane) {
+                const uint64_t p0 = static_cast<uint64_t>(c0[lane]) * M0, p1 = static_cast<uint64_t>(c2[lane]) * M1;
+                c0[lane] = static_cast<uint32_t>(p1 >> 32) ^ c1[lane] ^ k0[lane];
+                c1[lane] = static_cast<uint32_t>(p1);
+                c2[lane] = static_cast<uint32_t>(p0 >> 32) ^ c3[lane] ^ k1[lane];
+                c3[lane] = static_cast<uint32_t>(p0);
+                k0[lane] += W0;
+                k1[lane] += W1;
+            }
+        }
+        for (int64_t lane = 0; lane < count; ++lane) {
+            float* to = out + 4 * (start + lane);
+            to[0] = static_cast<float>(c0[lane] >> 8) * 0x1p-24f;  // 24 bits: exact
+            to[1] = static_cast<float>(c1[lane] >> 8) * 0x1p-24f;
+            to[2] = static_cast<float>(c2[lane] >> 8) * 0x1p-24f;
+            to[3] = static_cast<float>(c3[lane] >> 8) * 0x1p-24f;
+        }
+    }
+}
