@@ -138,6 +138,8 @@ class Paper:
     threads: int | None = 1
     kornia: bool = False
     cached: bool = False
+    fits: float = 1.0
+    pillow: bool = False
     ops: dict[str, float] = field(default_factory=dict)
 
     def with_workers(self, m: Measured, count: int) -> Measured:
@@ -151,8 +153,14 @@ class Paper:
     def with_fused(self, m: Measured) -> Measured:
         return replace(m, augment=m.augment.scaled(0.2, 0.2))
 
-    def with_cache(self, m: Measured) -> tuple[Measured, float] | None:
-        return None if self.cached or m.copy is None else (replace(m, read=m.copy), 2.0**30)
+    def with_dali(self, m: Measured) -> Measured:
+        return replace(m, decode=m.decode.scaled(0.3, 0.3))
+
+    def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
+        if self.cached or m.copy is None:
+            return None
+        wall = self.fits * m.copy.wall + (1 - self.fits) * m.read.wall
+        return replace(m, read=replace(m.read, wall=wall)), 2.0**30, self.fits
 
     def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
         return None
@@ -337,6 +345,35 @@ def test_group_overrides_compose_in_an_application_of_ones_own(photos: Path, tmp
     assert composed.source._target_ == "gpuaug.ShardSource"
 
 
+def test_storage_with_a_bandwidth_is_promised_the_cache_and_no_workers() -> None:
+    """Costs as measured on storage whose readers take turns: more workers only queue."""
+    slow = measured(workers=2, source=cost(6.2, 0.1), read=cost(6.2, 0.3), copy=cost(0.1), decode=cost(0.6), busy=0.02)
+
+    class Queue(Paper):
+        def with_workers(self, m: Measured, count: int) -> Measured:
+            return replace(m, workers=count)
+
+    verdict = diagnose(Queue(threads=None), slow)
+    assert (verdict.bottleneck, verdict.overrides) == ("storage", [])
+    (cache,) = verdict.others
+    assert (cache.overrides, cache.same) == (("cache=ram",), True)
+    assert cache.gain == pytest.approx(6.2 / 1.3)  # then decode, augment, host and taking over are the longest way
+    assert "1 GiB in all" in cache.text
+    assert "second epoch" in cache.text
+    (half,) = diagnose(Queue(threads=None, fits=0.5), slow).others
+    assert half.gain == pytest.approx(6.2 / (0.5 * 6.2 + 0.5 * 0.1))
+    assert half.text.startswith("50% of the bytes")
+    assert diagnose(Queue(threads=None, fits=0.05), slow).others == []  # not worth the words
+
+
+def test_dali_is_named_where_pillow_decodes_without_need() -> None:
+    slow = measured(workers=1, decode=cost(9))
+    (dali,) = diagnose(Paper(threads=None, pillow=True), slow).others
+    assert dali.overrides == ("decode.backend=dali",)
+    assert not dali.same
+    assert diagnose(Paper(threads=None), slow).others == []
+
+
 def test_fused_kernels_are_recommended_instead_of_kornia() -> None:
     verdict = diagnose(Paper(kornia=True), measured(augment=cost(9)))
     assert verdict.overrides == ["augment.backend=fused"]
@@ -397,6 +434,30 @@ def test_cpu_time_of_another_process_is_seen() -> None:
         process.communicate(b"\n")
     assert 0.3 <= spent < 3.0
     assert profiling._cpu(process.pid) == 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cache_is_tried_on_whatever_source(workers: int, small: list[bytes], photos: Path, tmp_path: Path) -> None:
+    """An object with `len` and `[i]` as well as a folder; not what is in memory already."""
+    (tmp_path / "photos").symlink_to(photos)
+    table = tmp_path / "table.csv"
+    names = [f"photos/{file.relative_to(photos)}" for file in sorted(photos.rglob("*.jpg"))[:20]]
+    table.write_text("path,label\n" + "".join(f"{name},{k % 2}\n" for k, name in enumerate(names)))
+    for source in (planted.Source(small, count=300), gpuaug.FolderSource(photos), gpuaug.TableSource(table)):
+        with build(source, f"num_workers={workers}") as loader, Profiler(loader, repeats=1, seconds=0.01) as profiler:
+            found = profiler.measure()
+            kept = profiler.with_cache(found)
+            assert kept is not None, source
+            then, needed, fits = kept
+            assert needed == pytest.approx(found.bytes_per_image * len(loader.source))
+            assert fits == 1
+            if found.copy is not None:
+                assert then.read.wall == pytest.approx(found.copy.wall)
+    with (
+        build(planted.Source(small, count=64), "cache=ram") as loader,
+        Profiler(loader, repeats=1, seconds=0.01) as again,
+    ):
+        assert again.with_cache(again.measure()) is None
 
 
 # -- planted ----------------------------------------------------------------------------------------------------------

@@ -250,10 +250,12 @@ def _say(report: Report, m: Measured, verdict: Verdict, as_fast: str | None) -> 
             _change(change),
             f"{text} ({change.gain:.2g} x{', with those above' if number > 1 else ''})",
         )
+    if len(verdict.changes) > 1:
+        report.add("together", verdict.overrides, " ".join(verdict.overrides))
     for number, change in enumerate(verdict.others, start=1):
         shown = f"{' '.join(_quoted(o) for o in change.overrides)}   " if change.overrides else ""
         note = (
-            "" if change.same else ", changes what is trained on" if change.overrides else ", changes pixels a little"
+            "" if change.same else ", changes what is trained on" if _of_recipe(change) else ", changes pixels a little"
         )
         alone = "with those above another" if verdict.changes else "alone"
         report.add(f"or_{number}", _change(change), f"{shown}{change.text}; {alone} {change.gain:.2g} x{note}")
@@ -266,6 +268,11 @@ def _say(report: Report, m: Measured, verdict: Verdict, as_fast: str | None) -> 
         )
     if as_fast is not None:
         report.add("device", as_fast, as_fast)
+
+
+def _of_recipe(change: Change) -> bool:
+    """Whether an operation or the mix goes, not only the way that pixels come."""
+    return any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
 
 
 def _change(change: Change) -> dict[str, Any]:

@@ -192,11 +192,18 @@ class Trials(Protocol):
     def with_threads(self, m: Measured, count: int) -> Measured:
         """So many threads that decode."""
 
+    @property
+    def pillow(self) -> bool:
+        """Whether Pillow decodes although DALI is installed."""
+
+    def with_dali(self, m: Measured) -> Measured:
+        """DALI as the decoder."""
+
     def with_fused(self, m: Measured) -> Measured:
         """Fused kernels instead of Kornia's modules."""
 
-    def with_cache(self, m: Measured) -> tuple[Measured, float] | None:
-        """All encoded bytes in memory, and how many those are; None where they do not fit or are there already."""
+    def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
+        """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
 
     def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
         """Images as `gpuaug pack` would store them, and their shorter side; None where they are not large.
@@ -445,16 +452,22 @@ def _others(trials: Trials, m: Measured, current: Measured, stage: str, *, at: s
                 keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
                 propose(then, keys, f"operation `{name}` is {costs[name]:.0%} of the augmentation")
     if stage in ("storage", "workers") and (kept := trials.with_cache(current)) is not None:
-        then, needed = kept
-        text = f"bytes stay in memory ({needed / 2**30:.2g} GiB, estimated); from the second epoch on"
+        then, needed, fits = kept
+        size = f"{needed / 2**30:.2g} GiB" if needed > 2**29 else f"{needed / 2**20:.0f} MiB"
+        part = "" if fits == 1 else f"{fits:.0%} of the "
+        text = f"{part}bytes stay in memory ({size} in all, estimated); from the second epoch on"
         propose(then, (_group(at, "cache", "ram"),), text, same=True)
+    if stage == "decode" and trials.pillow:
+        propose(trials.with_dali(current), (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
     if stage in ("decode", "inter-process copy", "storage"):
         smaller = trials.with_packed(current, read=stage != "decode")
         if smaller is not None:
             then, side = smaller
-            place = "" if at is None else f"{at}."
-            text = f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
-            propose(then, (), f"{text}{_group(at, 'source', 'shards')} {place}source.root=DIR")
+            text = ""
+            if stage == "storage":
+                text = "where storage is slow by the byte, not by the request, "
+            text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
+            propose(then, (), f"{text}{_group(at, 'source', 'shards')} {_key(at, 'source.root=DIR')}")
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
         propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")
@@ -484,7 +497,7 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
     if changes:
         return f"{text} Change what is listed: predicted {_times(changes[-1].gain)} as fast."
     if others:
-        return f"{text} No setting helps alone; see what else would."
+        return f"{text} No setting helps at once; what else would is listed."
     if predict(m).limit == "cores":
         return f"{text} All {m.cores:.2g} cores are busy: no setting that was tried helps, a faster machine would."
     return f"{text} No setting that was tried helps."

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -373,29 +374,45 @@ class Profiler:
 
     def with_threads(self, m: Measured, count: int) -> Measured:
         """The same with so many threads that decode."""
-        settings = replace(self.stages.settings, num_threads=count)
+        return self._with_decoder(m, num_threads=count)
+
+    @property
+    def pillow(self) -> bool:
+        """Whether Pillow decodes although DALI is installed."""
+        return getattr(self.stages.decoder, "backend", None) == "pillow" and find_spec("nvidia.dali") is not None
+
+    def with_dali(self, m: Measured) -> Measured:
+        """The same with DALI as the decoder."""
+        return self._with_decoder(m, backend="dali")
+
+    def _with_decoder(self, m: Measured, **changed: Any) -> Measured:
+        settings = replace(self.stages.settings, **changed)
         decoder = settings.open(self.loader.device, accept_truncated=self.stages.decoder.accept_truncated)
         try:
             return self._compared_decode(m, lambda: _exchanged(self.stages, "_decoder", decoder), self.encoded)
         finally:
             decoder.close()
 
-    def with_cache(self, m: Measured) -> tuple[Measured, float] | None:
-        """All encoded bytes in memory, and how many those are; None where they do not fit or are there already."""
+    def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
+        """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
         from gpuaug.source.cache import _available
         from gpuaug.source.node import SUPPORTED
 
         source = self.loader.source
-        needed = m.bytes_per_image * len(source)
-        there = self.loader._cached is not None or getattr(source, "mapped", False) or hasattr(source, "stored")
-        if there or not SUPPORTED or needed > _available() / 2:
+        stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
+        if stored or self.loader._cached is not None or getattr(source, "mapped", False) or not SUPPORTED:
             return None
         if m.copy is not None:
-            return replace(m, read=replace(m.copy, low=0.0, high=0.0)), needed
-        notes = Notes()
-        with contextlib.closing(Reader(_InMemory(self.encoded), num_workers=0)) as reader:
-            self._read(notes, reader, _again(_numbered(self.encoded)))
-        return replace(m, read=notes.cost()), needed
+            kept = m.copy
+        else:
+            notes = Notes()
+            with contextlib.closing(Reader(_InMemory(self.encoded), num_workers=0)) as reader:
+                self._read(notes, reader, _again(_numbered(self.encoded)))
+            kept = notes.cost()
+        needed = m.bytes_per_image * len(source)
+        share = min(1.0, _available() / 2 / max(needed, 1.0))  # `cache.max_bytes` by default
+        wall, cpu = (share * a + (1 - share) * b for a, b in ((kept.wall, m.read.wall), (kept.cpu, m.read.cpu)))
+        return replace(m, read=Cost(wall, cpu)), needed, share
 
     def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
         """Images as `gpuaug pack` would store them, and their shorter side; None where they are not large."""
