@@ -147,8 +147,12 @@ def _untouched_rule(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]
 # --- what cannot be an operation of a recipe
 
 
-def _both(size: Any) -> tuple[Any, ...]:
-    return tuple(size) if isinstance(size, list | tuple) else (size,)
+def _is_odd(size: Any) -> bool:
+    """Whether it is the size of a kernel with a middle: odd and positive, one number or (y, x)."""
+    sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    return len(sizes) == 2 and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 1 and n % 2 == 1 for n in sizes
+    )
 
 
 def _check(key: str, op: Any) -> None:
@@ -202,9 +206,10 @@ def _check(key: str, op: Any) -> None:
     unset = p is None and not isinstance(op, K.AugmentationBase2D)  # a policy's, or a module's of one's own
     if not unset and (isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1):
         raise ConfigError(f"`{key}.p` must be a probability from 0 to 1. Found: {p!r}.")
-    sizes = getattr(op, "flags", {}).get("kernel_size")
-    if isinstance(op, K.RandomGaussianBlur) and any(size < 1 or size % 2 == 0 for size in _both(sizes)):
-        raise ConfigError(f"`{key}.kernel_size` must be odd and positive. Found: {sizes!r}.")
+    if isinstance(op, K.RandomGaussianBlur) and not _is_odd(sizes := op.flags["kernel_size"]):
+        raise ConfigError(
+            f"`{key}.kernel_size` must be odd and positive, a whole number or two of them. Found: {sizes!r}."
+        )
     if isinstance(op, K.RandomGamma):  # Kornia finds it only when it is drawn, on a GPU by killing the context
         for name, sampler in vars(op._param_generator)["sampler_dict"].items():
             low, high = bounds(sampler)

@@ -53,11 +53,7 @@ class ReferenceBackend:
             x = unit(images)
             if len(x):
                 for op, c in zip(self.ops, chosen, strict=True):
-                    try:
-                        x = apply(x, op, c)
-                    except Exception as error:
-                        error.add_note(f"in operation `{op.name}` ({type(op.op).__name__}) on {list(x.shape)}")
-                        raise
+                    x = apply(x, op, c)
             if self.normalize is not None:
                 x = self.normalize(x)
             return x.to(dtype=dtype, memory_format=memory_format)
@@ -70,7 +66,28 @@ def unit(images: Tensor) -> Tensor:
 
 
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
-    """One operation on float32 [B, 3, H, W]; ``x`` is used up."""
+    """One operation on float32 [B, 3, H, W]; ``x`` is used up.
+
+    Raises:
+        ConfigError: what an operation of Kornia's cannot do, such as a blur of images smaller than its kernel.
+    """
+    shape = list(x.shape)
+    try:
+        return _applied(x, op, chosen)
+    except Exception as error:
+        kind = type(op.op)
+        refused = isinstance(error, ImportError | RuntimeError | TypeError | ValueError)
+        lost = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError | ConfigError)
+        if lost or not refused or not kind.__module__.startswith("kornia."):
+            error.add_note(f"in operation `{op.name}` ({kind.__name__}) on {shape}")
+            raise
+        raise ConfigError(
+            f"`ops.{op.name}` ({kind.__name__}) cannot be applied to images of {shape[2]}x{shape[3]} pixels: "
+            f"{str(error).rstrip('.')}. Change its settings, or the size of the crop."
+        ) from error
+
+
+def _applied(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     if op.seeded is not None:
         assert chosen.keys is not None
         return _apply_seeded(x, op, chosen.keys)
