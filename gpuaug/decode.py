@@ -32,10 +32,10 @@ from torch import Tensor
 from gpuaug import header, machine, resize
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, Int32, Int64
-from gpuaug.diagnose.doctor import verdict
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
 from gpuaug.recycled import outputs
+from gpuaug.verdicts import verdict
 
 log = logging.getLogger("gpuaug")
 

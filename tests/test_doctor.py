@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuaug import machine
+from gpuaug import machine, verdicts
 from gpuaug.cli import doctor as command
 from gpuaug.cli import main
 from gpuaug.diagnose import doctor, probes
-from gpuaug.diagnose.doctor import Verdict
 from gpuaug.errors import ConfigError
+from gpuaug.verdicts import Verdict
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,9 +27,9 @@ ROOT = Path(__file__).parent.parent
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    doctor._remembered.cache_clear()
+    verdicts._remembered.cache_clear()
     yield tmp_path / "cache" / "gpuaug"
-    doctor._remembered.cache_clear()
+    verdicts._remembered.cache_clear()
 
 
 def python(code: str) -> list[str]:
@@ -129,12 +129,12 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
         return Verdict(name=name, good=name != "roi", text="planted", seconds=1.5)
 
     monkeypatch.setattr(doctor, "probe", planted)
-    assert doctor.verdict("roi") is None
+    assert verdicts.verdict("roi") is None
     first = doctor.examine(["roi", "stream", "compiler"], cuda=True)
     assert [v.good for v in first] == [False, True, True]
-    assert doctor.verdict("roi") is False
-    assert doctor.verdict("stream") is True
-    assert doctor.verdict("hardware") is None
+    assert verdicts.verdict("roi") is False
+    assert verdicts.verdict("stream") is True
+    assert verdicts.verdict("hardware") is None
     second = doctor.examine(["roi", "stream", "compiler"], cuda=True)
     assert asked == ["roi", "stream", "compiler", "compiler"]  # what changes from day to day is asked again
     assert [v.kept for v in second] == [True, True, False]
@@ -148,8 +148,8 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor.keep(Verdict(name="roi", good=True, text="planted"))
-    assert doctor.verdict("roi") is True
+    verdicts.keep(Verdict(name="roi", good=True, text="planted"))
+    assert verdicts.verdict("roi") is True
     for name, planted in (
         ("driver", lambda: "999.1"),
         ("gpus", lambda: ["NVIDIA Planted"]),
@@ -157,14 +157,14 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
     ):
         with monkeypatch.context() as here:
             here.setattr(machine, name, planted)
-            doctor._remembered.cache_clear()
-            assert doctor.verdict("roi") is None
+            verdicts._remembered.cache_clear()
+            assert verdicts.verdict("roi") is None
     with monkeypatch.context() as here:
-        here.setattr(doctor, "version", lambda package: "9.9")
-        doctor._remembered.cache_clear()
-        assert doctor.verdict("roi") is None
-    doctor._remembered.cache_clear()
-    assert doctor.verdict("roi") is True
+        here.setattr(verdicts, "version", lambda package: "9.9")
+        verdicts._remembered.cache_clear()
+        assert verdicts.verdict("roi") is None
+    verdicts._remembered.cache_clear()
+    assert verdicts.verdict("roi") is True
 
 
 @pytest.mark.parametrize(
@@ -184,38 +184,38 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
 )
 def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:
     cache.mkdir(parents=True)
-    doctor.cache_file().write_text(text)
-    assert doctor.load() == {}
-    assert doctor.verdict("roi") is None
-    doctor.keep(Verdict(name="roi", good=False, text="planted"))
-    assert doctor.verdict("roi") is False
+    verdicts.cache_file().write_text(text)
+    assert verdicts.load() == {}
+    assert verdicts.verdict("roi") is None
+    verdicts.keep(Verdict(name="roi", good=False, text="planted"))
+    assert verdicts.verdict("roi") is False
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level("INFO", logger="gpuaug"):
-        doctor.keep(Verdict(name="roi", good=True, text="planted"))
+        verdicts.keep(Verdict(name="roi", good=True, text="planted"))
     assert "are not kept" in caplog.text
     (finding,) = [f for f in command.place() if f.name == "cache folder"]
     assert finding.status == command.SLOW
-    doctor._remembered.cache_clear()
+    verdicts._remembered.cache_clear()
 
 
 def test_an_unknown_verdict_is_refused() -> None:
     with pytest.raises(ConfigError, match="`rio` is no test whose verdict is kept. Those are: .*roi"):
-        doctor.verdict("rio")
+        verdicts.verdict("rio")
 
 
 def test_without_cuda_nothing_is_claimed(cache: Path) -> None:
     found = doctor.examine(doctor.CUDA, cuda=False)
     assert all(v.good is None and v.text == "not testable here: no CUDA device" for v in found)
-    assert doctor.load() == {}
+    assert verdicts.load() == {}
 
 
 def test_asking_imports_nothing_heavy(tmp_path: Path) -> None:
     heavy = "{'torch', 'nvidia.dali'} & set(sys.modules)"
-    code = f"import sys; from gpuaug.diagnose.doctor import verdict; verdict('roi'); print({heavy})"
+    code = f"import sys; from gpuaug.verdicts import verdict; verdict('roi'); print({heavy})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         python(code), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
@@ -250,8 +250,8 @@ def test_wrong_sizes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_test_is_told_about() -> None:
     assert set(command.TESTS) | {"cuda", "workers"} == set(probes.TESTS)
-    assert set(doctor.KEPT) | set(doctor.FRESH) == set(probes.TESTS)
-    assert set(doctor.CUDA) < set(doctor.KEPT)
+    assert set(verdicts.KEPT) | set(doctor.FRESH) == set(probes.TESTS)
+    assert set(doctor.CUDA) < set(verdicts.KEPT)
 
 
 # --- the machine
@@ -365,7 +365,7 @@ def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> 
 def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     from packaging.specifiers import SpecifierSet
 
-    monkeypatch.setattr(doctor, "version", lambda package: None if package == "kornia" else "1.0")
+    monkeypatch.setattr(verdicts, "version", lambda package: None if package == "kornia" else "1.0")
     monkeypatch.setattr(command, "_needed", lambda: {"torch": SpecifierSet(">=2.11,<2.14")})
     found = {f.name: f for f in command.versions()}
     assert found["kornia"].status == command.BROKEN
@@ -373,6 +373,25 @@ def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -
     assert found["torch"].status == command.SLOW
     assert "made for <2.14,>=2.11" in found["torch"].advice
     assert found["pillow"].status == command.OK
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from packaging.specifiers import SpecifierSet
+
+    there = {12: command.DALI, 13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13")}[cuda]
+    monkeypatch.setattr(verdicts, "version", lambda package: "2.4" if package in there else None)
+    monkeypatch.setattr(command, "_needed", lambda: {"nvidia-dali-cuda120": SpecifierSet(">=2.4,<2.6")})
+    found = {f.name: f for f in command.versions()}
+    assert (found["DALI"].status, found["nvImageCodec"].status) == (command.OK, command.OK)
+    assert command._testable("decoder_cpu")
+    monkeypatch.setattr(verdicts, "version", lambda package: "2.3" if package in there else None)
+    old = {f.name: f for f in command.versions()}["DALI"]
+    assert old.status == command.SLOW
+    assert f"pip install '{there[0]}" in old.advice
+    monkeypatch.setattr(verdicts, "version", lambda package: None)
+    assert not command._testable("decoder_cpu")
+    assert "pip install nvidia-dali-cuda120" in {f.name: f for f in command.versions()}["DALI"].advice
 
 
 @pytest.mark.parametrize(
@@ -401,10 +420,10 @@ def test_devices_that_are_there(verdict: Verdict, status: str, monkeypatch: pyte
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("nvidia.dali")
     (tmp_path / "gpuaug").mkdir(mode=0o700)
-    for built in doctor.folder().glob("augment-*.so"):
+    for built in verdicts.folder().glob("augment-*.so"):
         shutil.copy(built, tmp_path / "gpuaug")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    doctor._remembered.cache_clear()
+    verdicts._remembered.cache_clear()
     status = main(["doctor", f"json={tmp_path}/d.json"])
     printed = capsys.readouterr().out
     values = json.loads((tmp_path / "d.json").read_text())
@@ -419,8 +438,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             assert finding["advice"]
     if not machine.gpus():
         assert found["ROI decode on GPU"]["text"] == "not testable here: no CUDA device"
-    assert doctor.verdict("decoder_cpu") is True
-    doctor._remembered.cache_clear()
+    assert verdicts.verdict("decoder_cpu") is True
+    verdicts._remembered.cache_clear()
 
 
 def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
@@ -446,7 +465,7 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
     assert "no effect of source.root=/data, augment=simclr" in capsys.readouterr().err
-    doctor._remembered.cache_clear()
+    verdicts._remembered.cache_clear()
     assert main(["doctor", "agument=simclr"]) == 2
     assert "agument" in capsys.readouterr().err
 

@@ -29,9 +29,9 @@ from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
 from gpuaug.augment.prepare import Whole, prepare_all
 from gpuaug.crop import Boxes
-from gpuaug.diagnose.doctor import verdict
 from gpuaug.draw import Float, Int, Stream, sample_keys, uniforms
 from gpuaug.errors import ConfigError
+from gpuaug.verdicts import verdict
 
 if TYPE_CHECKING:
     from gpuaug.augment.fused import FusedBackend

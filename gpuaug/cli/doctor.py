@@ -20,13 +20,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpuaug import machine
+from gpuaug import machine, verdicts
 from gpuaug.cli.memory import gib
 from gpuaug.cli.report import Report, check_text
 from gpuaug.cli.request import Request
 from gpuaug.diagnose import doctor
-from gpuaug.diagnose.doctor import Verdict
 from gpuaug.errors import ConfigError
+from gpuaug.verdicts import Verdict
 
 log = logging.getLogger("gpuaug")
 
@@ -39,6 +39,7 @@ FILES_LEAST, FILES_ENOUGH = 128, 1024
 SHARED_LEAST, SHARED_ENOUGH = 16 * MIB, 512 * MIB
 MEMORY_ENOUGH = 2 * 2**30
 THREADS_ENOUGH = 512
+DALI = ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,25 +139,29 @@ def versions() -> Iterator[Finding]:
         value=found,
     )
     needed = _needed()
-    ours = doctor.version("gpuaug")
+    ours = verdicts.version("gpuaug")
     yield Finding(name="gpuaug", status=OK, text=ours or "not installed, imported from a folder", value=ours)
     for package, why in (
         ("torch", "nothing works without it"),
         ("kornia", "its operations are the recipes"),
         ("hydra-core", "the command line and gpuaug.compose need it"),
         ("pillow", "it decodes what DALI does not"),
-        ("nvidia-dali-cuda120", "decoding is left to Pillow, several times slower, and nothing is decoded on a GPU"),
-        ("nvidia-nvimgcodec-cu12", "it comes with DALI, which is not used without it"),
+        (_dali()[0], "decoding is left to Pillow, several times slower, and nothing is decoded on a GPU"),
+        (_dali()[1], "it comes with DALI, which is not used without it"),
         ("triton", "on a GPU the augmentations run operation by operation, many times slower"),
     ):
-        yield _version(package, why, needed.get(package))
+        yield _version(package, why, needed.get(package.replace("cuda130", "cuda120")))
+
+
+def _dali() -> tuple[str, str]:
+    """DALI and nvImageCodec, for the CUDA that is installed: 12 where neither is."""
+    cuda13 = verdicts.version("nvidia-dali-cuda120") is None and verdicts.version("nvidia-dali-cuda130") is not None
+    return ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13") if cuda13 else DALI
 
 
 def _version(package: str, why: str, wanted: Any) -> Finding:
-    found = doctor.version(package)
-    name = {"nvidia-dali-cuda120": "DALI", "nvidia-nvimgcodec-cu12": "nvImageCodec", "hydra-core": "hydra"}.get(
-        package, package
-    )
+    found = verdicts.version(package)
+    name = {_dali()[0]: "DALI", _dali()[1]: "nvImageCodec", "hydra-core": "hydra"}.get(package, package)
     optional = package.startswith("nvidia-") or package == "triton"
     if found is None:
         status = NOTE if package == "triton" else SLOW if optional else BROKEN
@@ -278,8 +283,11 @@ def decoding(settings: Settings) -> Iterator[Finding]:
 
 def _testable(name: str) -> bool:
     """Whether what a test is about is there at all; its absence is told among the versions."""
-    dali = doctor.version("nvidia-dali-cuda120") is not None and doctor.version("nvidia-nvimgcodec-cu12") is not None
-    return dali or name in ("header", "compiler", "fused_cuda")
+    return all(verdicts.version(package) is not None for package in _dali()) or name in (
+        "header",
+        "compiler",
+        "fused_cuda",
+    )
 
 
 def _tested(found: Verdict) -> Finding:
@@ -426,7 +434,7 @@ def place() -> Iterator[Finding]:
     yield cpus(machine.cpus(), machine.cgroup_cpus())
     yield memory(machine.memory(), machine.cgroup_memory())
     yield numa(machine.numa_nodes())
-    folder = doctor.folder()
+    folder = verdicts.folder()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     good = there.is_dir() and os.access(there, os.W_OK)
     yield Finding(
