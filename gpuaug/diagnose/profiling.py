@@ -675,6 +675,10 @@ class _InMemory:
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.data.numpy()[self.offsets[index] : self.offsets[index + 1]].data, 0
 
+    def key(self, index: int) -> str:
+        """Its number; without a name the log would speak of this source, which no user has."""
+        return str(index)
+
 
 def on_host(
     encoded: Sequence[EncodedBatch], decoder: Any, recipe: Any, *, seed: int, dtype: torch.dtype, device: torch.device
