@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PHOTOS := demo/photographs
 
-.PHONY: demo test test-long fuzz lint clean
+.PHONY: demo test test-long fuzz notebooks lint clean
 
 demo: $(READY)  ## train on real photographs, and preview two recipes: all into demo/
 	$(BIN)/python bench/photographs.py $(PHOTOS)
@@ -21,6 +21,9 @@ test-long: lint  ## everything
 
 fuzz: $(READY)  ## ten minutes of damaged files; MINUTES=60 for more
 	$(BIN)/python tests/fuzz.py --minutes $(or $(MINUTES),10)
+
+notebooks: $(READY)  ## execute all of them where they lie, with the seconds of each; on a machine that does nothing else
+	$(BIN)/python bench/notebooks.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
