@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from gpuaug.cli import page, preview
+from gpuaug.cli.samples import Sample
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -107,8 +108,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pictures = [Image.new("RGB", size, color) for color in (RED, GREEN, BLUE) for size in ((64, 64), (32, 32))]
     boxes = [(n, 0, n + 20, 10) for n in range(6)]
     samples = [
-        preview.Sample(n, f"a/{n}.jpg", "a", Image.new("RGB", (80, 60), (128, 128, 128)), boxes, pictures)
-        for n in (3, 8)
+        Sample(n, f"a/{n}.jpg", "a", Image.new("RGB", (80, 60), (128, 128, 128)), boxes, pictures) for n in (3, 8)
     ]
     text = page.page(
         samples, heading="test", lines=["two"], epochs=[5, 6, 7], views=["big", "small"], color=preview._color

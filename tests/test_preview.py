@@ -22,7 +22,8 @@ import gpuaug
 from bench import photographs
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare
-from gpuaug.cli import main, operations, page, preview
+from gpuaug.cli import main, operations, page, preview, sheet
+from gpuaug.cli.samples import Sample
 from gpuaug.errors import ConfigError
 
 
@@ -142,14 +143,18 @@ def test_only_samples_that_are_there_can_be_shown() -> None:
 
 
 def test_text_that_does_not_fit_is_shortened() -> None:
-    font = preview._font(12)
+    font = sheet.font(12)
     long = "a/very/long/path/" * 20 + "name.jpg"
-    short = preview._short(long, font, 200)
+    short = sheet.fitting(long, font, 200, middle=True)
     assert font.getlength(short) <= 200
     assert short.endswith(".jpg")
     assert "..." in short
-    assert preview._short("\udcff.jpg", font, 200) == "?.jpg"  # names need not be UTF-8
-    assert all(font.getlength(line) <= 100 for line in preview._wrapped("one two three four five " * 9, font, 100))
+    cut = sheet.fitting(long, font, 200)
+    assert font.getlength(cut) <= 200
+    assert cut.startswith("a/very/long")
+    assert cut.endswith("...")
+    assert sheet.fitting("\udcff.jpg", font, 200) == "?.jpg"  # names need not be UTF-8
+    assert all(font.getlength(line) <= 100 for line in sheet.wrapped("one two three four five " * 9, font, 100))
 
 
 @pytest.mark.parametrize("recipe", ["standard", "dino"])
@@ -175,7 +180,7 @@ def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data(tmp_path: Path) 
     evil = "</script><script>alert(1)</script>\"'&{{data}}\udcff"
     picture = Image.new("RGB", (8, 8))
     boxes = [(0, 0, 4, 4)] * 2
-    samples = [preview.Sample(7, evil, evil, original, boxes, [picture] * 2) for original in (picture, None)]
+    samples = [Sample(7, evil, evil, original, boxes, [picture] * 2) for original in (picture, None)]
     text = page.page(
         samples, heading=evil[:-1], lines=[evil[:-1]], epochs=[0, 1], views=[evil[:-1]], color=preview._color
     )

@@ -363,67 +363,82 @@ def shared_memory(found: tuple[int, int] | None) -> Finding:
     if found is None:
         return Finding(name="shared memory", status=NOTE, text="no /dev/shm on this system")
     size, free = found
-    text = f"/dev/shm of {gib(size)}, {gib(free)} free"
-    if free >= SHARED_ENOUGH:
-        return Finding(name="shared memory", status=OK, text=text, value=list(found))
-    return Finding(
-        name="shared memory",
-        status=BROKEN if free < SHARED_LEAST else SLOW,
-        text=text,
+    return _amount(
+        "shared memory",
+        found,
+        free,
+        least=SHARED_LEAST,
+        enough=SHARED_ENOUGH,
+        text=f"/dev/shm of {gib(size)}, {gib(free)} free",
         advice="Workers hand over batches there, and die of a bus error where it is full. In Docker start with "
         "--shm-size=8g or --ipc=host, in Kubernetes mount an emptyDir of medium Memory; else lower num_workers or "
         "batch_size, or read without workers: num_workers=0.",
-        value=list(found),
     )
 
 
 def open_files(found: tuple[int, int] | None) -> Finding:
-    """The limit of open files.
-
-    Args:
-        found: (soft, hard), -1 is unlimited; None where there is none.
-    """
-    if found is None:
-        return Finding(name="open files", status=NOTE, text="no such limit on this system")
-    soft, hard = found
-    text = f"{_limit(soft)} per process, may be raised to {_limit(hard)}"
-    if soft < 0 or soft >= FILES_ENOUGH:
-        return Finding(name="open files", status=OK, text=text, value=list(found))
-    raised = "ulimit -n 65536" if hard < 0 or hard >= 65536 else f"ulimit -n {hard}"
-    return Finding(
-        name="open files",
-        status=BROKEN if soft < FILES_LEAST else SLOW,
-        text=text,
+    """The limit of open files: (soft, hard), -1 is unlimited; None where there is none."""
+    return _limited(
+        "open files",
+        found,
+        least=FILES_LEAST,
+        enough=FILES_ENOUGH,
+        text="per process",
         advice="Every batch on its way from a worker is an open file: `Too many open files` ends a run that has many. "
-        f"Before it: {raised}",
-        value=list(found),
+        "Before it: ulimit -n",
+        most=65536,
     )
 
 
 def processes(found: tuple[int, int] | None) -> Finding:
-    """The limit of processes and threads of the user.
-
-    Args:
-        found: (soft, hard), -1 is unlimited; None where there is none.
-    """
-    if found is None:
-        return Finding(name="processes", status=NOTE, text="no such limit on this system")
-    soft, hard = found
-    few = 0 <= soft < THREADS_ENOUGH
-    return Finding(
-        name="processes",
-        status=SLOW if few else OK,
-        text=f"{_limit(soft)} processes and threads of this user, may be raised to {_limit(hard)}",
+    """The limit of processes and threads of the user: (soft, hard), -1 is unlimited; None where there is none."""
+    return _limited(
+        "processes",
+        found,
+        enough=THREADS_ENOUGH,
+        text="processes and threads of this user",
         advice="Each rank starts workers and some thirty threads, all of the user's processes together. Before a run: "
-        f"ulimit -u {_limit(hard)}"
-        if few
-        else "",
-        value=list(found),
+        "ulimit -u",
     )
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value < 0 else str(value)
+def _limited(
+    name: str,
+    found: tuple[int, int] | None,
+    *,
+    least: int = 0,
+    enough: int,
+    text: str,
+    advice: str,
+    most: int | None = None,
+) -> Finding:
+    """A limit of this process; ``advice`` ends with the command that raises it, to ``most`` where that is allowed."""
+    if found is None:
+        return Finding(name=name, status=NOTE, text="no such limit on this system")
+    soft, hard = (math.inf if limit < 0 else limit for limit in found)
+    raised = hard if most is None else min(most, hard)
+    return _amount(
+        name,
+        found,
+        soft,
+        least=least,
+        enough=enough,
+        text=f"{_limit(soft)} {text}, may be raised to {_limit(hard)}",
+        advice=f"{advice} {_limit(raised)}",
+    )
+
+
+def _amount(
+    name: str, value: tuple[int, int], amount: float, *, least: float, enough: float, text: str, advice: str
+) -> Finding:
+    """What there should be ``enough`` of, and must be the ``least``."""
+    good = amount >= enough
+    status = OK if good else BROKEN if amount < least else SLOW
+    return Finding(name=name, status=status, text=text, advice="" if good else advice, value=list(value))
+
+
+def _limit(value: float) -> str:
+    return "unlimited" if value == math.inf else f"{value:.0f}"
 
 
 # --- machine

@@ -13,12 +13,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from PIL import Image
 
-if TYPE_CHECKING:
-    from gpuaug.cli.preview import Sample
+from gpuaug.cli.samples import Sample
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LARGE, WIDE = 224, 320  # CSS pixels of the largest view's and the original's longer side

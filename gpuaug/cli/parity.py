@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
 from gpuaug.cli.samples import at_least, chosen, indices_of
+from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
 from gpuaug.decode import Decode
 from gpuaug.diagnose.parity import Difference, Parity, Worst, compare, summary
 from gpuaug.errors import ConfigError
 from gpuaug.source.materialized import MaterializedSource
 
-PAPER, INK, FAINT, MARK = (255, 255, 255), (32, 32, 36), (118, 118, 126), (230, 57, 70)
+MARK = (230, 57, 70)
 CELL, GAP, MARGIN = 224, 10, 24
 ZOOM = 15  # pixels around the worst one, shown large
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128)  # how much a difference is amplified
@@ -125,10 +126,10 @@ def page(parity: Parity, *, rows: int) -> Image.Image:
         rows: at most so many; the largest differences first, each operation once.
     """
     cases = worst_cases(parity, rows)
-    big, bold, small = (ImageFont.load_default(size) for size in (24, 16, 13))
+    big, bold, small = map(font, (24, 16, 13))
     columns = ("ours", "theirs", "difference", "ours enlarged", "theirs enlarged")
     width = 2 * MARGIN + len(columns) * CELL + (len(columns) - 1) * GAP
-    text = _wrapped(summary(parity), small, width - 2 * MARGIN)
+    text = wrapped(summary(parity), small, width - 2 * MARGIN)
     top = MARGIN + 40 + 19 * len(text) + 2 * GAP
     heights = [80 + max(60, _fit(worst.ours.shape)[1]) + 3 * GAP for _, worst in cases]
     sheet = Image.new("RGB", (width, top + sum(heights) + MARGIN), PAPER)
@@ -146,8 +147,8 @@ def page(parity: Parity, *, rows: int) -> Image.Image:
         )
         pen.text((MARGIN, y), title, INK, bold)
         pen.text((MARGIN + pen.textlength(title, bold) + 14, y + 2), numbers, MARK, small)
-        pen.text((MARGIN, y + 22), _short(_caption(worst), small, width - 2 * MARGIN), FAINT, small)
-        pen.text((MARGIN, y + 40), _short(difference.why, small, width - 2 * MARGIN), FAINT, small)
+        pen.text((MARGIN, y + 22), fitting(_caption(worst), small, width - 2 * MARGIN), FAINT, small)
+        pen.text((MARGIN, y + 40), fitting(difference.why, small, width - 2 * MARGIN), FAINT, small)
         amplify = _amplification(worst)
         shown = pictures(worst, amplify)
         x = MARGIN
@@ -181,11 +182,11 @@ def pictures(worst: Worst, amplify: int) -> list[Image.Image]:
     size = _fit(worst.ours.shape)
     images = [_picture(v) for v in (worst.ours, worst.theirs)]
     gap = _picture(128 + amplify * (worst.ours - worst.theirs))
-    scaled = [_scaled(image, size) for image in (*images, gap)]
+    whole = [scaled(image, size) for image in (*images, gap)]
     left, up, right, down = _window(worst)
     side = min(CELL, max(size[1], 60))
     near = [i.crop((left, up, right, down)).resize((side, side), Image.Resampling.NEAREST) for i in images]
-    return [*scaled, *near]
+    return [*whole, *near]
 
 
 def _picture(levels: NDArray[Any]) -> Image.Image:
@@ -196,10 +197,6 @@ def _fit(shape: tuple[int, ...]) -> tuple[int, int]:
     """Width and height of a picture in its cell."""
     scale = CELL / max(shape[:2])
     return max(1, round(shape[1] * scale)), max(1, round(shape[0] * scale))
-
-
-def _scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return image.resize(size, Image.Resampling.LANCZOS if size[0] < image.width else Image.Resampling.NEAREST)
 
 
 def _window(worst: Worst) -> tuple[int, int, int, int]:
@@ -240,24 +237,3 @@ def _folded(text: str, width: int, indent: str) -> str:
     import textwrap
 
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
-
-
-def _wrapped(text: str, font: Any, width: float) -> list[str]:
-    """Lines of at most ``width`` pixels."""
-    lines: list[str] = []
-    for word in text.split():
-        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
-
-
-def _short(text: str, font: Any, width: float) -> str:
-    """The text, its end left out where it is wider than ``width`` pixels."""
-    text = text.encode("utf-8", "replace").decode()
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "...") > width:
-        text = text[:-1]
-    return text + "..."

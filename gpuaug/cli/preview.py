@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,7 +20,8 @@ from gpuaug.cli import operations
 from gpuaug.cli.page import page as html_page
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
-from gpuaug.cli.samples import at_least, chosen, indices_of
+from gpuaug.cli.samples import Sample, at_least, chosen, indices_of
+from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
 from gpuaug.crop import Boxes, RandomResizedCrop
 from gpuaug.decode import Decode
 from gpuaug.errors import ConfigError
@@ -36,7 +37,6 @@ log = logging.getLogger("gpuaug")
 WIDE = 6  # pictures beside each other that still can be looked at, where `draws` does not say how many
 STOPS = 8  # of the slider: a page of five samples and one view then has about 4 MB
 SHOWN = {"samples": 5, "operations": 8}  # what can be shown, and of how many; of the operations the most colorful only
-PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
 COLORS = (
     (230, 57, 70),
     (29, 130, 200),
@@ -83,18 +83,6 @@ class Settings:
     def is_page(self) -> bool:
         """Whether an HTML page is asked for."""
         return Path(self.out).suffix.lower() in (".html", ".htm")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A row of the grid."""
-
-    index: int
-    key: str
-    label: str | None
-    original: Image.Image | None  # None: cannot be read or decoded
-    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture's box in the original
-    pictures: list[Image.Image]  # all views of the first epoch, then of the next
 
 
 def main(request: Request) -> int:
@@ -278,7 +266,7 @@ def grid(
         views: titles of the columns in a group.
         cell: pixels of the longer side of the largest picture; others keep their size relative to it.
     """
-    big, bold, small = _font(22), _font(15), _font(12)
+    big, bold, small = font(22), font(15), font(12)
     largest = max(max(p.size) for s in samples for p in s.pictures)
     left = MARGIN
     scale = cell / largest
@@ -289,8 +277,8 @@ def grid(
     for n, column in enumerate(columns[:-1], start=1):
         starts.append(starts[-1] + column + (3 * GAP if n % len(views) == 0 and len(views) > 1 else GAP))
     width = max(starts[-1] + columns[-1] + MARGIN, 480)
-    wrapped = [part for line in lines for part in _wrapped(line, small, width - 2 * MARGIN)]
-    top = MARGIN + 32 + 18 * len(wrapped) + 2 * GAP
+    intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
+    top = MARGIN + 32 + 18 * len(intro) + 2 * GAP
     named = any(views)
     body = top + 28 + (18 if named else 0)
     pitch = cell + CAPTION + 2 * GAP
@@ -298,7 +286,7 @@ def grid(
     pen = ImageDraw.Draw(page)
 
     pen.text((left, MARGIN - 4), heading, INK, big)
-    for n, line in enumerate(wrapped):
+    for n, line in enumerate(intro):
         pen.text((left, MARGIN + 30 + 18 * n), line, FAINT, small)
     pen.text((left, top), "original", INK, bold)
     for n, x in enumerate(starts):
@@ -306,15 +294,15 @@ def grid(
         if view == 0:
             pen.text((x, top), f"epoch {epochs[epoch]}", INK, bold)
         if named:
-            pen.text((x, top + 21), _short(views[view], small, columns[n]), FAINT, small)
+            pen.text((x, top + 21), fitting(views[view], small, columns[n], middle=True), FAINT, small)
         pen.line((x, body - 5, x + columns[n] - 1, body - 5), _color(n), 3)
 
     for row, sample in enumerate(samples):
         y = body + row * pitch
         _paste_original(page, sample, x=left, y=y, width=wide, height=cell)
-        pen.text((left, y + cell + 3), _short(sample.label or sample.key, bold, wide), INK, bold)
+        pen.text((left, y + cell + 3), fitting(sample.label or sample.key, bold, wide, middle=True), INK, bold)
         note = f"{sample.index}: {Path(sample.key).name}" if sample.label else f"sample {sample.index}"
-        pen.text((left, y + cell + 20), _short(note, small, wide), FAINT, small)
+        pen.text((left, y + cell + 20), fitting(note, small, wide, middle=True), FAINT, small)
         for x, picture in zip(starts, sample.pictures, strict=True):
             page.paste(_scaled(picture, scale), (x, y))
     return page
@@ -328,15 +316,15 @@ def sheet(rows: Sequence[operations.Row], *, heading: str, lines: Sequence[str],
         heading, lines: text above them.
         cell: pixels of the longer side of a picture.
     """
-    big, bold, small = _font(22), _font(15), _font(12)
+    big, bold, small = font(22), font(15), font(12)
     cell = max(cell, 96)  # captions are below the pictures
     left, column = MARGIN, 190
     pictures = max(len(one) for row in rows for one in row.pictures)
     width = left + column + pictures * (cell + GAP) + MARGIN
-    wrapped = [part for line in lines for part in _wrapped(line, small, width - 2 * MARGIN)]
-    noted = [[part for note in row.notes for part in _wrapped(note, small, column - GAP)] for row in rows]
+    intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
+    noted = [[part for note in row.notes for part in wrapped(note, small, column - GAP)] for row in rows]
     captions = [["before", *row.captions] for row in rows]
-    below = [[_wrapped(text, small, cell) for text in texts] for texts in captions]
+    below = [[wrapped(text, small, cell) for text in texts] for texts in captions]
     heights = [
         max(
             len(row.pictures) * (cell + GAP) + 16 * max(map(len, texts)),
@@ -345,17 +333,17 @@ def sheet(rows: Sequence[operations.Row], *, heading: str, lines: Sequence[str],
         + 2 * GAP
         for row, texts, notes in zip(rows, below, noted, strict=True)
     ]
-    top = MARGIN + 32 + 18 * len(wrapped) + GAP
+    top = MARGIN + 32 + 18 * len(intro) + GAP
     page = Image.new("RGB", (width, top + sum(heights) + MARGIN - GAP), PAPER)
     pen = ImageDraw.Draw(page)
     pen.text((left, MARGIN - 4), heading, INK, big)
-    for n, line in enumerate(wrapped):
+    for n, line in enumerate(intro):
         pen.text((left, MARGIN + 30 + 18 * n), line, FAINT, small)
     y = top
     for row, texts, notes, height in zip(rows, below, noted, heights, strict=True):
         pen.line((left, y, width - MARGIN, y), (225, 225, 230), 1)
         at = y + GAP
-        pen.text((left, at - 2), _short(row.name, bold, column - GAP), INK, bold)
+        pen.text((left, at - 2), fitting(row.name, bold, column - GAP, middle=True), INK, bold)
         for n, note in enumerate(notes):
             pen.text((left, at + 20 + 16 * n), note, FAINT, small)
         for one in row.pictures:
@@ -374,7 +362,7 @@ def _paste_original(page: Image.Image, sample: Sample, *, x: int, y: int, width:
     pen = ImageDraw.Draw(page)
     if sample.original is None:
         pen.rectangle((x, y, x + width - 1, y + height - 1), (240, 240, 240))
-        pen.text((x + GAP, y + GAP), "cannot be decoded", FAINT, _font(12))
+        pen.text((x + GAP, y + GAP), "cannot be decoded", FAINT, font(12))
         return
     scale = min(width / sample.original.width, height / sample.original.height)
     page.paste(_scaled(sample.original, scale), (x, y))
@@ -443,39 +431,8 @@ def _lines(loader: Loader, count: int) -> list[str]:
 
 
 def _scaled(image: Image.Image, scale: float) -> Image.Image:
-    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    return image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+    return scaled(image, (max(1, round(image.width * scale)), max(1, round(image.height * scale))))
 
 
 def _color(n: int) -> tuple[int, int, int]:
     return COLORS[n % len(COLORS)]
-
-
-def _font(size: int) -> Any:
-    return ImageFont.load_default(size)
-
-
-def _short(text: str, font: Any, width: int) -> str:
-    """The text, its middle left out where it is wider than ``width`` pixels."""
-    text = text.encode("utf-8", "replace").decode()
-    if font.getlength(text) <= width:
-        return text
-    keep = len(text)
-    while keep > 2 and font.getlength(_elided(text, keep)) > width:
-        keep -= 1
-    return _elided(text, keep)
-
-
-def _elided(text: str, keep: int) -> str:
-    return f"{text[: keep // 2]}...{text[len(text) - (keep - keep // 2) :]}"
-
-
-def _wrapped(text: str, font: Any, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return [_short(line, font, width) for line in lines]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -24,6 +24,7 @@ from gpuaug import machine
 from gpuaug.batch import Batch
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
+from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, wrapped
 from gpuaug.cli.training import Settings as TrainingSettings
 from gpuaug.cli.training import Training, build_model
 from gpuaug.diagnose import bottleneck, profiling
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpuaug")
 
 CLASSES = 1000  # of the model, where nothing says how many
-PAPER, INK, FAINT, TRACK = (255, 255, 255), (32, 32, 36), (118, 118, 126), (240, 240, 243)
+TRACK = (240, 240, 243)
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 WIDTH, MARGIN, ROW = 960, 32, 40
 
@@ -308,24 +309,24 @@ def _cpu_is_as_fast(profiler: Profiler, m: Measured) -> str | None:
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
     """One bar per stage, as long as an image takes there; the bottleneck in red, CPU time as a thin line below."""
-    big, bold, text, small = _font(24), _font(16), _font(15), _font(13)
+    big, bold, text, small = font(24), font(16), font(15), font(13)
     shown = rows(m)
     longest = max(max(cost.wall, 0.0) for _, _, cost in shown)
     left, right = MARGIN + 270, WIDTH - MARGIN - 170
-    answer = _wrapped(verdict.text, bold, WIDTH - 2 * MARGIN)
+    answer = wrapped(verdict.text, bold, WIDTH - 2 * MARGIN - 14)
     now = m.whole.rate if m.whole is not None else 1 / verdict.prediction.seconds
     notes = [
         f"{'   '.join(c.overrides)}:  {c.text}; predicted {now * c.gain:.0f} images/s" for c in verdict.changes
     ] or [
         f"{'   '.join(c.overrides) or 'or'}:  {c.text}; predicted {now * c.gain:.0f} images/s" for c in verdict.others
     ]
-    wrapped = [line for note in notes for line in _wrapped(note, text, WIDTH - 2 * MARGIN)]
+    below = [line for note in notes for line in wrapped(note, text, WIDTH - 2 * MARGIN - 14)]
     top = MARGIN + 72
     end = top + ROW * len(shown) + 16
-    page = Image.new("RGB", (WIDTH, end + 24 * len(answer) + 21 * len(wrapped) + 62 + MARGIN), PAPER)
+    page = Image.new("RGB", (WIDTH, end + 24 * len(answer) + 21 * len(below) + 62 + MARGIN), PAPER)
     pen = ImageDraw.Draw(page)
     pen.text((MARGIN, MARGIN - 8), "What one image costs", INK, big)
-    pen.text((MARGIN, MARGIN + 26), _short(heading, small, WIDTH - 2 * MARGIN), FAINT, small)
+    pen.text((MARGIN, MARGIN + 26), fitting(heading, small, WIDTH - 2 * MARGIN), FAINT, small)
     pen.text((left, MARGIN + 48), "milliseconds per image; thin: CPU time over all cores", FAINT, small)
     for step in _ticks(longest):
         x = left + round((right - left) * step / longest)
@@ -356,7 +357,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         pen.text((MARGIN + 14, y + 2), line, INK, bold)
         y += 24
     y += 8
-    for line in wrapped:
+    for line in below:
         pen.text((MARGIN + 14, y), line, INK, text)
         y += 21
     if verdict.ideal_gain is not None:
@@ -364,7 +365,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
             (MARGIN + 14, y + 6), f"A loader that costs nothing would bring {verdict.ideal_gain:.2f} x.", FAINT, small
         )
         y += 24
-    pen.text((MARGIN + 14, y + 6), _short(_terms(verdict), small, WIDTH - 2 * MARGIN - 14), FAINT, small)
+    pen.text((MARGIN + 14, y + 6), fitting(_terms(verdict), small, WIDTH - 2 * MARGIN - 14), FAINT, small)
     return page.crop((0, 0, WIDTH, y + 26 + MARGIN // 2))
 
 
@@ -391,27 +392,6 @@ def _ticks(longest: float) -> list[float]:
 def _lighter(color: tuple[int, int, int]) -> tuple[int, int, int]:
     red, green, blue = (round(v + 0.45 * (255 - v)) for v in color)
     return red, green, blue
-
-
-def _font(size: int) -> Any:
-    return ImageFont.load_default(size)
-
-
-def _short(text: str, font: Any, width: int) -> str:
-    while text and font.getlength(text) > width:
-        text = text[:-4] + "..."
-    return text
-
-
-def _wrapped(text: str, font: Any, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width - 14 or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return [_short(line, font, width) for line in lines]
 
 
 # -- tuning -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,26 @@
-"""Which samples of a source a command shows: its keys `indices` and `samples`."""
+"""Which samples of a source a command shows, its keys `indices` and `samples`; and a sample as it is shown."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from gpuaug.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is shown of a sample: the original, and what training sees of it in some epochs."""
+
+    index: int
+    key: str
+    label: str | None
+    original: Image.Image | None  # None: cannot be read or decoded
+    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture's box in the original
+    pictures: list[Image.Image]  # all views of the first epoch, then of the next
 
 
 def at_least(name: str, value: Any, low: int) -> None:
