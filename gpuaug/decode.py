@@ -60,8 +60,8 @@ class Decode:
         backend: ``auto`` is DALI where it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. Its pixels differ slightly from those of the
             CUDA cores and the split depends on the batch, so anything above 0 gives up bit equality.
-        max_pixels: an image whose header claims more is a fault, before anything is allocated.
-        max_bytes: a batch whose decoded images are larger is decoded in chunks.
+        max_pixels: an image whose header claims more pixels is a fault, before anything is allocated.
+        max_bytes: a batch whose decoded images take more bytes is decoded in chunks.
         codecs: which of jpeg, png, webp, bmp, gif, tiff, jpeg2000, raw are decoded; others are faults. `raw` is what
             `gpuaug pack` writes: pixels, with their size in front.
     """

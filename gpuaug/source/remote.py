@@ -65,7 +65,7 @@ class Remote:
         timeout: seconds for one try, and one more for each megabyte of a range. What all tries of a batch may take
             should stay below the ``timeout`` of the loader.
         cache: a folder on a local disk that keeps what was read; processes and runs may share it. None: none.
-        cache_bytes: bound of that folder; what was not used for longest goes first.
+        cache_bytes: bound of that folder in bytes; what was not used for longest goes first.
     """
 
     options: Mapping[str, Any] | None = field(default=None, repr=False)
