@@ -2,6 +2,9 @@
 
 Workers ship bytes, DALI decodes them on the device, Kornia's operations augment whole batches there, and one Hydra
 YAML describes all of it. Names are imported on first use, so ``import gpuaug`` costs nothing.
+
+Every constructor and method raises :class:`ConfigError` for an argument that cannot work; docstrings name other errors.
+All of them are :class:`GpuaugError`.
 """
 
 from __future__ import annotations

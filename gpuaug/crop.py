@@ -89,7 +89,7 @@ class RandomResizedCrop:
         )
 
     def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """Boxes from u float32 [B, 22] in [0, 1), heights and widths int64 [B]."""
+        """Boxes from ``u`` float32 [B, 22] in [0, 1), ``heights`` and ``widths`` int64 [B]."""
         u, heights, widths = _checked(self, u, heights, widths)
         values = u.astype(np.float64)
         area, log_ratio = values[:, 2::2], values[:, 3::2]  # [B, 10]
@@ -145,7 +145,7 @@ class RandomCrop:
         return f"RandomCrop({self.size}, padding={self.padding}, fill={self.fill})"
 
     def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """Boxes from u float32 [B, 2] in [0, 1), heights and widths int64 [B]."""
+        """Boxes from ``u`` float32 [B, 2] in [0, 1), ``heights`` and ``widths`` int64 [B]."""
         known = np.asarray(heights) > 0
         u, heights, widths = _checked(self, u, heights, widths)
         left, top, right, bottom = self.padding
@@ -191,7 +191,7 @@ class ResizeCenterCrop:
         return f"ResizeCenterCrop({self.resize}, {self.size}, interpolation={self.interpolation!r})"
 
     def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """Boxes from heights and widths int64 [B]; `u` is not used."""
+        """Boxes from ``heights`` and ``widths`` int64 [B]; ``u`` is not used."""
         _, heights, widths = _checked(self, u, heights, widths)
         h, w = _resized(self.resize, heights, widths)
         H, W = self.size
@@ -231,7 +231,7 @@ class Resize:
         return f"Resize({self.size}, interpolation={self.interpolation!r})"
 
     def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """Boxes from heights and widths int64 [B]; `u` is not used."""
+        """Boxes from ``heights`` and ``widths`` int64 [B]; ``u`` is not used."""
         known = np.asarray(heights) > 0
         _, heights, widths = _checked(self, u, heights, widths)
         h, w = _resized(self.size, heights, widths)

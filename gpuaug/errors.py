@@ -8,7 +8,7 @@ class GpuaugError(Exception):
 
 
 class ConfigError(GpuaugError, ValueError):
-    """A configuration or constructor argument that cannot work; names the full key."""
+    """A configuration or an argument that cannot work, of a constructor or a method; names the full key."""
 
 
 class SourceError(GpuaugError, ValueError):

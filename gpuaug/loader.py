@@ -74,6 +74,13 @@ class Loader:
 
     Attributes:
         waited: seconds that the consumer waited for batches in the current pass.
+
+    Iterating gives every :class:`~gpuaug.Batch` of an epoch, and the next pass is the next epoch.
+
+    Raises:
+        DataError, FaultBudgetError: while iterating, as ``faults`` say.
+        ReadError: while iterating, if a worker died or took longer than ``timeout``.
+        ConfigError: as the first batch is asked for, if ranks differ in seed, source or recipe.
     """
 
     def __init__(
@@ -216,7 +223,7 @@ class Loader:
         return _Pass(self, plan, self._limited(len(plan), self._position))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; naming the one that is already loaded keeps the position in it."""
+        """Go to ``epoch``, 0 or larger; naming the one that is already loaded keeps the position in it."""
         _epoch(epoch)
         self._advance()
         if epoch != self._epoch:
@@ -224,7 +231,7 @@ class Loader:
             self._epoch, self._position, self._resumes, self._keep_position = epoch, 0, [], False
 
     def start_at(self, epoch: int, position: int) -> None:
-        """Let the next pass begin inside an epoch, after ``position`` samples of its order (of all ranks together)."""
+        """Let the next pass begin inside ``epoch``, after ``position`` samples of its order (of all ranks together)."""
         total = len(self._ordered(_epoch(epoch)))
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= total:
             raise ConfigError(
@@ -301,6 +308,10 @@ class Loader:
             epoch: whose draws; None: the current one.
             repeats: how often the epoch yielded each index before; None: 0.
             mix: whether to mix the batch.
+
+        Raises:
+            DataError, FaultBudgetError: as the loader's faults say.
+            GpuaugError: if policy ``drop`` leaves none of the samples.
         """
         self._live.check_open()
         epoch = self._epoch if epoch is None else _epoch(epoch)

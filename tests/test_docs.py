@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,106 @@ def parameters(thing: Any) -> list[str]:
     return [name for name in inspect.signature(thing).parameters if name not in ("self", "cls")]
 
 
+def functions(thing: Any) -> list[Any]:
+    """What runs when it is called: the function, the property's, or of a class what makes its objects."""
+    if isinstance(thing, property):
+        return [thing.fget]
+    if isinstance(thing, classmethod | staticmethod):
+        return [thing.__func__]
+    if inspect.isclass(thing):
+        return [made for name in ("__init__", "__post_init__") if inspect.isfunction(made := vars(thing).get(name))]
+    return [thing]
+
+
+def docstring(name: str) -> str:
+    thing = PUBLIC[name]
+    return inspect.getdoc(thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing) or ""
+
+
+def entry(name: str, text: str) -> str | None:
+    """What ``text`` says of a parameter: its entry of Args or Attributes, or all, where it is named there as code."""
+    listed = re.search(rf"^( +)(?:\w+, )*\**{name}(?:, \w+)*: (.*(?:\n\1 +.*)*)", text, re.MULTILINE)
+    if listed:
+        return listed.group(2)
+    named = re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`|\b{name} \[", text)
+    return text if named else None
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_says_what_it_is_and_takes(name: str) -> None:
-    thing = PUBLIC[name]
-    text = thing.__doc__ or ""
-    assert text.strip(), f"{name} has no docstring"
-    promise = text.strip().partition("\n\n")[0]
+    text = docstring(name)
+    assert text, f"{name} has no docstring"
+    promise = text.partition("\n\n")[0]
     assert promise.endswith((".", ":")), f"the first sentence of {name} has no end: {promise!r}"
-    absent = [p for p in parameters(thing) if not re.search(rf"\b{p}\b", text)]
+    absent = [p for p in parameters(PUBLIC[name]) if entry(p, text) is None]
     assert not absent, f"{name} does not say what these are: {', '.join(absent)}"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_tensors_have_shapes(name: str) -> None:
+    thing = PUBLIC[name]
+    hints = vars(thing).get("__annotations__", {}) if inspect.isclass(thing) else functions(thing)[0].__annotations__
+    arrays = [key for key, hint in hints.items() if re.search(r"\b(Tensor|NDArray|Int|Int64|Float)\b", str(hint))]
+    if arrays:
+        assert re.search(r"\[[\w ,+()]*\b(?:[BNnHCK]|len|bytes)\b[\w ,+()]*\]", docstring(name)), f"{name}: {arrays}"
+
+
+UNITS = {
+    "timeout": "second",
+    "ahead": "byte",
+    "max_bytes": "byte",
+    "cache_bytes": "byte",
+    "max_pixels": "pixel",
+    "padding": "pixel",
+    "chunk": "samples",
+    "window": "samples",
+    "prefetch": "batches",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_quantities_have_units(name: str) -> None:
+    text = docstring(name)
+    for parameter in {*parameters(PUBLIC[name])} & {*UNITS}:
+        said = entry(parameter, text)
+        assert re.search(UNITS[parameter], said or ""), f"{name} does not say in what unit `{parameter}` is: {said!r}"
+
+
+ERRORS = {e for e in gpuaug.__all__ if inspect.isclass(t := getattr(gpuaug, e)) and issubclass(t, gpuaug.GpuaugError)}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_errors_that_are_raised_are_named(name: str) -> None:
+    """All but ConfigError for wrong arguments, which the package's own docstring promises of everything."""
+    assert "ConfigError" in (gpuaug.__doc__ or "")
+    written = [f for f in functions(PUBLIC[name]) if Path(f.__code__.co_filename).exists()]  # not the dataclasses' own
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in written]
+    raised = {
+        ast.unparse(node.exc.func)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    }
+    silent = {e for e in (raised & ERRORS) - {"ConfigError"} if not re.search(rf"\b{e}\b", docstring(name))}
+    assert not silent, f"{name} does not say that it raises {', '.join(sorted(silent))}"
+
+
+SOURCES = {
+    "RandomResizedCrop": "torchvision's ``RandomResizedCrop``",
+    "RandomCrop": "torchvision's ``RandomCrop``",
+    "Resize": "torchvision's ``Resize``",
+    "ResizeCenterCrop": "torchvision's ``Resize(resize)`` and ``CenterCrop(size)``",
+    "FolderSource": "torchvision's ImageFolder",
+    "ShardSource": "WebDataset",
+    "Repeated": "arXiv:1902.05509",
+    "Mix": "arXiv:1710.09412.*arXiv:1905.04899",
+    "Augment": "kornia.augmentation",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_formulas_have_their_source(name: str) -> None:
+    assert re.search(SOURCES[name] if "arXiv" in SOURCES[name] else re.escape(SOURCES[name]), docstring(name))
 
 
 def test_type_checkers_see_the_names_that_are_imported_lazily() -> None:

@@ -145,12 +145,12 @@ class Materialize:
 
     @property
     def bytes(self) -> int:
-        """Of all epochs together."""
+        """Bytes of all epochs together."""
         return self.samples * self.record.itemsize
 
     @property
     def bytes_missing(self) -> int:
-        """Of what is not there yet."""
+        """Bytes of what is not there yet."""
         return sum(self._rows(span) for span in self.missing) * self.record.itemsize
 
     @property

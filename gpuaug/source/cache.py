@@ -48,7 +48,7 @@ class RamCache:
     """Encoded bytes in memory, once per machine. Nothing is evicted: what does not fit is read as before.
 
     Args:
-        max_bytes: bound, as 2147483648 or ``"2GiB"``; None: half of the memory that is available at the start.
+        max_bytes: bound in bytes, as 2147483648 or ``"2GiB"``; None: half of the memory that is available at the start.
         fill: ``first-use``: what is read stays; ``ahead``: before the first batch, what this machine shows in this
             epoch. Of several machines each has another share in every epoch: what is new then is read once, and stays,
             so room for the whole source on each of them ends all reading after some epochs.
@@ -66,7 +66,7 @@ class RamCache:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
-        """The same source with this memory in front of it."""
+        """``source`` with this memory in front of it."""
         return CachedSource(source, self)
 
 

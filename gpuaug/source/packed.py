@@ -90,7 +90,7 @@ class PackedSource(Listed):
 
     @property
     def size(self) -> Size:
-        """The size that is read; RuntimeError where it depends on the epoch."""
+        """The shorter side that is read, or ``full`` where nothing was resized; RuntimeError where it depends on the epoch."""
         if len(self._plan) > 1:
             plan = ", ".join(f"{epoch}: {size}" for epoch, size in self._plan)
             raise RuntimeError(  # no error of ours: those are faults of a sample, and this is all samples' error
@@ -109,21 +109,21 @@ class PackedSource(Listed):
         return Rows(self) if len(self._plan) > 1 else None
 
     def at_epoch(self, epoch: int) -> PackedSource:
-        """The same samples at the size of this epoch; maps of the files are shared with it."""
+        """The same samples at the size that ``epoch`` reads; maps of the files are shared with it."""
         return self.at_size(self.size_of(epoch))
 
     def at_size(self, size: Size) -> PackedSource:
-        """The same samples at ``size``, (H, W), one of those that are read."""
+        """The same samples at ``size``, a shorter side or ``full``, one of those that are read."""
         found = copy.copy(self)
         found._plan = [(0, size)]
         return found
 
     def size_of(self, epoch: int) -> Size:
-        """The size that an epoch reads."""
+        """The shorter side that ``epoch`` reads, or ``full``."""
         return [size for first, size in self._plan if first <= epoch][-1]
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
-        """Height and width of every sample, int32 [N, 2], at a size."""
+        """Height and width of every sample, int32 [N, 2], at ``size``; None: the size that is read."""
         return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, (self._total, 2))
 
     # -- bytes --

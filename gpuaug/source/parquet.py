@@ -132,7 +132,7 @@ class ParquetSource(Listed):
         return items
 
     def along(self, index: int) -> NDArray[np.int64]:
-        """Numbers of the active samples that are in memory since sample ``index`` was read: those of its row group."""
+        """Active samples that are in memory since number ``index`` was read, int64 ``[n]``: those of its row group."""
         starts = self._starts.numpy()
         group = int(np.searchsorted(starts, index, side="right")) - 1
         if self._pid != os.getpid() or group not in self._groups:
