@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import deque
 
 import numpy as np
@@ -46,7 +47,7 @@ class Outputs:
             room -= memory.numel()
             if room >= 0:
                 self._free.appendleft((freed, memory))
-        lease = _Lease(torch.empty(size, dtype=torch.uint8) if found is None else found, self)
+        lease = _Lease(_mapped(size) if found is None else found, self)
         flat = torch.from_numpy(np.asarray(lease)).view(dtype)  # holds the lease
         batch, channels, height, width = shape
         if channels_last:
@@ -72,6 +73,16 @@ class _Lease:
 
     def __del__(self) -> None:
         self._outputs.give(self._memory)
+
+
+def _mapped(size: int) -> Tensor:
+    """uint8 [size] in a mapping of its own, which the system has back as soon as it is freed.
+
+    Not by malloc: below 32 MiB it would come out of the heap of whichever thread asks, and every thread's heap keeps
+    what was freed into it.
+    """
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
 
 
 _SMALL = 1 << 20

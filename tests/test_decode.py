@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-from gpuaug import header
+from gpuaug import decode, header
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.decode import Decode, Decoder, _Mixed
@@ -410,6 +410,24 @@ def test_threads_and_chunks_change_nothing(decoder, threads):
     assert not faults
     assert all((a == b).all() for a, b in zip(found, want, strict=True))
     other.close()
+
+
+def test_a_large_batch_is_decoded_in_equal_parts(monkeypatch):
+    pytest.importorskip("nvidia.dali")
+    images = [encode(photograph())] * 14
+    whole = Decode(backend="dali", num_threads=1).open("cpu")
+    want, _, _ = views(whole, images, RandomResizedCrop(64))
+    monkeypatch.setattr(decode, "SAMPLES_AT_ONCE", 3)
+    monkeypatch.setattr(decode, "BYTES_AT_ONCE", 1)
+    parted = Decode(backend="dali", num_threads=1).open("cpu")
+    sizes, run = [], parted._dali.run
+    monkeypatch.setattr(parted._dali, "run", lambda plan: sizes.append(len(plan)) or run(plan))
+    found, faults, _ = views(parted, images, RandomResizedCrop(64))
+    assert not faults
+    assert sizes == [4, 4, 3, 3]
+    assert all((a == b).all() for a, b in zip(found, want, strict=True))
+    whole.close()
+    parted.close()
 
 
 def test_results_outlive_the_next_batch(decoder):
