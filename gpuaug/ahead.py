@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from gpuaug.batch import EncodedBatch
+from gpuaug.recycled import mapped
 
 LOW = 0.75  # share of the bound below which it is filled again
 PATIENCE = 5.0  # seconds that ``close`` waits for a read under way
@@ -122,7 +121,7 @@ def _fill(encoded: Generator[EncodedBatch], shelf: _Shelf) -> None:
 def _copied(batch: EncodedBatch) -> EncodedBatch:
     """The same batch in private memory, which goes back to the system at once when it is freed (malloc keeps it)."""
     size = batch.data.nbytes
-    data = torch.from_numpy(np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)) if size else torch.empty(0).byte()
+    data = mapped(size) if size else torch.empty(0).byte()
     data.copy_(batch.data)
     labels = None if batch.labels is None else batch.labels.clone()
     return replace(batch, data=data, offsets=batch.offsets.clone(), labels=labels)

@@ -47,7 +47,7 @@ class Outputs:
             room -= memory.numel()
             if room >= 0:
                 self._free.appendleft((freed, memory))
-        lease = _Lease(_mapped(size) if found is None else found, self)
+        lease = _Lease(mapped(size) if found is None else found, self)
         flat = torch.from_numpy(np.asarray(lease)).view(dtype)  # holds the lease
         batch, channels, height, width = shape
         if channels_last:
@@ -75,7 +75,7 @@ class _Lease:
         self._outputs.give(self._memory)
 
 
-def _mapped(size: int) -> Tensor:
+def mapped(size: int) -> Tensor:
     """uint8 [size] in a mapping of its own, which the system has back as soon as it is freed.
 
     Not by malloc: below 32 MiB it would come out of the heap of whichever thread asks, and every thread's heap keeps
