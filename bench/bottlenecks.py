@@ -154,7 +154,7 @@ def calm(cores: float, patience: float) -> float:
     """Wait until so many cores are free, as long as patience lasts; how many there were."""
     until = time.monotonic() + patience
     while True:
-        found = sorted(profiling._free_cores(0.3) for _ in range(3))[1]
+        found = sorted(profiling.free_cores(0.3) for _ in range(3))[1]
         if found >= cores or time.monotonic() > until:
             return found
         time.sleep(2)
@@ -183,8 +183,8 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
                 text = " ".join(change)
                 if "gpuaug pack" in plant.other:
                     side = int(found[0].text.partition("sizes=[")[2].partition("]")[0])
-                    change += ["source=shards", f"source.root={next(data.packed(side).rglob('*.tar')).parent}"]
-                    text = f"gpuaug pack sizes=[{side}], source=shards"
+                    change += ["source=packed", f"source.root={data.packed(side)}"]
+                    text = f"gpuaug pack sizes=[{side}], source=packed"
         if not change and plant.anyway:
             change, text = list(plant.anyway), f"nothing; tried: {' '.join(plant.anyway)}"
         reached, after = 1.0, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from gpuaug.cli import COMMANDS, conf_dir, main
+from gpuaug.cli.report import Report, output
 from gpuaug.cli.request import Request
-from gpuaug.errors import ConfigError, SourceError
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
 
 ROOT = Path(__file__).parent.parent
 
@@ -206,7 +208,7 @@ def test_json_holds_what_was_printed(folder: Path, tmp_path: Path, capsys: pytes
     assert main(["preview", f"source.root={folder}", f"json={file}", f"out={out}", "samples=2", "draws=1"]) == 0
     values = json.loads(file.read_text())
     assert values["preview"] in capsys.readouterr().out
-    assert values["keys"] == ["blue/2.png", "red/1.png"]
+    assert values["keys"] == ["blue/2.png", "red/2.png"]
 
 
 @pytest.mark.parametrize("key", ["json", "out"])
@@ -216,8 +218,40 @@ def test_a_file_that_cannot_be_written_is_found_out_first(
     assert main(["preview", f"source.root={folder}", f"{key}={tmp_path}"]) == 2
     assert f"`{key}` must name a file that can be written" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["preview", f"source.root={folder}", f"{key}={tmp_path}/file/x"]) == 2
-    assert f"`{key}` must name a file that can be written" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    for place in (f"{tmp_path}/file/x", "/proc/x", f"{tmp_path}/pipe"):  # of which rights alone say nothing
+        assert main(["preview", f"source.root={folder}", f"{key}={place}"]) == 2
+        shown = capsys.readouterr()
+        assert f"`{key}` must name a file that can be written" in shown.err
+        assert not shown.out
+
+
+def test_what_belongs_to_the_system_is_not_replaced(tmp_path: Path) -> None:
+    for place in ("/dev/stdout", "/dev/null", "/dev/no/such"):
+        with pytest.raises(ConfigError, match="a file of the system's"):
+            output(place, "json")
+    (tmp_path / "real.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    report = Report(file=str(tmp_path / "link.json"))
+    report.values["a"] = 1
+    report.write()
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("command", ["preview", "profile", "parity"])
+def test_a_picture_is_a_png_and_says_so(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, f"source.root={folder}", "out=look.jpg"]) == 2
+    assert "`out` must end in .png" in capsys.readouterr().err
+
+
+def test_a_file_that_can_no_longer_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    report = Report(file=str(tmp_path / "new" / "r.json"))
+    report.values["a"] = 1
+    (tmp_path / "new").rmdir()
+    with pytest.raises(GpuaugError, match="`json`, '.*r.json', could not be written"):
+        report.write()
 
 
 def test_logging_is_as_before_afterwards(folder: Path, tmp_path: Path) -> None:

@@ -128,18 +128,31 @@ def test_a_broken_image_is_named_or_left_blank(
 
 
 def test_only_samples_that_are_there_can_be_shown() -> None:
-    class Source:
-        indices = torch.tensor([2, 5, 9])
-
-        def __len__(self) -> int:
-            return 3
-
-    source = Source()
+    source = _Sized(torch.tensor([2, 5, 9]))
     assert preview.chosen(source, None, count=2) == [2, 9]
     assert preview.chosen(source, None, count=100) == [2, 5, 9]
     assert preview.chosen(source, preview.Settings(indices=[9, 2, 9]).indices, count=2) == [9, 2, 9]
     with pytest.raises(ConfigError, match="from 2 to 9. Found: 3, 11"):
         preview.chosen(source, [11, 3, 5], count=2)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 48, 1000])
+def test_samples_are_spread_evenly_and_none_is_shown_twice(length: int) -> None:
+    source = _Sized(torch.arange(length) * 3)
+    for count in range(1, 12):
+        found = preview.chosen(source, None, count=count)
+        assert len(set(found)) == len(found) == min(count, length)
+        assert found == sorted(found)
+        places = np.array([0, *(np.array(found) // 3), length - 1])
+        assert np.diff(places).max() <= -(-length // len(found)), (length, count, found)
+
+
+class _Sized:
+    def __init__(self, indices: torch.Tensor) -> None:
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
 
 
 def test_text_that_does_not_fit_is_shortened() -> None:
@@ -242,6 +255,21 @@ def test_operations_are_shown_with_those_values(backend: str) -> None:
     np.testing.assert_allclose(values, [100, 50, 100, 150], atol=0.51)
 
 
+def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
+    image = torch.full((32, 32, 3), 100, dtype=torch.uint8)
+    ops = {
+        "one": OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "vflip": K.RandomVerticalFlip(p=1.0), "off": None}, p=0.7),
+        "trivial": K.auto.TrivialAugment(),
+        "rand": K.auto.RandAugment(n=2, m=9),
+    }
+    found = operations.rows(gpuaug.Augment(ops=ops).views, [[image]], seed=0)
+    notes = {(row.name, row.notes[1] if row.name != "one" else row.notes[2]): row.notes for row in found}
+    assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "p 0.2 of its own"]
+    assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
+    assert notes["trivial", "RandomEqualize"][-1] == "one of 12"
+    assert notes["rand", "RandomEqualize"][-1] == "2 of 15"
+
+
 def test_an_operation_of_several_views_is_shown_once_with_its_chances() -> None:
     image = torch.zeros((32, 32, 3), dtype=torch.uint8)
     views = {
@@ -314,7 +342,10 @@ def test_materialized_epochs_are_shown_as_they_are_and_their_operations_refused(
 ) -> None:
     few = [f"source.root={photos}", "source.subset=4", "num_workers=0"]
     assert main(["materialize", *few, f"out={tmp_path}/epochs"]) == 0
-    words = ["preview", "source=materialized", f"source.root={tmp_path}/epochs", f"out={tmp_path}/p.png", "draws=1"]
-    assert main(words) == 0
+    words = ["preview", "source=materialized", f"source.root={tmp_path}/epochs", f"out={tmp_path}/p.png"]
+    assert main([*words, f"json={tmp_path}/p.json"]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["epochs"] == [0]  # the second would be the first again
+    assert main([*words[:-1], f"out={tmp_path}/p.html"]) == 0
+    assert "not stored" in (tmp_path / "p.html").read_text()
     assert main([*words, "show=operations"]) == 2
     assert "source=folder" in capsys.readouterr().err

@@ -337,12 +337,12 @@ def test_overrides_name_the_place_of_the_loader() -> None:
 
 def test_group_overrides_compose_in_an_application_of_ones_own(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults:\n  - gpuaug@train_data: train\n  - _self_\n")
-    shards = [bottleneck._group("train_data", "source", "shards"), f"train_data.source.root={photos}"]
+    packed = [bottleneck._group("train_data", "source", "packed"), f"train_data.source.root={photos}"]
     groups = [bottleneck._group("train_data", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
-    composed = gpuaug.compose("app", [*shards, *groups], config_dir=str(tmp_path)).train_data
+    composed = gpuaug.compose("app", [*packed, *groups], config_dir=str(tmp_path)).train_data
     assert composed.cache._target_ == "gpuaug.RamCache"
     assert composed.mix._target_ is None
-    assert composed.source._target_ == "gpuaug.ShardSource"
+    assert composed.source._target_ == "gpuaug.PackedSource"
 
 
 def test_storage_with_a_bandwidth_is_promised_the_cache_and_no_workers() -> None:
@@ -389,6 +389,16 @@ def test_a_model_that_limits_gets_no_advice() -> None:
     assert "nothing in the loader" not in shared.text
 
 
+def test_a_model_that_could_be_kept_busier_is_told_how() -> None:
+    """Nothing is made ahead: the model is the longest part, and the answer names what to change."""
+    slow = measured(step=cost(6, 0.1), prefetch=0, decode=cost(2, 0.2), augment=cost(0.5, 0.1), whole=cost(8.7))
+    verdict = diagnose(Paper(threads=None), slow)
+    assert verdict.bottleneck == "model"
+    assert verdict.overrides == ["prefetch=2"]
+    assert "Change what is listed" in verdict.text
+    assert "nothing in the loader" not in verdict.text
+
+
 @pytest.mark.parametrize(
     ("on_host", "changed", "enough"),
     [
@@ -414,7 +424,7 @@ def test_cpu_is_enough_where_the_model_would_not_wait(on_host: Cost, changed: di
 
 
 def test_cores_are_those_of_this_process() -> None:
-    assert 0.25 <= profiling._free_cores(0.02) <= machine.usable_cpus()
+    assert 0.25 <= profiling.free_cores(0.02) <= machine.usable_cpus()
 
 
 def test_waiting_for_bytes_is_told_from_work(small: list[bytes]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from gpuaug.augment.fingerprint import settings
 from gpuaug.augment.fused import FusedBackend
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
+from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.draw import Float, Stream, sample_keys
@@ -185,14 +186,30 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
         made = [_applied(backend, op, each, image, seed=seed) for image in images[number]]
         for n, span in enumerate(each):
             pictures = [[_picture(image), *one[n]] for image, one in zip(images[number], made, strict=True)]
-            found.append(Row(op.name, [*_notes(op, span), *_chances(users, views)], span.captions, pictures))
+            notes = _notes(op, span)
+            chances = _chances(users, views)
+            if len(notes) > 1:  # the chance is that of the whole choice
+                notes, chances = [notes[0], *chances, *notes[1:]], []
+            found.append(Row(op.name, [*notes, *chances], span.captions, pictures))
     return found
 
 
 def _notes(op: Prepared, span: Span) -> list[str]:
-    """The class, and of what policy it is one choice."""
+    """The class, and of what choice it is one."""
     whole = type(op.op).__name__
-    return [span.what] if span.what.startswith(whole) else [f"{whole}:", span.what]
+    return [span.what] if span.what.startswith(whole) else [f"{whole}:", span.what, *_among(op, span)]
+
+
+def _among(op: Prepared, span: Span) -> list[str]:
+    """How many there are to choose from, and the chance of this one once it is chosen."""
+    if isinstance(op.op, OneOf):
+        members = [member for member in op.op.ops.values() if member is not None]
+        same = {getattr(m, "p", 1.0) for m in members if type(m) is type(op.slots[span.slot][span.alternative])}
+        return [f"one of {len(members)}", *(f"p {p:g} of its own" for p in same if len(same) == 1 and p != 1)]
+    name = type(op.op).__name__
+    if name in ("RandAugment", "TrivialAugment"):
+        return [f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}"]
+    return []  # AutoAugment: pairs, each with chances of its own
 
 
 def _chances(users: Sequence[tuple[int, Prepared]], views: Sequence[View]) -> list[str]:

@@ -84,7 +84,7 @@ def _row(number: int, sample: Sample, *, views: Sequence[str], colors: Sequence[
 
 def _original(sample: Sample, colors: Sequence[str]) -> str:
     if sample.original is None:
-        return '<div class="absent">cannot be decoded</div>'
+        return f'<div class="absent">{html.escape(sample.absent)}</div>'
     image = sample.original.copy()
     scale = min(WIDE / image.width, LARGE / image.height)
     width, height = (max(1, round(side * scale)) for side in image.size)

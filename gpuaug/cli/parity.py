@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from gpuaug.cli.report import Report, check_text, output
+from gpuaug.cli.report import Report, check_text, png, written
 from gpuaug.cli.request import Request
 from gpuaug.cli.samples import at_least, chosen, indices_of
 from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
@@ -57,7 +57,7 @@ class Settings:
 def main(request: Request) -> int:
     """Print the table and write the picture."""
     settings = Settings(**request.settings())
-    out = output(settings.out, "out")
+    out = png(settings.out, "out")
     report = Report(file=settings.json)
     config = request.loader()
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
@@ -74,7 +74,8 @@ def main(request: Request) -> int:
         print(line)
     if parity.samples:
         picture = page(parity, rows=settings.rows)
-        picture.save(out, "PNG", optimize=True)
+        with written(out, "out"):
+            picture.save(out, "PNG", optimize=True)
         report.add("picture", str(out), f"{out} ({picture.width} x {picture.height})")
     print(f"\n{_folded(values['summary'], 110, '')}", flush=True)
     report.values |= {"indices": indices, **values}

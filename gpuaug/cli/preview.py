@@ -18,7 +18,7 @@ from gpuaug.augment.recipe import View
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.cli import operations
 from gpuaug.cli.page import page as html_page
-from gpuaug.cli.report import Report, check_text, output
+from gpuaug.cli.report import Report, check_text, png, written
 from gpuaug.cli.request import Request
 from gpuaug.cli.samples import Sample, at_least, chosen, indices_of
 from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
@@ -48,6 +48,7 @@ COLORS = (
     (120, 120, 20),
 )
 GAP, MARGIN, CAPTION = 8, 20, 34
+PAGES = (".html", ".htm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +83,13 @@ class Settings:
     @property
     def is_page(self) -> bool:
         """Whether an HTML page is asked for."""
-        return Path(self.out).suffix.lower() in (".html", ".htm")
+        return self.out.lower().endswith(PAGES)
 
 
 def main(request: Request) -> int:
     """Write the picture or the page."""
     settings = Settings(**request.settings())
-    out = output(settings.out, "out")
+    out = png(settings.out, "out", also=PAGES)
     report = Report(file=settings.json)
     config = request.loader()
     if config.get("faults") is not None and config.faults.get("policy") == "drop":
@@ -110,10 +111,12 @@ def main(request: Request) -> int:
         show = _operations if settings.show == "operations" else _samples
         picture = show(loader, decode, indices, settings, above, report)
     if isinstance(picture, str):
-        out.write_text(picture, encoding="utf-8")
+        with written(out, "out"):
+            out.write_text(picture, encoding="utf-8")
         report.add("preview", str(out), f"{out} ({len(picture) / 1e6:.1f} MB)")
     else:
-        picture.save(out, "PNG", optimize=True)
+        with written(out, "out"):
+            picture.save(out, "PNG", optimize=True)
         report.add("preview", str(out), f"{out} ({picture.width} x {picture.height})")
     report.write()
     return 0
@@ -124,6 +127,8 @@ def _samples(
 ) -> Image.Image | str:
     views = [title(view, loader.augment.views) for view in loader.augment.views]
     draws = settings.draws or (STOPS if settings.is_page else max(1, WIDE // len(views)))
+    if settings.draws is None and isinstance(loader.source, MaterializedSource):
+        draws = min(draws, int(loader.source.manifest["epochs"]))  # later ones show them again
     epochs = range(settings.epoch, settings.epoch + draws)
     samples = look(loader, decode, indices=indices, epochs=epochs)
     report.values |= {"epochs": list(epochs), "views": views}
@@ -164,6 +169,7 @@ def look(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequ
     boxes: list[list[tuple[int, int, int, int]]] = [[] for _ in indices]
     pictures: list[list[Image.Image]] = [[] for _ in indices]
     labels = None
+    absent = {"absent": "not stored, only what was made of it"} if isinstance(loader.source, MaterializedSource) else {}
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=number)
         batch = loader.fetch(list(indices), epoch=epoch)
@@ -183,6 +189,7 @@ def look(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequ
             original=Image.fromarray(originals[row]) if originals[row].size else None,
             boxes=boxes[row],
             pictures=pictures[row],
+            **absent,
         )
         for row, index in enumerate(indices)
     ]
@@ -362,7 +369,7 @@ def _paste_original(page: Image.Image, sample: Sample, *, x: int, y: int, width:
     pen = ImageDraw.Draw(page)
     if sample.original is None:
         pen.rectangle((x, y, x + width - 1, y + height - 1), (240, 240, 240))
-        pen.text((x + GAP, y + GAP), "cannot be decoded", FAINT, font(12))
+        pen.text((x + GAP, y + GAP), sample.absent, FAINT, font(12))
         return
     scale = min(width / sample.original.width, height / sample.original.height)
     page.paste(_scaled(sample.original, scale), (x, y))

@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import machine
 from gpuaug.batch import Batch
-from gpuaug.cli.report import Report, check_text, output
+from gpuaug.cli.report import Report, check_text, output, png, written
 from gpuaug.cli.request import Request
 from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, wrapped
 from gpuaug.cli.training import Settings as TrainingSettings
@@ -97,9 +97,10 @@ def main(request: Request) -> int:
     """Measure, and say what limits; 0."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
-    for key in ("out", "trace"):
-        if (file := getattr(settings, key)) is not None:
-            output(file, key)
+    if settings.out is not None:
+        png(settings.out, "out")
+    if settings.trace is not None:
+        output(settings.trace, "trace")
     config = request.loader()
     named = settings.model is not None and settings.model.get("_target_") is not None
     loader: Loader
@@ -185,15 +186,17 @@ def look(
         verdict = bottleneck.diagnose(profiler, measured, at=at)
         if settings.trace is not None:
             bar.set_postfix_str("trace")
-            profiler.trace(Path(settings.trace))
+            with written(Path(settings.trace), "trace"):
+                profiler.trace(Path(settings.trace))
         as_fast = _cpu_is_as_fast(profiler, measured)
     _say(report, measured, verdict, as_fast)
     if profiler.faults:
         text = f"{profiler.faults} of the first {profiler.looked} images could not be read or decoded"
-        report.add("faults", profiler.faults, f"{text}; see `faults.file`")
+        report.add("faults", profiler.faults, f"{text}; `faults.policy=blank faults.file=FILE` in training lists them")
     if settings.out is not None:
         picture = bars(measured, verdict, heading=_heading(loader))
-        picture.save(settings.out, "PNG", optimize=True)
+        with written(Path(settings.out), "out"):
+            picture.save(settings.out, "PNG", optimize=True)
         report.add("picture", settings.out, f"{settings.out} ({picture.width} x {picture.height})")
     if settings.trace is not None:
         report.add("trace", settings.trace, settings.trace)
@@ -255,11 +258,8 @@ def _say(report: Report, m: Measured, verdict: Verdict, as_fast: str | None) -> 
         report.add("together", verdict.overrides, " ".join(verdict.overrides))
     for number, change in enumerate(verdict.others, start=1):
         shown = f"{' '.join(_quoted(o) for o in change.overrides)}   " if change.overrides else ""
-        note = (
-            "" if change.same else ", changes what is trained on" if _of_recipe(change) else ", changes pixels a little"
-        )
         alone = "with those above another" if verdict.changes else "alone"
-        report.add(f"or_{number}", _change(change), f"{shown}{change.text}; {alone} {change.gain:.2g} x{note}")
+        report.add(f"or_{number}", _change(change), f"{shown}{change.text}; {alone} {change.gain:.2g} x{_note(change)}")
     report.values["overrides"] = verdict.overrides
     report.values["predicted_gain"] = verdict.gain
     if verdict.ideal_gain is not None:
@@ -271,9 +271,12 @@ def _say(report: Report, m: Measured, verdict: Verdict, as_fast: str | None) -> 
         report.add("device", as_fast, as_fast)
 
 
-def _of_recipe(change: Change) -> bool:
-    """Whether an operation or the mix goes, not only the way that pixels come."""
-    return any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
+def _note(change: Change) -> str:
+    """What it changes beside the speed."""
+    if change.same:
+        return ""
+    recipe = any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
+    return ", changes what is trained on" if recipe else ", changes pixels a little"
 
 
 def _change(change: Change) -> dict[str, Any]:
@@ -316,9 +319,8 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
     answer = wrapped(verdict.text, bold, WIDTH - 2 * MARGIN - 14)
     now = m.whole.rate if m.whole is not None else 1 / verdict.prediction.seconds
     notes = [
-        f"{'   '.join(c.overrides)}:  {c.text}; predicted {now * c.gain:.0f} images/s" for c in verdict.changes
-    ] or [
-        f"{'   '.join(c.overrides) or 'or'}:  {c.text}; predicted {now * c.gain:.0f} images/s" for c in verdict.others
+        f"{' '.join(c.overrides) or 'or'}:  {c.text}; predicted {now * c.gain:.0f} images/s{_note(c)}"
+        for c in verdict.changes or verdict.others
     ]
     below = [line for note in notes for line in wrapped(note, text, WIDTH - 2 * MARGIN - 14)]
     top = MARGIN + 72

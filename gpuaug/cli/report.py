@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, GpuaugError
 
 
 class Report:
@@ -23,6 +26,7 @@ class Report:
         self._file, self._quiet = None if file is None else Path(file), quiet
         if self._file is not None and not quiet:
             _writable(self._file, "json")
+            self._file = self._file.resolve()  # a link stays one
 
     def add(self, name: str, value: Any, text: str) -> None:
         """Print ``name  text`` and keep ``value``, which must be plain JSON."""
@@ -34,19 +38,47 @@ class Report:
         """Write the values, whole or not at all."""
         if self._file is not None and not self._quiet:
             part = self._file.with_name(f".{self._file.name}.part")
-            part.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, self._file)
+            with written(self._file, "json"):
+                part.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+                os.replace(part, self._file)
+
+
+@contextlib.contextmanager
+def written(file: Path, key: str) -> Iterator[None]:
+    """Errors of the system while a result is written, as on a full disk, name the file.
+
+    Raises:
+        GpuaugError: instead of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise GpuaugError(f"`{key}`, {str(file)!r}, could not be written: {error}.") from error
 
 
 def _writable(file: Path, key: str) -> None:
     """Find out before the work, not after it, that a result cannot be written."""
+    place = file.absolute()
     try:
+        if place.is_relative_to("/dev") and not place.is_relative_to("/dev/shm"):
+            raise FileExistsError("a file of the system's")  # root would put a plain one in the place of /dev/stdout
         file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError("a folder")
+        if file.exists() and not file.is_file():
+            raise FileExistsError("no plain file")
+        with tempfile.TemporaryFile(dir=file.parent):  # rights say little: root has all, /proc and full disks take none
+            pass
     except OSError as error:
         raise ConfigError(f"`{key}` must name a file that can be written. Found: {str(file)!r} ({error}).") from error
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
-        found = "a folder" if file.is_dir() else f"no right to write in {str(file.parent)!r}"
-        raise ConfigError(f"`{key}` must name a file that can be written. Found: {str(file)!r}, {found}.")
+
+
+def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
+    """As :func:`output`, of a PNG, or of what ends in one of ``also``; a name may have no ending."""
+    endings = (".png", *also)
+    if Path(file).suffix.lower() not in ("", *endings):
+        raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")
+    return output(file, key)
 
 
 def output(file: str, key: str) -> Path:

@@ -18,9 +18,10 @@ class Sample:
     index: int
     key: str
     label: str | None
-    original: Image.Image | None  # None: cannot be read or decoded
+    original: Image.Image | None  # None: there is none to show
     boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture's box in the original
     pictures: list[Image.Image]  # all views of the first epoch, then of the next
+    absent: str = "cannot be decoded"  # why there is no original
 
 
 def at_least(name: str, value: Any, low: int) -> None:
@@ -50,8 +51,8 @@ def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
     """
     active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     if indices is None:
-        evenly = np.linspace(0, len(active) - 1, min(count, len(active)) + 1)
-        return [int(active[round(p)]) for p in (evenly[:-1] + evenly[1:]) / 2]
+        count = min(count, len(active))
+        return [int(active[(2 * n + 1) * len(active) // (2 * count)]) for n in range(count)]
     if missing := sorted(set(indices) - set(active.tolist())):
         raise ConfigError(
             f"`indices` must be numbers of samples that the source has and does not leave out: {len(active)} of them, "

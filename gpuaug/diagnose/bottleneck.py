@@ -467,7 +467,7 @@ def _others(trials: Trials, m: Measured, current: Measured, stage: str, *, at: s
             if stage == "storage":
                 text = "where storage is slow by the byte, not by the request, "
             text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
-            propose(then, (), f"{text}{_group(at, 'source', 'shards')} {_key(at, 'source.root=DIR')}")
+            propose(then, (), f"{text}{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}")
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
         propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")
@@ -485,17 +485,19 @@ def _group(at: str | None, group: str, choice: str) -> str:
 
 def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[Change], ideal: float | None) -> str:
     if name == "model":
-        if ideal is not None and ideal < NOTHING:
+        if ideal is not None and ideal < NOTHING and not changes:
             text = f"{TITLES[name]}: nothing in the loader would help; one that costs nothing would bring "
             text += f"{ideal - 1:.0%}."
         else:
             text = f"{TITLES[name]}."
             if ideal is not None and m.device_type == "cpu":
                 text += f" Loader and model share the cores: a loader that costs nothing would bring {ideal - 1:.0%}."
-        return text
-    text = f"{TITLES[name]}."
+    else:
+        text = f"{TITLES[name]}."
     if changes:
         return f"{text} Change what is listed: predicted {_times(changes[-1].gain)} as fast."
+    if name == "model":
+        return text
     if others:
         return f"{text} No setting helps at once; what else would is listed."
     if predict(m).limit == "cores":

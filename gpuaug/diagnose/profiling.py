@@ -169,7 +169,7 @@ class Profiler:
                 notes, free = {}, []
                 parts.clear()
                 busy.clear()
-            free.append(_free_cores())
+            free.append(free_cores())
             for k, (name, run) in enumerate(stages):
                 self.progress(name, (number + 1 + k / len(stages)) / (self.repeats + 1))
                 run(notes.setdefault(name, Notes()))
@@ -675,6 +675,10 @@ class _InMemory:
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.data.numpy()[self.offsets[index] : self.offsets[index + 1]].data, 0
 
+    def digest(self) -> str:
+        """Of nobody's interest: no state of it is taken."""
+        return ""
+
     def key(self, index: int) -> str:
         """Its number; without a name the log would speak of this source, which no user has."""
         return str(index)
@@ -899,7 +903,7 @@ class Notes:
         return sum(s.own for s, _ in self.spent) / max(1, sum(images for _, images in self.spent))
 
 
-def _free_cores(seconds: float = 0.08) -> float:
+def free_cores(seconds: float = 0.08) -> float:
     """Cores that busy threads of this process really get: by affinity, quota and what others leave."""
     count = machine.usable_cpus()
     quota = machine.cgroup_cpus()
