@@ -105,6 +105,17 @@ def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
+@pytest.mark.parametrize("struct", [False, True])
+def test_every_type_of_bytes(tmp_path, kind, struct):
+    data = images(0, 4)
+    column = pa.array(data, type=kind)
+    if struct:
+        column = pa.StructArray.from_arrays([column, pa.array(["x"] * 4)], names=["bytes", "path"])
+    pq.write_table(pa.table({"image": column}), tmp_path / "x.parquet")
+    assert [x[0] for x in ParquetSource(tmp_path / "x.parquet")] == data
+
+
 def test_columns(tmp_path, caplog):
     path = tmp_path / "x.parquet"
     data = images(0, 4)

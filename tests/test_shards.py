@@ -336,6 +336,22 @@ def test_hostile_members_are_refused(tmp_path, entries, message, kind):
     assert sorted(x.name for x in tmp_path.rglob("*.*") if "home" not in str(x)) == ["x.tar"]
 
 
+def test_a_tar_without_its_end_is_said(tmp_path, shards, caplog):
+    whole = (shards / "train-000.tar").read_bytes()
+    with tarfile.open(shards / "train-000.tar") as tar:
+        ends = [(m.offset_data + -(-m.size // 512) * 512, m.name) for m in tar if m.name.endswith("json")]
+    for count, (end, _) in enumerate(ends, start=1):
+        path = tmp_path / f"cut-{count}.tar"
+        path.write_bytes(whole[:end])
+        caplog.clear()
+        assert len(ShardSource(path)) == count
+        assert [r.levelname for r in caplog.records if "may be cut off" in r.message] == ["WARNING"]
+    path.write_bytes(whole[: ends[-1][0] + 512])  # one empty block is enough, as for every tar
+    caplog.clear()
+    assert len(ShardSource(path)) == 10
+    assert "may be cut off" not in caplog.text
+
+
 def test_broken_tars_are_refused(tmp_path, shards):
     whole = (shards / "train-000.tar").read_bytes()
     end = max(m.offset + m.size for m in members(lambda at, n: whole[at : at + n], len(whole), place="x"))

@@ -327,7 +327,7 @@ def _image_column(schema: Any, name: str | None, place: str) -> str:
     types = arrow().types
 
     def is_bytes(kind: Any) -> bool:
-        return types.is_binary(kind) or types.is_large_binary(kind)
+        return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
     def leaf(field: Any) -> str | None:
         if is_bytes(field.type):

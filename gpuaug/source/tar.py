@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from gpuaug.errors import SourceError
+
+log = logging.getLogger("gpuaug")
 
 BLOCK = 512  # bytes of a header, and what members are padded to
 LONGEST_NAME = 1 << 16  # bytes of an extended header that is read; names on disks end at 4 KiB
@@ -22,6 +25,8 @@ class Member(NamedTuple):
 
 def members(read: Callable[[int, int], bytes], size: int, *, place: str) -> Iterator[Member]:
     """The regular files of an uncompressed tar (ustar, GNU, pax), in order; folders are passed over.
+
+    A tar without its end, cut off between two members, gives those that are there, and the log says so.
 
     Args:
         read: bytes of (offset, at most so many).
@@ -99,6 +104,8 @@ def members(read: Callable[[int, int], bytes], size: int, *, place: str) -> Iter
         at, long_name, pax = begin + _padded(length), b"", {}
     if at > size:
         raise refuse("cut off in the padding of the last member, whose end lies")
+    if size:
+        log.warning("shard %r ends without the empty blocks that end a tar: whatever came after may be cut off", place)
 
 
 def _number(text: bytes) -> int:
