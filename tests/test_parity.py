@@ -335,6 +335,30 @@ def test_the_picture_shows_both_and_the_difference() -> None:
     assert set(np.unique(near_theirs)) == {100, 110}
 
 
+def test_numbers_below_a_picture_stay_below_it() -> None:
+    ours = np.full((30, 30, 3), 4.627e-07)
+    ours[3, 4] = (1.455e-06, 195.3333, 12)
+    difference = Difference("operation", "op", "another", why="planted")
+    difference.add(ours, np.zeros_like(ours), sample=Sample(0, "a.jpg"), what="planted")
+    assert difference.worst is not None
+    assert command._values(difference.worst.ours, difference.worst) == "0 195.3 12"
+
+
+def test_sixteen_bits_of_gray_are_told_apart_from_what_pillow_makes_of_them(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    ramp = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
+    Image.fromarray(ramp).save(tmp_path / "a" / "deep.png")
+    Image.fromarray((ramp >> 8).astype(np.uint8)).save(tmp_path / "a" / "plain.png")
+    words = [f"source.root={tmp_path}", "num_workers=0", "augment=none", "augment.crop.size=32"]
+    with gpuaug.build(gpuaug.compose("train", words)) as loader:
+        parity = compare(loader, gpuaug.Decode(), indices=[0, 1], epoch=0)
+    found = {d.name: d for d in parity.differences if d.stage == "decode"}
+    (deep,) = [d for name, d in found.items() if "16 bits" in name]
+    (plain,) = [d for name, d in found.items() if "16 bits" not in name]
+    assert plain.largest <= 1
+    assert "white" in deep.why
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

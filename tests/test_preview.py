@@ -155,6 +155,20 @@ class _Sized:
         return len(self.indices)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("cell=100000",), ("draws=1000000",), ("draws=1000000", "out=p.html"), ("show=operations", "cell=50000")],
+    ids=" ".join,
+)
+def test_pictures_beyond_all_bounds_are_refused_before_they_are_made(
+    words: tuple[str, ...], photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tuple(word.replace("out=", f"out={tmp_path}/") for word in words)
+    assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *words]) == 2
+    assert "million are the most" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_text_that_does_not_fit_is_shortened() -> None:
     font = sheet.font(12)
     long = "a/very/long/path/" * 20 + "name.jpg"

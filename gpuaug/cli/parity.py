@@ -157,7 +157,7 @@ def page(parity: Parity, *, rows: int) -> Image.Image:
             label = f"difference x {amplify}, signed" if name == "difference" else name
             if name.endswith("enlarged"):
                 label += f": {_values(worst.ours if name.startswith('ours') else worst.theirs, worst)}"
-            pen.text((x, y + 59), label, INK, small)
+            pen.text((x, y + 59), fitting(label, small, CELL), INK, small)
             sheet.paste(picture, (x, y + 78))
             x += CELL + GAP
         for n in range(3):  # where the enlarged part is
@@ -227,7 +227,7 @@ def _caption(worst: Worst) -> str:
 
 
 def _values(levels: NDArray[Any], worst: Worst) -> str:
-    return " ".join(f"{v:.4g}" for v in levels[worst.y, worst.x])
+    return " ".join(f"{round(float(v), 1):g}" for v in levels[worst.y, worst.x])
 
 
 def _progress(items: Iterable[Any], what: str) -> Iterable[Any]:

@@ -21,7 +21,7 @@ from gpuaug.cli.page import page as html_page
 from gpuaug.cli.report import Report, check_text, png, written
 from gpuaug.cli.request import Request
 from gpuaug.cli.samples import Sample, at_least, chosen, indices_of
-from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
+from gpuaug.cli.sheet import FAINT, INK, blank, check_pixels, fitting, font, scaled, wrapped
 from gpuaug.crop import Boxes, RandomResizedCrop
 from gpuaug.decode import Decode
 from gpuaug.errors import ConfigError
@@ -130,6 +130,9 @@ def _samples(
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later ones show them again
     epochs = range(settings.epoch, settings.epoch + draws)
+    # the largest view's; an estimate, before anything is made
+    each = settings.cell**2 if not settings.is_page else sum(_area(view) for view in loader.augment.views) // len(views)
+    check_pixels(len(indices) * draws * len(views) * each)
     samples = look(loader, decode, indices=indices, epochs=epochs)
     report.values |= {"epochs": list(epochs), "views": views}
     if settings.is_page:
@@ -137,10 +140,18 @@ def _samples(
     return grid(samples, **above, epochs=epochs, views=views, cell=settings.cell)
 
 
+def _area(view: View) -> int:
+    """Pixels of a view's picture; 0 where they depend on the image."""
+    crop = view.augment.crop
+    return 0 if crop is None else crop.size[0] * crop.size[1]
+
+
 def _operations(
     loader: Loader, decode: Decode, indices: list[int], settings: Settings, above: dict[str, Any], report: Report
 ) -> Image.Image | str:
     views = [view for view in loader.augment.views if not view.copy]
+    names = {name for view in views for name in view.augment.ops}
+    check_pixels(len(indices) * len(names) * settings.cell**2)
     rows = operations.rows(views, whole(loader, decode, views=views, indices=indices), seed=loader.seed)
     if not rows:
         raise ConfigError(
@@ -289,7 +300,7 @@ def grid(
     named = any(views)
     body = top + 28 + (18 if named else 0)
     pitch = cell + CAPTION + 2 * GAP
-    page = Image.new("RGB", (width, body + pitch * len(samples) + MARGIN - 2 * GAP), PAPER)
+    page = blank(width, body + pitch * len(samples) + MARGIN - 2 * GAP)
     pen = ImageDraw.Draw(page)
 
     pen.text((left, MARGIN - 4), heading, INK, big)
@@ -341,7 +352,7 @@ def sheet(rows: Sequence[operations.Row], *, heading: str, lines: Sequence[str],
         for row, texts, notes in zip(rows, below, noted, strict=True)
     ]
     top = MARGIN + 32 + 18 * len(intro) + GAP
-    page = Image.new("RGB", (width, top + sum(heights) + MARGIN - GAP), PAPER)
+    page = blank(width, top + sum(heights) + MARGIN - GAP)
     pen = ImageDraw.Draw(page)
     pen.text((left, MARGIN - 4), heading, INK, big)
     for n, line in enumerate(intro):

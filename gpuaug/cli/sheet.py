@@ -6,7 +6,29 @@ from typing import Any
 
 from PIL import Image, ImageFont
 
+from gpuaug.errors import ConfigError
+
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
+MOST = 200_000_000  # 600 MB while it is drawn; viewers show no more
+
+
+def blank(width: int, height: int) -> Image.Image:
+    """An empty page.
+
+    Raises:
+        ConfigError: if it would have more pixels than are worth waiting for.
+    """
+    check_pixels(width * height)
+    return Image.new("RGB", (width, height), PAPER)
+
+
+def check_pixels(count: int) -> None:
+    """Raise ConfigError where pictures would have more pixels together than ``MOST``."""
+    if count > MOST:
+        raise ConfigError(
+            f"this would be a picture of {count / 1e6:,.0f} million pixels, and {MOST / 1e6:.0f} million are the most. "
+            "Make `samples`, `draws` or `cell` smaller."
+        )
 
 
 def font(size: int) -> Any:

@@ -352,7 +352,9 @@ def _decoded(
             if packed:
                 found.note("decoding is not compared: these pixels were packed, and need none")
             else:
-                found.at("decode", decoder.backend, "Pillow", _DECODE).add(image, theirs, sample=sample)
+                deep = _is_deep(data)
+                name = f"{decoder.backend}, 16 bits" if deep else decoder.backend
+                found.at("decode", name, "Pillow", _DEEP if deep else _DECODE).add(image, theirs, sample=sample)
             drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[index])
             boxes = loader.augment.boxes(drawn, look.height, look.width)
             for view, box in zip(loader.augment.views, boxes, strict=True):
@@ -393,10 +395,22 @@ def _resized(
 
 
 _DECODE = "two decoders' inverse DCT and colour conversion round differently"
-_RESIZE = (
-    "both take antialiased filters with half-pixel centres; Pillow and torch round to uint8 between columns and rows, "
-    "and releases differ in which of them comes first"
+_DEEP = (
+    "Pillow's convert('RGB'), which torchvision's ImageFolder takes, cuts 16-bit gray off at 255, so that nearly all "
+    "of it is white; here it is scaled to 8 bits"
 )
+_RESIZE = (
+    "both take antialiased filters with half-pixel centres; Pillow and torch round to uint8, and cut off beyond it, "
+    "between columns and rows, and releases differ in which of them comes first"
+)
+
+
+def _is_deep(data: bytes) -> bool:
+    """Whether Pillow opens it as 16 or 32 bits of gray."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(data)) as opened:
+        return opened.mode.startswith("I")
 
 
 def _causes(found: _Found, ours: Image, theirs: Image, image: Image, box: Boxes) -> None:
