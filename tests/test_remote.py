@@ -113,8 +113,23 @@ def test_a_folder_over_http_is_the_same(folder):
             FolderSource(f"{url}/nowhere")
 
 
-# s3fs in this process, which may fork, obstore in a worker; one client for HTTP
-KINDS = [("s3", 0, "aiobotocore"), ("s3", 1, "object_store"), ("http", 0, "Python"), ("http", 1, "Python")]
+# s3fs in this process, which may fork; in a worker our own connections, or obstore; one client for HTTP
+KINDS = [("s3", 0, "aiobotocore"), ("s3", 1, "gpuaug"), ("http", 0, "Python"), ("http", 1, "Python")]
+if "fork" in METHODS:
+    KINDS.append(("s3", "fork", "object_store"))
+
+
+@pytest.fixture
+def client(request, monkeypatch):
+    """Who reads; a forked worker inherits that there are no connections of our own."""
+    if request.param == "object_store":
+        monkeypatch.setattr("gpuaug.source.wire.PORTS", {})
+    return request.param
+
+
+def by(workers):
+    """Settings of the reader."""
+    return {"num_workers": 1, "start_method": "fork"} if workers == "fork" else {"num_workers": workers}
 
 
 def agent(proxy):
@@ -123,7 +138,7 @@ def agent(proxy):
     return found
 
 
-@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS, indirect=["client"])
 def test_latency_is_hidden_by_requests_at_the_same_time(store, bucket, folder, kind, workers, client):
     with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
         root = bucket if kind == "s3" else f"{url}/train"
@@ -131,7 +146,7 @@ def test_latency_is_hidden_by_requests_at_the_same_time(store, bucket, folder, k
         source[0]
         proxy.reset()
         proxy.latency, proxy.together = 0.05, 12
-        data, _, faults = read_all(source, size=20, num_workers=workers)
+        data, _, faults = read_all(source, size=20, **by(workers))
         assert agent(proxy) == client
         assert data == dict(enumerate(x[0] for x in FolderSource(folder)))
         assert list(faults.values()) == ["0 bytes"]
@@ -164,7 +179,7 @@ def test_a_worker_asks_for_its_next_batch_before_the_present_one_is_whole(store,
         assert len(proxy.gets) <= 1  # of the empty file
 
 
-@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS, indirect=["client"])
 def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client):
     def trouble(path, count):
         if ".jpg" not in path:
@@ -176,7 +191,7 @@ def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client
         source = FolderSource(root, subset=3, remote=Remote(options=options(url) if kind == "s3" else None))
         proxy.reset()
         proxy.trouble = trouble
-        data, _, faults = read_all(source, num_workers=workers)
+        data, _, faults = read_all(source, **by(workers))
         assert agent(proxy) == client
         local = FolderSource(folder)
         assert data == {i: local[i][0] for i in source.indices.tolist()}
@@ -184,7 +199,7 @@ def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client
         assert len(proxy.gets) == 12
 
 
-@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS, indirect=["client"])
 def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind, workers, client):
     whats = {"1%20%231": 500, "2%20%232": "cut", "4%20%234": "hang", "5%20%235": 404, "7%20%237": 403}
 
@@ -197,7 +212,7 @@ def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind, 
         source = FolderSource(root, remote=remote)
         proxy.reset()
         proxy.trouble = trouble
-        data, labels, faults = read_all(source, num_workers=workers)
+        data, labels, faults = read_all(source, **by(workers))
         assert agent(proxy) == client
         named = {source.key(i): reason for i, reason in faults.items()}
         bad = {f"ant/{i} #{i}%20.jpg": i for i in (1, 2, 4, 5, 7)}
@@ -280,17 +295,17 @@ def test_logins_are_found_where_botocore_finds_them(store, bucket, folder, tmp_p
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "nothing"))
     with proxied(store) as (proxy, url):
-        assert by_worker(proxy, bucket, endpoint_url=url) == ("object_store", "ofdefault")
-        assert by_worker(proxy, bucket, endpoint_url=url, profile="other") == ("object_store", "ofother")
+        assert by_worker(proxy, bucket, endpoint_url=url) == ("gpuaug", "ofdefault")
+        assert by_worker(proxy, bucket, endpoint_url=url, profile="other") == ("gpuaug", "ofother")
         public = bucket_of(store, folder, "public", ACL="public-read")
-        assert by_worker(proxy, public, endpoint_url=url, anon=True) == ("object_store", "")
-        assert by_worker(proxy, bucket, endpoint_url=url, key="ofoption", secret="x") == ("object_store", "ofoption")
+        assert by_worker(proxy, public, endpoint_url=url, anon=True) == ("gpuaug", "")
+        assert by_worker(proxy, bucket, endpoint_url=url, key="ofoption", secret="x") == ("gpuaug", "ofoption")
         more = {"endpoint_url": url, "aws_access_key_id": "ofclient", "aws_secret_access_key": "x"}
-        assert by_worker(proxy, bucket, client_kwargs=more) == ("object_store", "ofclient")
+        assert by_worker(proxy, bucket, client_kwargs=more) == ("gpuaug", "ofclient")
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ofenvironment")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        assert by_worker(proxy, bucket) == ("object_store", "ofenvironment")
+        assert by_worker(proxy, bucket) == ("gpuaug", "ofenvironment")
 
 
 def test_logins_that_expire_are_renewed(store, bucket, monkeypatch):
@@ -314,9 +329,10 @@ def test_logins_that_expire_are_renewed(store, bucket, monkeypatch):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{port}/role")
         source = FolderSource(bucket, remote=Remote(options={"endpoint_url": url}))
         proxy.reset()
+        proxy.latency = 0.6  # logins are kept for a second at least
         _, _, faults = read_all(source, num_workers=1)
         assert list(faults.values()) == ["0 bytes"]
-        assert agent(proxy) == "object_store"
+        assert agent(proxy) == "gpuaug"
         assert len(proxy.logins) > 1
         assert set(proxy.logins) <= set(given)
 

@@ -29,6 +29,7 @@ from gpuaug import header
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source import objects
 from gpuaug.source.disk import Disk
+from gpuaug.source.wire import Get, OddError
 
 log = logging.getLogger("gpuaug")
 
@@ -301,6 +302,8 @@ class Storage:
         self._threads: ThreadPoolExecutor | None = None
         self._next = []
         self._coming: dict[Range, Future[Any]] = {}  # asked for by threads
+        self._then: dict[int, list[Range]] = {}  # expected, by the reader that asks over its wire
+        self._gets: dict[Range, Get | None] = {}  # the same as it asks for them
         self._disk = None
         if self.remote.cache is not None:
             self._disk = Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
@@ -322,7 +325,9 @@ class Storage:
         with self._lock:
             if (key := _bucket(place)) not in self._readers:
                 system = self._system(place)
-                self._readers[key] = objects.opened(system, place, timeout=self.remote.timeout) or system
+                remote = self.remote
+                found = objects.opened(system, place, timeout=remote.timeout, connections=remote.concurrency)
+                self._readers[key] = found or system
             return self._readers[key]
 
     def _all(self, asked: Sequence[_Call], by: Callable[[str], Any]) -> list[Any]:
@@ -335,6 +340,8 @@ class Storage:
         for system, rows in groups.values():
             calls = [asked[i] for i in rows]
             many = self._by_loop if getattr(system, "async_impl", False) else self._by_threads
+            if isinstance(system, objects.Objects) and system.wire is not None:
+                many = self._by_wire
             for i, item in zip(rows, many(system, calls), strict=True):
                 if isinstance(item, BUGS):
                     raise item
@@ -369,20 +376,59 @@ class Storage:
             future.cancel()
             raise
 
+    def _by_wire(self, system: objects.Objects, calls: list[_Call]) -> list[Any]:
+        """Plain reads over the wire, with what is expected behind them; odd ones by threads, through obstore."""
+        remote, wire = self.remote, system.wire
+        assert wire is not None
+        known = self._gets  # of what was expected
+        self._gets = {part: _get(system, part, remote) for part in self._then.pop(id(system), [])}
+        gets = [known.get(call.part) or _get(system, call.part, remote) for call in calls]  # type: ignore[arg-type]
+        then = [get for get in self._gets.values() if get]
+        items: list[Any] = [None] * len(calls)
+        rows = [row for row, get in enumerate(gets) if get is not None]
+        for attempt in range(remote.tries):
+            if attempt:
+                time.sleep(_pause(attempt - 1))
+            found = wire.read([get for row in rows if (get := gets[row])], then)
+            again = []
+            for row, item in zip(rows, found, strict=True):
+                call = calls[row]
+                items[row] = item = _fitting(item, call.part)
+                if not isinstance(item, Exception) or isinstance(item, OddError):
+                    continue
+                if attempt + 1 < remote.tries and _may_pass(item):
+                    log.debug("try %d of %s: %r", attempt + 1, shown(call.place), item)
+                    again.append(row)
+                else:
+                    items[row] = _reason(item, call, attempt + 1, remote)
+            if not again:
+                break
+            rows = again
+        if odd := [row for row, item in enumerate(items) if item is None or isinstance(item, OddError)]:
+            log.debug("%d of %d through obstore: %s", len(odd), len(items), items[odd[0]])
+            for row, item in zip(odd, self._by_threads(system, [calls[row] for row in odd]), strict=True):
+                items[row] = item
+        return items
+
     def _begin(self, now: list[Range]) -> None:
         """Ask for what is read now, and then for what is expected, so that the line is never idle between batches."""
         expected, self._next = self._next, []
+        self._then = {}
         if not expected and not self._coming:
             return
         wanted = {*now, *expected}
         for part in [part for part in self._coming if part not in wanted]:
             self._coming.pop(part).cancel()
-        for part in (*now, *expected):
-            if part in self._coming or part.size == 0 or not isinstance(self._reader(part.place), objects.Objects):
+        for k, part in enumerate((*now, *expected)):
+            reader = self._reader(part.place)
+            if part in self._coming or part.size == 0 or not isinstance(reader, objects.Objects):
                 continue
             if self._disk is None or not self._disk.has(_name(part)):
-                call = _reading(part, self.remote)
-                self._coming[part] = self._pool().submit(self._try, self._reader(part.place), call)
+                if reader.wire is None:
+                    call = _reading(part, self.remote)
+                    self._coming[part] = self._pool().submit(self._try, reader, call)
+                elif k >= len(now):
+                    self._then.setdefault(id(reader), []).append(part)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -618,11 +664,7 @@ def _reading(part: Range, remote: Remote) -> _Call:
     seconds = _seconds(part.size or 0, remote)
 
     def check(data: Any) -> bytes:
-        if part.size is not None and len(data) != part.size:
-            raise OSError(errno.EIO, f"{len(data)} bytes instead of {part.size} at {part.begin}", shown(part.place))
-        if len(data) > part.most:
-            raise OSError(errno.EFBIG, f"more than {part.most} bytes", shown(part.place))
-        return bytes(data)
+        return _whole(data, part)
 
     async def read(system: Any, place: str) -> bytes:
         if place.startswith(("http://", "https://")):
@@ -639,7 +681,7 @@ def _reading(part: Range, remote: Remote) -> _Call:
 
     def read_now(system: Any, place: str) -> bytes:
         if isinstance(system, objects.Objects):
-            key = place.split("://", 1)[1].split("/", 1)[1]
+            key = _key(place)
             return check(system.read(key, part.begin, part.size, most=part.most, seconds=seconds))
         begin, end = (None, None) if part.size is None else (part.begin, part.begin + part.size)
         return check(system.cat_file(system._strip_protocol(place), start=begin, end=end))
@@ -650,6 +692,35 @@ def _reading(part: Range, remote: Remote) -> _Call:
         return read(system, place) if getattr(system, "async_impl", False) else read_now(system, place)
 
     return _Call(part.place, call, part.size or 0, part)
+
+
+def _whole(data: Any, part: Range) -> bytes:
+    """What came for a range, if it is all of it."""
+    if part.size is not None and len(data) != part.size:
+        raise OSError(errno.EIO, f"{len(data)} bytes instead of {part.size} at {part.begin}", shown(part.place))
+    if len(data) > part.most:
+        raise OSError(errno.EFBIG, f"more than {part.most} bytes", shown(part.place))
+    return bytes(data)
+
+
+def _fitting(item: bytes | Exception, part: Range | None) -> bytes | Exception:
+    """The same, where the reason may have come instead."""
+    assert part is not None
+    try:
+        return item if isinstance(item, Exception) else _whole(item, part)
+    except OSError as error:
+        return error
+
+
+def _get(system: objects.Objects, part: Range | None, remote: Remote) -> Get | None:
+    assert part is not None
+    seconds = _seconds(part.size or 0, remote)
+    return system.get(_key(part.place), part.begin, part.size, most=part.most, seconds=seconds)
+
+
+def _key(place: str) -> str:
+    """Of an object in its bucket."""
+    return place.split("://", 1)[1].split("/", 1)[1]
 
 
 async def _http(system: Any, part: Range) -> bytes:
