@@ -76,8 +76,7 @@ def main() -> None:
     names = parser.parse_args().names
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for path in [FOLDER / f"{name}.ipynb" for name in names] or sorted(FOLDER.glob("*.ipynb")):
-        print(f"{path.stem:28}", end="", flush=True)
-        print(f"{execute(path):6.1f} s")
+        print(f"{path.stem:28}{execute(path):6.1f} s", flush=True)
 
 
 if __name__ == "__main__":
