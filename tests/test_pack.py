@@ -36,6 +36,7 @@ from gpuaug.read import Reader
 from gpuaug.source.folder import FolderSource
 from gpuaug.source.packed import MANIFEST, PackedSource
 from gpuaug.source.shards import ShardSource
+from gpuaug.source.table import TableSource
 
 ROOT = Path(__file__).parent.parent
 PILLOW = Decode(backend="pillow")  # starts at once
@@ -511,6 +512,28 @@ def test_a_finished_folder_is_left_and_another_job_is_refused(folder: Path, tmp_
     with pytest.raises(ConfigError, match="must not be inside `source.root`"):
         run(source, folder / "packed")
     assert not (folder / "packed").exists()
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.5, 2.5], [[0, 1], [1, 0], [1, 1]], [3, 4, 5]])
+def test_other_labels_of_any_kind_are_another_job(folder: Path, tmp_path: Path, labels: list) -> None:
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.jpg"))[:3]
+
+    def source(values: list) -> TableSource:
+        rows = [value if isinstance(value, list) else [value] for value in values]
+        columns = [f"label{k}" for k in range(len(rows[0]))]
+        lines = [
+            ",".join(["path", *columns]),
+            *(",".join(map(str, [n, *row])) for n, row in zip(names, rows, strict=True)),
+        ]
+        (folder / "table.csv").write_text("\n".join(lines) + "\n")
+        return TableSource(folder / "table.csv", label=columns if len(columns) > 1 else columns[0])
+
+    out = tmp_path / "out"
+    first = pack(source(labels), out, what=Pack(sizes=30), decode=PILLOW, num_workers=0)
+    assert pack(source(labels), out, what=Pack(sizes=30), decode=PILLOW, num_workers=0) == first
+    with pytest.raises(ConfigError, match=r"holds another job.*labels"):
+        pack(source(labels[::-1]), out, what=Pack(sizes=30), decode=PILLOW, num_workers=0)
+    (folder / "table.csv").unlink()
 
 
 def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:

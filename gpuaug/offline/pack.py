@@ -278,7 +278,7 @@ class Job:
             "source": source.digest(),
             "images": len(source),
             "numbers": None if source.indices is None else _hash(source.indices.numpy().tobytes()),
-            "labels": None if source.labels is None else _hash(source.labels.numpy().tobytes()),
+            "labels": _labels_of(source),
             "classes": source.classes,
             **what,
             "decode": {
@@ -288,6 +288,18 @@ class Job:
                 "truncated": "accept" if self.truncated else "reject",
             },
         }
+
+
+def _labels_of(source: Source) -> str | None:
+    """A hash of all labels that are known without reading the samples."""
+    if source.labels is not None:
+        return _hash(source.labels.numpy().tobytes())
+    label: Any = getattr(source, "label", None)
+    if not callable(label):
+        return None
+    numbers = range(len(source)) if source.indices is None else source.indices.tolist()
+    found = [label(i) for i in numbers]  # targets: floats, or several for one sample
+    return None if all(value is None for value in found) else _hash(repr(found).encode())
 
 
 def _checked_out(out: Path, source: Source) -> Path:
