@@ -58,7 +58,8 @@ PROSE = """From files to consumed batches; every contestant is a process of its 
 other on a CPU; on a GPU reading runs beside the rest). Memory is the highest sum of PSS over a contestant's processes.
 Peers draw for themselves, so their pixels are of the same kind but not the same. `fault_machinery` is the time of
 `checks`, on one thread, as a share of the processor time of `ours`. `ours_s3` reads the same folder out of a bucket,
-one request per image, 50 ms to the first byte; `s3.py` is its server.
+one request per image, 50 ms to the first byte, which every epoch waits for once; `s3.py` is its server, on the same
+cores, so a second figure takes the server's processor time out.
 
 Make it again: `python bench/loader.py --json loader.json --peer-python PYTHON`, then with `--table loader.json --readme
 bench/README.md`.

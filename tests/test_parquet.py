@@ -105,6 +105,12 @@ def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
     assert len(read) == 2
 
 
+def test_what_a_shuffled_order_costs_is_said_with_the_remedy(folder, caplog):
+    caplog.set_level("INFO", "gpuaug")
+    ParquetSource(folder)
+    assert "read together; a shuffled order reads them all for each one, unless `cache=ram` keeps them" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
 @pytest.mark.parametrize("struct", [False, True])
 def test_every_type_of_bytes(tmp_path, kind, struct):

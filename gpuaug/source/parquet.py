@@ -101,7 +101,8 @@ class ParquetSource(Listed):
         elif classes is not None:
             raise ConfigError("`source.classes` names the labels, but there is no column of labels. Drop it.")
         largest = max((meta.row_group(g).num_rows for meta in metadata for g in range(meta.num_row_groups)), default=0)
-        log.info("source %s: up to %d images in a row group, read together", shown(self.root), largest)
+        remedy = "; a shuffled order reads them all for each one, unless `cache=ram` keeps them" if largest > 1 else ""
+        log.info("source %s: up to %d images in a row group, read together%s", shown(self.root), largest, remedy)
         self._settle()
         self._activate(subset, exclude, began=began)
 
