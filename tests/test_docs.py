@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -171,10 +173,39 @@ def test_type_checkers_see_the_names_that_are_imported_lazily() -> None:
     assert sorted(seen) == gpuaug.__all__
 
 
-@pytest.mark.parametrize("number", range(README.count("```python\n")))
-def test_python_in_the_readme_compiles(number: int) -> None:
-    block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
-    compile(block if not block.rstrip().endswith(":") else f"{block.rstrip()} ...", f"README.md block {number}", "exec")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """The words of every line of the README that runs something of ours."""
+    lines = [line for language, text in BLOCKS if not language for line in text.splitlines()]
+    words = [shlex.split(line) for line in lines if re.match(r"(gpuaug|torchrun|python) ", line)]
+    return [w[w.index("gpuaug.cli") if "gpuaug.cli" in w else 0 :] for w in words]
+
+
+@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "python"])
+def test_python_in_the_readme_compiles(text: str) -> None:
+    compile(text, "README.md", "exec")
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[:2]))
+def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Path) -> None:
+    """As they are written, on other images, fewer of them and on the CPU."""
+    words = [re.sub(r"/data/(train|val)\b", str(photos), word) for word in words]
+    if words[1] == "app.py":
+        (tmp_path / "conf").mkdir()
+        for name in ("conf/app.yaml", "app.py"):
+            (text,) = [text for _, text in BLOCKS if text.startswith(f"# {name}\n")]
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        command = [sys.executable, *words[1:], "train_data.device=cpu", "val_data.device=cpu"]
+    else:
+        few = {"train": ["batch_size=8", "num_workers=0", "limit_batches=1", "epochs=1"]}.get(words[1], ["samples=1"])
+        command = [sys.executable, "-m", "gpuaug.cli", *words[1:], "device=cpu", *few]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in words:
+        assert not word.startswith("out=") or (tmp_path / word.removeprefix("out=")).stat().st_size > 0
 
 
 def test_what_the_readme_names_is_there() -> None:
