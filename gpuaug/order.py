@@ -61,7 +61,7 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]`` of this ``seed`` and ``epoch``, goes on after ``after``, perhaps left out since."""
+        """Where ``order``, int64 ``[n]`` of this ``seed`` and ``epoch``, goes on after ``after``, maybe left out since."""
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
         return int(np.searchsorted(values[numbers], values[after], side="right"))
@@ -76,7 +76,7 @@ class Sequential:
         return torch.from_numpy(_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]`` for any ``seed`` and ``epoch``, goes on after ``after``, perhaps left out since."""
+        """Where ``order``, int64 ``[n]`` for any ``seed`` and ``epoch``, goes on after ``after``, maybe left out since."""
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
 
@@ -148,7 +148,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Repeated augmentation (Hoffer et al., arXiv:1902.05509) in epochs of the usual length, as DeiT and timm do it.
+    """Repeated augmentation (arXiv:1901.09335, arXiv:1902.05509) in epochs of the usual length, as DeiT and timm do it.
 
     A new permutation every epoch, each sample ``repeats`` times in a row, cut after as many as the source has: an
     epoch shows one ``repeats``-th of the samples, and neighbouring ranks get copies of the same ones.

@@ -147,7 +147,7 @@ SOURCES = {
     "ResizeCenterCrop": "torchvision's ``Resize(resize)`` and ``CenterCrop(size)``",
     "FolderSource": "torchvision's ImageFolder",
     "ShardSource": "WebDataset",
-    "Repeated": "arXiv:1902.05509",
+    "Repeated": "arXiv:1901.09335.*arXiv:1902.05509",
     "Mix": "arXiv:1710.09412.*arXiv:1905.04899",
     "Augment": "kornia.augmentation",
 }
