@@ -90,7 +90,7 @@ class PackedSource(Listed):
 
     @property
     def size(self) -> Size:
-        """The shorter side that is read, or ``full`` where nothing was resized; RuntimeError where it depends on the epoch."""
+        """The shorter side that is read, or ``full``; RuntimeError where it depends on the epoch."""
         if len(self._plan) > 1:
             plan = ", ".join(f"{epoch}: {size}" for epoch, size in self._plan)
             raise RuntimeError(  # no error of ours: those are faults of a sample, and this is all samples' error
