@@ -283,8 +283,8 @@ class Decoder:
         plan = plan.take(np.flatnonzero(~large))
         by_dali = plan.route == _DALI
         refused = list(np.flatnonzero(~by_dali))
-        parts = self._parts(np.flatnonzero(by_dali), plan.stored)
-        chunks = [plan.take(k) for part in parts for k in _chunks(part, plan.stored, self.settings.max_bytes)]
+        shares = self._shares(np.flatnonzero(by_dali), plan.stored)
+        chunks = [plan.take(k) for share in shares for k in _chunks(share, plan.stored, self.settings.max_bytes)]
         if isinstance(self._dali, _Mixed):
             return self._on_device(len(batch), plan, chunks, refused, faults)
         images = _canvases(len(batch), boxes)
@@ -300,13 +300,11 @@ class Decoder:
             target[~painted] = 0
         return [x.to(self.device) for x in images], faults
 
-    def _parts(self, rows: Int64, stored: Int64) -> list[Int64]:
+    def _shares(self, rows: Int64, stored: Int64) -> list[Int64]:
         """Rows in equal parts that the CPU decodes one after the other: only one part's pixels are in memory."""
         if self.device.type != "cpu" or not len(rows):
             return [rows]
-        enough, size = SAMPLES_AT_ONCE * self.num_threads, int(stored[rows].prod(axis=1).sum()) * 3
-        count = min(len(rows) // enough, size // (BYTES_AT_ONCE * self.num_threads))
-        return np.array_split(rows, max(1, count))
+        return np.array_split(rows, parts(len(rows), int(stored[rows].prod(axis=1).sum()) * 3, self.num_threads))
 
     def _decoded(self, chunks: list[_Plan], plan: _Plan, refused: list[Any]) -> Iterator[tuple[_Plan, Any]]:
         """Every chunk decoded; a sample that fails goes to `refused`, and the others are decoded again without it."""
@@ -831,6 +829,11 @@ def _single(batch: EncodedBatch, look: Look, row: int) -> tuple[EncodedBatch, Lo
     return alone, Look(
         height=look.height[at], width=look.width[at], orientation=look.orientation[at], faults=[], route=look.route[at]
     )
+
+
+def parts(samples: int, size: float, threads: int) -> int:
+    """How many parts of a batch the CPU decodes one after the other, given the bytes of all its pixels."""
+    return max(1, min(samples // (SAMPLES_AT_ONCE * threads), int(size // (BYTES_AT_ONCE * threads))))
 
 
 def _chunks(rows: Int64, stored: Int64, max_bytes: int) -> list[Int64]:

@@ -14,6 +14,7 @@ import planted
 import pytest
 
 import gpuaug
+from gpuaug import decode
 from gpuaug.cli import main, training
 from gpuaug.diagnose import plan
 from gpuaug.diagnose.plan import MIB, Machine, Settings
@@ -43,14 +44,18 @@ def test_finished_batches_are_counted_by_prefetch_views_and_dtype(photos: Path) 
     view = 16 * 224 * 224 * 3
     with build(photos) as loader:
         assert terms(loader)["finished batches"] == 4 * view * 4
-        assert terms(loader)["views, uint8"] == 2 * view
-    with build(photos, "prefetch=0", "dtype=bfloat16") as loader:
+        assert terms(loader)["views, uint8"] == 3 * view  # in augmentation, waiting, in decode
+        rest = 65 % 16
+        assert terms(loader)["last batch, kept"] == rest * 224 * 224 * 3 * (1 + 4)
+    with build(photos, "prefetch=0", "dtype=bfloat16", "last=drop") as loader:
         assert terms(loader)["finished batches"] == 2 * view * 2
+        assert terms(loader)["views, uint8"] == view
+        assert "last batch, kept" not in terms(loader)
     with build(photos, "prefetch=50") as loader:  # an epoch has five batches
         assert terms(loader)["finished batches"] == 5 * view * 4
     with build(photos, "augment=dino", "memory_format=channels_last", "dtype=float16") as loader:
         assert terms(loader)["finished batches"] == 4 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96) * 2
-        assert terms(loader)["views, uint8"] == 2 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96)
+        assert terms(loader)["views, uint8"] == 3 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96)
 
 
 def test_workers_hold_batches_in_shared_memory(photos: Path) -> None:
@@ -64,7 +69,7 @@ def test_workers_hold_batches_in_shared_memory(photos: Path) -> None:
         three = plan.predict(
             loader, sizes, base=plan.NOTHING, worker=MIB, settings=Settings(3, loader.prefetch, None, None)
         )
-    behind = 2  # in decode, and the one before it
+    behind = 3  # in augmentation, waiting for it, in decode
     assert one.total("shared") == pytest.approx(sizes.batch(2, batches=2 + behind), abs=4)
     assert three.total("shared") == pytest.approx(sizes.batch(2, batches=6 + behind), abs=4)
     assert three.part("workers") - one.part("workers") == pytest.approx(2 * (MIB + sizes.batch(2)), abs=4)
@@ -79,7 +84,7 @@ def test_workers_of_other_start_methods_have_their_own_python(photos: Path) -> N
     with build(photos, "start_method=spawn") as loader:
         spawned = terms(loader)["workers"]
     with build(photos, "start_method=fork") as loader:
-        assert spawned - terms(loader)["workers"] == pytest.approx(alone, abs=4)
+        assert spawned - terms(loader)["workers"] == pytest.approx(alone - plan.INHERITED, abs=4)
 
 
 def test_row_groups_of_parquet_are_held_by_every_worker(photos: Path, tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_row_groups_of_parquet_are_held_by_every_worker(photos: Path, tmp_path: 
     with build(photos, "source=parquet", f"source.root={tmp_path / 'train.parquet'}", "num_workers=3") as loader:
         sizes = plan.look(loader)
         workers = plan.predict(loader, sizes, base=plan.NOTHING, worker=MIB).part("workers")
-    assert workers == pytest.approx(3 * (MIB + sizes.batch(16) + 4 * 20 * sizes.encoded), rel=1e-6)
+    assert workers == pytest.approx(3 * (MIB + sizes.batch(16) + 4 * 20 * sizes.encoded) + plan.INHERITED, rel=1e-6)
 
 
 def test_raw_pixels_and_materialized_epochs_are_not_decoded(photos: Path, tmp_path: Path) -> None:
@@ -114,13 +119,28 @@ def test_raw_pixels_and_materialized_epochs_are_not_decoded(photos: Path, tmp_pa
     assert found["finished batches"] == 4 * 16 * each
 
 
-def test_large_batches_of_images_are_decoded_in_chunks(photos: Path) -> None:
-    with build(photos) as loader:
+def test_large_batches_are_decoded_in_parts(photos: Path) -> None:
+    with build(photos, "decode.num_threads=1") as loader:
         sizes = plan.look(loader)
-        large = replace(sizes, decoded=1e8, whole=1e8, largest=1e8)
-        assert terms(loader, sizes=large)["decoded pixels"] == plan.SLOTS * 16 * 1e8
-        larger = replace(sizes, decoded=1e9, whole=1e9, largest=1e9)
-        assert terms(loader, sizes=larger)["decoded pixels"] < plan.SLOTS * 16 * 1e9
+        assert decode.parts(16, 16 * sizes.whole, 1) == 1
+        assert terms(loader, sizes=sizes)["decoded pixels"] == int(16 * sizes.decoded)
+        large = replace(sizes, decoded=1e6, whole=2e6, largest=2e6)
+        found = terms(loader, sizes=large)
+        assert found["decoded pixels"] == 8e6  # two parts of 8 samples
+        assert found["kept of decoded pixels"] == 2 * plan.PIECES * 8e6
+        larger = replace(sizes, decoded=1e7, whole=1e8, largest=1e8)
+        found = terms(loader, sizes=larger)
+        assert found["decoded pixels"] == 8e7
+        assert "kept of decoded pixels" not in found  # pieces so large are given back at once
+        largest = replace(sizes, decoded=1e9, whole=1e9, largest=1e9)
+        assert terms(loader, sizes=largest)["decoded pixels"] == pytest.approx(2**30, rel=1e-6)
+
+
+def test_operations_outside_the_kernels_have_batches_of_their_own(photos: Path) -> None:
+    with build(photos, "augment=standard") as loader:
+        assert "between operations" not in terms(loader)
+    with build(photos, "augment=standard", "augment.backend=kornia") as loader:
+        assert terms(loader)["between operations"] == plan.BETWEEN * 16 * 224 * 224 * 3 * 4
 
 
 def test_sizes_are_those_of_the_files(photos: Path) -> None:
@@ -137,8 +157,10 @@ def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
     with build(photos, "cache=ram", "ahead=1GiB") as loader:
         found = terms(loader)
     assert 0.6 * every < found["cache"] < 1.7 * every
-    assert 0.6 * every < found["ahead"] < 1.7 * every
-    with build(photos, "cache=ram", "cache.max_bytes=100KiB", "ahead=64KiB") as loader:
+    assert "ahead" not in found  # five batches are all in decode, in augmentation or finished
+    with build(photos, "ahead=1GiB", "batch_size=2") as loader:
+        assert 0.4 * every < terms(loader)["ahead"] < 1.5 * every
+    with build(photos, "cache=ram", "cache.max_bytes=100KiB", "ahead=64KiB", "batch_size=2") as loader:
         found = terms(loader)
     assert found["cache"] == 100 * 1024
     assert found["ahead"] == 64 * 1024

@@ -27,7 +27,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gpuaug import distributed, machine, size
+from gpuaug import decode, distributed, machine, size
+from gpuaug.augment import fused
 from gpuaug.batch import EncodedBatch
 from gpuaug.diagnose.doctor import folder, version
 from gpuaug.errors import ConfigError
@@ -45,17 +46,21 @@ SAMPLED = 128  # images whose sizes stand for all
 # torch (the others; where it cannot be measured: Python 3.11, torch 2.13 without CUDA). bench/plan.py has the figures
 FORKED, IMPORTED = 13 * MIB, 147 * MIB
 SPARE = 0.05  # share of what is available that is left to others
-# What threads and their heaps do not give back between batches: 77 to 98 MiB beyond everything else with 2 threads that
-# decode, 180 with 8, whatever the batch (bench/plan.py's configurations that are not held out, 14 to 64 batches)
-KEPT, KEPT_BY_THREAD = 45 * MIB, 12 * MIB
+# Pages of this process that it has written to since its workers were forked: the old ones stay, for all of them once
+INHERITED = 4 * MIB
+# Python's and torch's own objects, stacks and small buffers, of this process and of each thread that decodes
+KEPT, KEPT_BY_THREAD = 8 * MIB, 2 * MIB
 # glibc maps what is larger by itself and gives it back at once. Smaller batches that this process makes one after the
 # other come from a heap that grows for a dozen of them: by 62 MiB with batches of 9 MiB, by 49 with 15
 MAPPED, HEAP = 32 * MIB, 5
-# DALI on the CPU keeps a buffer for every sample of a batch, as large as the largest that was in it, and glibc what its
-# threads freed. Measured, in MiB beyond KEPT, 2 threads: 137 decoded of each batch (largest image 36) 290 to 360; 307:
-# 680 to 720; 410: 810; 34: 310.
-SLOTS, AT_WORK = 2.0, 2.7
-MIX = 3  # batches beside the mixed one; measured 2.9
+# DALI's pixels of a part of a batch are allocated anew each time, in one piece, by one of two threads; smaller ones
+# than MAPPED come from these threads' heaps. A piece that fits into none of its holes makes a heap grow by one more:
+# after 64 batches 3 to 5 pieces of 7 MiB in each, 2 to 3 of 15 (a heap has 64 MiB at most)
+PIECES, PIECES_MOST = 3.5, 36 * MIB
+# What one thread decodes in: the image, and for a progressive JPEG its coefficients
+AT_WORK = 2.7
+BETWEEN = 4  # batches of float32 around an operation of Kornia: what it takes, what it gives, and two of its own
+BLEND, PASTE = 4, 2  # batches beside the mixed one: unmixed, two halves of each pair, their sum; or the pasted boxes
 CONTEXT = 500 * MIB  # of one process on a GPU, kernels of torch and DALI
 # DALI on a GPU keeps what it once allocated, image by image: where their sizes vary, an image often finds no free piece
 # of its size. Taken over from measurements on a CPU, as no GPU was there: 1.2 times the pixels where all are alike, 2.4
@@ -294,33 +299,91 @@ def predict(
     _reading(loader, sizes, s, rows=rows, worker=worker, add=add)
     views = sum(h * w * 3 for h, w in sizes.views)
     shapes = _shapes(sizes.views)
-    out = rows * views * ELEMENT[loader.dtype]
+    element = ELEMENT[loader.dtype]
+    out = rows * views * element
+    flight = _flight(loader, s, batches)
     if loader._replay is None and sizes.decoded:
-        held_there = _decoded(loader, sizes, rows)
         if cuda:
             pool = POOL + POOL_BY_VARIATION * min(1.0, sizes.variation)
             text = f"pool ({POOL} + {POOL_BY_VARIATION} x variation {sizes.variation:.2f})"
-            add("decoded pixels", "device", pool * held_there, f"{text} x {rows} x {sizes.decoded:.0f} B")
+            add(
+                "decoded pixels",
+                "device",
+                pool * _decoded(loader, sizes, rows),
+                f"{text} x {rows} x {sizes.decoded:.0f} B",
+            )
+            add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {size.text(encoded)}")
         else:
-            _buffers(loader, sizes, held_there, add=add)
-        add("encoded, copied by DALI", "pinned" if cuda else "host", 2 * encoded, f"2 x {size.text(encoded)}")
-        add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({shapes})")
-    elif loader._replay is None:
-        add("views, uint8", where, 2 * rows * views, f"2 x {rows} x {views} B ({shapes})")
-    elif len(sizes.views) > 1 and sizes.stored == 1:  # else they are read where they lie
-        add("views, stored", where, 2 * rows * views, f"2 x {rows} x {views} B")
-    copies = min(batches, s.prefetch + 2)
+            _decoding(loader, sizes, rows=rows, add=add)
+    stored = loader._replay is not None
+    if not stored or (len(sizes.views) > 1 and sizes.stored == 1):  # else they are read where they lie
+        name = "views, stored" if stored else "views, uint8"
+        add(name, where, flight.decoded * rows * views, f"({flight.said}) x {rows} x {views} B ({shapes})")
     text = f"({s.prefetch} ahead + 1 in the making + 1 in use)"
-    if copies < s.prefetch + 2:
-        text = f"{copies} (all of an epoch)"
-    add("finished batches", where, copies * out,
-        f"{text} x {rows} x {views} x {ELEMENT[loader.dtype]} B = {copies} x {size.text(out)}")  # fmt: skip
+    if flight.made < s.prefetch + 2:
+        text = f"{flight.made} ({'1 in the making + 1 in use' if batches > flight.made else 'all of an epoch'})"
+    add("finished batches", where, flight.made * out,
+        f"{text} x {rows} x {views} x {element} B = {flight.made} x {size.text(out)}")  # fmt: skip
+    rest = _rest(loader, samples, rows)
+    if rest and not cuda:
+        kept = views * ((0 if stored else 1) + element)
+        add("last batch, kept", "host", rest * kept, f"{rest} samples x {kept} B: its memory fits no other batch")
+    unfused = [] if stored else _unfused(loader)
+    if unfused:
+        one = rows * max(h * w * 3 for h, w in sizes.views) * 4
+        add("between operations", where, BETWEEN * one,
+            f"{BETWEEN} x {size.text(one)}, a view's float32, for {', '.join(unfused)}")  # fmt: skip
     if loader.mix is not None:
-        add("mix", where, MIX * out, f"{MIX} x {size.text(out)}: unmixed, their partners, and what is weighted of both")
+        blends = loader.mix.mixup_alpha > 0
+        beside = BLEND if blends else PASTE
+        text = "unmixed, both of each pair, and their sum" if blends else "unmixed, and what is pasted"
+        add("mix", where, beside * out, f"{beside} x {size.text(out)}: {text}")
     _heaps(loader, sizes, s, rows=rows, add=add)
     if cuda:
         add("CUDA context", "device", CONTEXT, f"about {size.text(CONTEXT)} per process")
     return Plan(terms=tuple(terms), base=held() if base is None else base)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Batches that exist at the same time: before augmentation, in words, and after it."""
+
+    decoded: int
+    said: str
+    made: int
+
+
+def _flight(loader: Loader, s: Settings, batches: int) -> _Flight:
+    """As many as the threads of :mod:`gpuaug.loader` have in hand and between them, when all of them wait."""
+    augment: Any = loader._stages.augment
+    if s.prefetch == 0:
+        decoded, said, made = 1, "1 in hand", 2
+    elif augment.main_thread:
+        decoded, said, made = s.prefetch + 2, f"{s.prefetch} ahead + 1 in decode + 1 in augmentation", 2
+    elif loader.device.type == "cpu":
+        decoded, said, made = 3, "1 in augmentation + 1 waiting + 1 in decode", s.prefetch + 2
+    else:
+        decoded, said, made = 2, "1 in the making + 1 in use", s.prefetch + 2
+    if batches < decoded:
+        said = f"all {batches} of an epoch"
+    return _Flight(min(batches, decoded), said, min(batches, made))
+
+
+def _rest(loader: Loader, samples: int, rows: int) -> int:
+    """Samples of an epoch's last batch where it is smaller than the others, and larger than what is simply freed."""
+    if loader.last != "uneven" or len(loader) < 2 or loader.limit_batches is not None:
+        return 0
+    _, ranks = distributed.rank_and_world(loader._rank, loader._world_size)
+    return -(-samples // ranks) % rows
+
+
+def _unfused(loader: Loader) -> list[str]:
+    """Names of operations that are no part of a kernel: they take and leave whole batches of float32."""
+    views = {id(view.augment): view.augment for view in loader.augment.views}.values()
+    names = [
+        p.name for a in views for p in a.prepared if a.backend == "kornia" or isinstance(fused.lowered_slots(p), str)
+    ]
+    return list(dict.fromkeys(names))
 
 
 def _reading(
@@ -333,13 +396,18 @@ def _reading(
     if s.num_workers:
         method = reader.start_method or multiprocessing.get_start_method()
         each = fresh_worker(method) if worker is None else worker
-        text = f"{s.num_workers} workers x ({size.text(each)} by {method} + {size.text(encoded)}, a batch being packed"
+        mapped = bool(getattr(reader.source, "mapped", False))  # packed straight out of the file
+        packing = 0 if mapped else encoded
+        text = f"{s.num_workers} workers x ({size.text(each)} by {method}"
+        text += f" + {size.text(packing)}, a batch being packed" if packing else ""
         text += f" + {size.text(groups)} of row groups)" if groups else ")"
-        add("workers", "host", s.num_workers * (each + encoded + groups), text)
+        inherited = INHERITED if method == "fork" else 0
+        text += f" + {size.text(inherited)} that this process has changed since" if inherited else ""
+        add("workers", "host", s.num_workers * (each + packing + groups) + inherited, text)
     else:
         add("row groups", "host", groups, f"{getattr(loader._live.reader.source, 'row_groups', 0)} kept, 2 being read")
     waiting = s.num_workers * reader.prefetch_factor
-    behind = 1 if s.prefetch == 0 else 2  # the one that is decoded, and the one before, not yet let go
+    behind = _flight(loader, s, batches).decoded  # each of these has its encoded images until it is augmented
     why = ""
     lent = not s.num_workers and s.ahead is None and bool(getattr(reader.source, "lends", False))
 
@@ -348,8 +416,11 @@ def _reading(
         return sizes.batch(rows, batches=count), f"x {rows} x {sizes.encoded:.0f} B, and 2 standard deviations"
 
     if s.ahead is not None:
-        epoch = sizes.encoded * len(loader._ordered())
-        add("ahead", "host", min(s.ahead, epoch), f"min(ahead {size.text(s.ahead)}, one epoch {size.text(epoch)})")
+        flight = _flight(loader, s, batches)
+        left = max(0, batches - flight.made - flight.decoded + 1)  # one of them is counted in both
+        whole = left * rows * sizes.encoded
+        add("ahead", "host", min(s.ahead, whole),
+            f"min(ahead {size.text(s.ahead)}, {left} batches of an epoch {size.text(whole)})")  # fmt: skip
         value, text = of(behind)
         add("encoded, behind ahead", "host", value, f"{behind} in decode {text}")
         behind, why = (1 if s.num_workers else 0), " being copied"
@@ -369,21 +440,29 @@ def _row_groups(loader: Loader, sizes: Sizes) -> float:
 
 
 def _decoded(loader: Loader, sizes: Sizes, rows: int) -> float:
-    """Bytes of decoded pixels that a batch has at a time: all, or two chunks of ``decode.max_bytes``."""
+    """Bytes of decoded pixels that so many samples have at a time: all, or two chunks of ``decode.max_bytes``."""
     most = float(getattr(loader._stages.settings, "max_bytes", math.inf))
     whole = rows * sizes.whole
     return rows * sizes.decoded * (1.0 if whole <= most else min(1.0, 2 * most / whole))
 
 
-def _buffers(loader: Loader, sizes: Sizes, decoded: float, *, add: Callable[..., None]) -> None:
-    """What decoding on the CPU keeps: a buffer for every sample of a batch, or what its threads work in."""
+def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., None]) -> None:
+    """Decoding on the CPU: the pixels of a part of a batch, what malloc keeps of earlier ones, and work in hand."""
     decoder: Any = loader._stages.decoder
-    slots = SLOTS * decoded if decoder.backend == "dali" else 0.0
-    at_work = AT_WORK * (decoder.num_threads + 1) * sizes.largest
-    text = f"{SLOTS} x {size.text(decoded)}, a batch"
-    if at_work > slots:
-        text = f"{AT_WORK} x ({decoder.num_threads} threads + 1) x {size.text(sizes.largest)}, the largest image"
-    add("decoded pixels", "host", max(slots, at_work), text)
+    threads = decoder.num_threads
+    if decoder.backend == "dali":
+        parts = decode.parts(rows, rows * sizes.whole, threads)
+        most = float(loader._stages.settings.max_bytes)  # type: ignore[union-attr]
+        piece = rows / parts * sizes.decoded * min(1.0, most / max(1.0, rows / parts * sizes.whole))
+        text = f"{rows} / {parts} parts x {sizes.decoded:.0f} B"
+        add("decoded pixels", "host", piece, text)
+        if piece < MAPPED:
+            text = f"2 threads x min({PIECES} x {size.text(piece)}, {size.text(PIECES_MOST)})"
+            add("kept of decoded pixels", "host", 2 * min(PIECES * piece, PIECES_MOST), text)
+        encoded = sizes.batch(-(-rows // parts))
+        add("encoded, copied by DALI", "host", encoded, f"{size.text(encoded)}, of a part")
+    add("images at work", "host", AT_WORK * threads * sizes.largest,
+        f"{AT_WORK} x {threads} threads x {size.text(sizes.largest)}, the largest image")  # fmt: skip
 
 
 def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
