@@ -61,7 +61,10 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]`` of this ``seed`` and ``epoch``, goes on behind ``after``, perhaps gone."""
+        """Where ``order``, int64 ``[n]``, goes on after sample ``after``, which may have been left out since.
+
+        ``order`` is the one of this ``seed`` and ``epoch``.
+        """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
         return int(np.searchsorted(values[numbers], values[after], side="right"))
@@ -76,7 +79,10 @@ class Sequential:
         return torch.from_numpy(_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]`` for any ``seed`` and ``epoch``, goes on behind ``after``, perhaps gone."""
+        """Where ``order``, int64 ``[n]``, goes on after sample ``after``, which may have been left out since.
+
+        ``order`` is the same for any ``seed`` and ``epoch``.
+        """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
 
