@@ -38,7 +38,7 @@ import gpuaug
 from gpuaug import machine
 from gpuaug.cli import main as cli
 from gpuaug.diagnose import bottleneck, profiling
-from gpuaug.loader import Loader
+from gpuaug.loader import Inside, Loader
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64")
 RAW = ("~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}")
@@ -208,7 +208,7 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
 
 def loader_cached(loader: Loader) -> bool:
     """Whether it keeps bytes in memory."""
-    return loader._cached is not None
+    return Inside(loader).cached is not None
 
 
 def sleeping(seconds: float) -> profiling.Step:

@@ -94,17 +94,22 @@ def ours_s3(spec: Spec) -> Run:
     return _epoch(_loader(_at(spec, root), f"source.remote.options={{endpoint_url:'{endpoint}'}}"))
 
 
+def _inside(loader: Any) -> Any:
+    from gpuaug.loader import Inside
+
+    return Inside(loader)
+
+
 def _at(spec: Spec, root: str) -> Spec:
     return Spec(**{**asdict(spec), "root": root})
 
 
 def read(spec: Spec) -> Run:
     """Workers and bytes alone."""
-    loader = _loader(spec)
-    reader = loader._live.reader
+    inside = _inside(_loader(spec))
 
     def run() -> int:
-        return sum(len(batch) for batch in reader.batches(iter(loader._plan(0))))
+        return sum(len(batch) for batch in inside.reader.batches(inside.tasks()))
 
     return run
 
@@ -113,15 +118,16 @@ def _encoded(loader: Any) -> list[Any]:
     """An epoch's batches in private memory."""
     from gpuaug.ahead import _copied
 
-    batches = [_copied(batch) for batch in loader._live.reader.batches(iter(loader._plan(0)))]
-    loader._live.reader.close()
+    inside = _inside(loader)
+    batches = [_copied(batch) for batch in inside.reader.batches(inside.tasks())]
+    inside.reader.close()
     return batches
 
 
 def decode(spec: Spec) -> Run:
     """Headers, draws, decoding, cropping and resizing of bytes that are in memory."""
     loader = _loader(spec)
-    batches, stages = _encoded(loader), loader._stages
+    batches, stages = _encoded(loader), _inside(loader).stages
 
     def run() -> int:
         for batch in batches:
@@ -135,7 +141,7 @@ def decode(spec: Spec) -> Run:
 def augment(spec: Spec) -> Run:
     """The recipe on pixels that are on the device; eight batches, over and over."""
     loader = _loader(spec)
-    batches, stages = _encoded(loader), loader._stages
+    batches, stages = _encoded(loader), _inside(loader).stages
     decoded = [stages.decode(batch, 0) for batch in batches[:8]]
 
     def run() -> int:
@@ -150,7 +156,7 @@ def augment(spec: Spec) -> Run:
 def checks(spec: Spec) -> Run:
     """What finding faults costs where there are none: every header, and the policy."""
     loader = _loader(spec)
-    batches, stages = _encoded(loader), loader._stages
+    batches, stages = _encoded(loader), _inside(loader).stages
 
     def run() -> int:
         for batch in batches:

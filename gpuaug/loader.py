@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import threading
@@ -9,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
@@ -36,6 +37,7 @@ from gpuaug.state import State, differences, plain
 
 log = logging.getLogger("gpuaug")
 
+Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats and valid of a batch: int64, int64, bool [B]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -167,7 +169,7 @@ class Loader:
         elif cache is not None:
             log.info("cache ram is not used: stored epochs are mapped into memory as they are")
         reader = Reader(encoded, num_workers=self.num_workers, timeout=timeout, start_method=start_method)
-        self._stages = _Stages(self, decode or Decode())
+        self._stages = Stages(self, decode or Decode())
         self._live = _Live(reader, self._stages, self._cached)
         weakref.finalize(self, self._live.close)
         self.augment.to(self.device)
@@ -411,10 +413,95 @@ class Loader:
         return max(0, min(batches, self.limit_batches - behind))
 
 
+class Inside:
+    """What measurements and preparations need of a loader beside its batches; no part of what users touch.
+
+    Attributes:
+        reader: takes bytes out of the source.
+        stages: decode, augment and mix of one batch.
+        cached: the source's bytes in memory; None where they are not kept.
+        replay: stored epochs, in the place of decode and augment; None where there are none.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.reader: Reader = loader._live.reader
+        self.stages: Stages = loader._stages
+        self.cached: CachedSource | None = loader._cached
+        self.replay: Replay | None = loader._replay
+
+    @property
+    def ordered(self) -> orders.Ordered:
+        """The samples of the loader's epoch, of all ranks."""
+        return self._loader._ordered()
+
+    @property
+    def numbers(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What the reader asks the source for in the loader's epoch, where that is not the samples' numbers."""
+        return self._loader._numbers(self._loader.epoch)
+
+    @property
+    def running(self) -> int | None:
+        """Batches that wait in the pass under way; None where none is made ahead."""
+        background = self._loader._live.running
+        return background.waiting if isinstance(background, _Background) else None
+
+    def tasks(self) -> Iterator[Task]:
+        """This rank's batches of the whole epoch, as the reader takes them."""
+        return iter(self._loader._plan(0))
+
+    def run(self, tasks: Iterator[Task], *, reader: Any = None, stages: Any = None) -> Run:
+        """A pass over other batches than the epoch's.
+
+        Args:
+            tasks: what the reader takes; may be without end.
+            reader, stages: in the place of the loader's own.
+        """
+        return Run(self._loader, tasks, reader=reader or self.reader, stages=stages or self.stages)
+
+
+class Run(Iterator[Batch]):
+    """A pass as training makes it, with the loader's threads and workers; no state of the loader changes.
+
+    Attributes:
+        apart: whether decode and augment have a thread each.
+    """
+
+    def __init__(self, loader: Loader, tasks: Iterator[Task], *, reader: Any, stages: Any) -> None:
+        self._shell = copy.copy(loader)  # a pass notes its position in its loader: here in this one
+        self._shell._stages = stages
+        self._shell._live = copy.copy(loader._live)
+        self._shell._live.reader = reader
+        self._pass = _Pass(self._shell, _Given(tasks), 2**62)
+        running = self._shell._live.running
+        self.apart = isinstance(running, _Background) and running.before is not None
+
+    def __next__(self) -> Batch:
+        return next(self._pass)
+
+    def close(self) -> None:
+        """End its threads; the workers stay."""
+        self._shell._live.stop()
+
+
+class _Given:
+    """What stands for the plan of an epoch in :class:`Run`."""
+
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = tasks
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._tasks
+
+    def position(self, _done: int) -> int:
+        """Nobody resumes here."""
+        return 0
+
+
 class _Pass(Iterator[Batch]):
     """One way through an epoch; whatever is handed out counts as consumed."""
 
-    def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
+    def __init__(self, loader: Loader, plan: EpochOrder | _Given, count: int) -> None:
         self._loader, self._plan, self._count, self._done = loader, plan, count, 0
         loader.waited = 0.0
         loader._stages.start_pass()
@@ -454,7 +541,7 @@ class _Pass(Iterator[Batch]):
                     continue  # ended from another thread
                 if item is _Background.END:
                     raise GpuaugError(f"reading ended after {self._done} of {self._count} batches.")
-                if isinstance(item, _Decoded):
+                if isinstance(item, Decoded):
                     item = stages.finish(item, loader._epoch)
             except BaseException:
                 loader._live.stop()
@@ -481,7 +568,7 @@ class _Pass(Iterator[Batch]):
             loader._live.stop()
 
 
-def _decoded(encoded: Any, stages: _Stages, epoch: int) -> Iterator[_Decoded]:
+def _decoded(encoded: Any, stages: Stages, epoch: int) -> Iterator[Decoded]:
     """Decoded batches.
 
     No part of it refers to the pass or the loader: the thread that runs it must not keep them alive.
@@ -493,7 +580,7 @@ def _decoded(encoded: Any, stages: _Stages, epoch: int) -> Iterator[_Decoded]:
         encoded.close()
 
 
-def _made(decoded: Any, stages: _Stages, epoch: int) -> Iterator[Any]:
+def _made(decoded: Any, stages: Stages, epoch: int) -> Iterator[Any]:
     """Finished batches, or the decoded ones where augmentation must run on the thread that iterates."""
     try:
         for batch in decoded:
@@ -504,7 +591,7 @@ def _made(decoded: Any, stages: _Stages, epoch: int) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoded:
+class Decoded:
     """Pixels before augmentation, with everything that augmentation needs."""
 
     encoded: EncodedBatch
@@ -521,7 +608,7 @@ class _Made:
     ready: torch.cuda.Event | None
 
 
-class _Stages:
+class Stages:
     """Decode, augment and mix of one batch, on the loader's own stream where the device has streams."""
 
     def __init__(self, loader: Loader, decode: Decode) -> None:
@@ -558,7 +645,17 @@ class _Stages:
         if self.device.type == "cuda":
             self._consumed = torch.cuda.current_stream(self.device).record_event()
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def decoding_by(self, decoder: Decoder) -> Iterator[None]:
+        """Another decoder for a while, which stays the caller's to close."""
+        own, self._decoder = self.decoder, decoder
+        try:
+            yield
+        finally:
+            self._decoder = own
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """The loader's stream is the current one within, behind what the consumer has queued; a CPU has none."""
         if self.device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -567,18 +664,18 @@ class _Stages:
             self._stream.wait_event(self._consumed)
         return torch.cuda.stream(self._stream)
 
-    def decode(self, encoded: EncodedBatch, epoch: int) -> _Decoded:
+    def decode(self, encoded: EncodedBatch, epoch: int) -> Decoded:
         """Look at the headers, draw, and decode every image once, into one uint8 batch per view."""
         indices = encoded.indices.numpy()
-        with self._on_stream():
+        with self.on_stream():
             look = self.decoder.look(encoded)
             drawn = self.augment.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=encoded.repeats.numpy())
             boxes = self.augment.boxes(drawn, look.height, look.width)
             images, found = self.decoder.pixels(encoded, look, boxes)
         faults = {fault.row: fault for fault in [*found, *look.faults, *encoded.faults]}
-        return _Decoded(encoded, images, drawn, [faults[row] for row in sorted(faults)])
+        return Decoded(encoded, images, drawn, [faults[row] for row in sorted(faults)])
 
-    def finish(self, decoded: _Decoded, epoch: int, *, mix: bool = True) -> _Made | None:
+    def finish(self, decoded: Decoded, epoch: int, *, mix: bool = True) -> _Made | None:
         """Augment and mix; None where policy ``drop`` leaves nothing.
 
         Raises:
@@ -593,7 +690,7 @@ class _Stages:
             samples=len(encoded),
             key_of=self.key_of,
         )
-        with self._on_stream():
+        with self.on_stream():
             images = self.augment.apply(
                 decoded.images, decoded.drawn, dtype=self.dtype, memory_format=self.memory_format
             )
@@ -633,7 +730,7 @@ class _Stages:
             )
             return _Made(batch, self._keep_alive(decoded))
 
-    def _keep_alive(self, decoded: _Decoded) -> torch.cuda.Event | None:
+    def _keep_alive(self, decoded: Decoded) -> torch.cuda.Event | None:
         if self._stream is None:
             return None
         event = self._stream.record_event()
@@ -678,7 +775,7 @@ class _Background:
         name: str = "gpuaug-loader",
         start: bool = True,
     ) -> None:
-        self._before = before
+        self.before = before
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._ended = False
@@ -686,6 +783,11 @@ class _Background:
         self._started = False
         if start:
             self.start()
+
+    @property
+    def waiting(self) -> int:
+        """Items that are ready."""
+        return self._queue.qsize()
 
     def start(self) -> None:
         """Begin."""
@@ -738,8 +840,8 @@ class _Background:
         """Ask the thread to end after the batch it is making."""
         self._ended = True
         self._stop.set()
-        if self._before is not None:
-            self._before.stop()
+        if self.before is not None:
+            self.before.stop()
 
     def close(self) -> None:
         """What an iterator's end calls."""
@@ -750,14 +852,14 @@ class _Background:
         deadline = time.monotonic() + timeout
         if self._started and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        before = self._before is None or self._before.join(max(0.0, deadline - time.monotonic()))
+        before = self.before is None or self.before.join(max(0.0, deadline - time.monotonic()))
         return before and not self._thread.is_alive()
 
 
 class _Live:
     """What runs and must be ended: the pass under way, the workers, the decoder."""
 
-    def __init__(self, reader: Reader, stages: _Stages, cached: CachedSource | None) -> None:
+    def __init__(self, reader: Reader, stages: Stages, cached: CachedSource | None) -> None:
         self.reader, self.stages, self.cached = reader, stages, cached
         self.running: Any = None
         self.ahead: Ahead | None = None

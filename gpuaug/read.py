@@ -97,6 +97,12 @@ class Reader:
         self._workers: _Workers | None = None
         weakref.finalize(self, _advance, self._generation)  # at exit, before multiprocessing ends the workers
 
+    @property
+    def pids(self) -> list[int]:
+        """Processes that read now; [] without workers, and before the first batch."""
+        workers = self._workers
+        return [] if workers is None else [int(w.pid) for w in workers._workers if w.pid is not None]
+
     def batches(
         self,
         epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],

@@ -31,7 +31,7 @@ from gpuaug.diagnose import bottleneck, profiling
 from gpuaug.diagnose.bottleneck import Change, Cost, Measured, Verdict
 from gpuaug.diagnose.profiling import Profiler, Step
 from gpuaug.errors import ConfigError
-from gpuaug.loader import Loader
+from gpuaug.loader import Inside, Loader
 from gpuaug.source.cache import RamCache
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     """
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "prefetch", "ahead", "source")}
-    if loader._cached is not None:  # the first batches again and again: no need for a second cache of full size
+    if Inside(loader).cached is not None:  # the first batches again and again: no need for a second cache of full size
         same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
@@ -414,7 +414,7 @@ def tune(
     What is recommended in the end has been run beside the loader as it is configured, in turns.
     """
     prefix = "" if request.at is None else f"{request.at}."
-    decoder: Any = loader._stages.decoder
+    decoder: Any = Inside(loader).stages.decoder
     start: dict[str, Any] = {"num_workers": loader.num_workers, "prefetch": loader.prefetch}
     cores = machine.usable_cpus()
     candidates: dict[str, list[Any]] = {"num_workers": sorted({0, 1, 2, 4, 8, min(16, cores)})}

@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gpuaug import machine
 from gpuaug.augment.recipe import Augment
@@ -42,14 +41,13 @@ from gpuaug.batch import Batch, EncodedBatch
 from gpuaug.diagnose.bottleneck import FREE, GAIN, Cost, Measured
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.faults import Faults
-from gpuaug.loader import Loader, _Decoded, _Pass
+from gpuaug.loader import Decoded, Inside, Loader, Run, Task
 from gpuaug.read import Reader
 from gpuaug.source.index import share
 
 log = logging.getLogger("gpuaug")
 
 Step = Callable[[Batch], None]
-Task = tuple[Tensor, Tensor, Tensor]
 
 CHUNK = 32  # samples of a batch where only reading is measured: slow storage would take minutes for larger ones
 CACHED = 4  # batches that are kept for the stages behind reading, at least
@@ -90,8 +88,9 @@ class Profiler:
     ) -> None:
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
         self.batches = batches
-        self.stages: Any = loader._stages
-        self.reader: Reader = loader._live.reader
+        self.inside = Inside(loader)
+        self.stages: Any = self.inside.stages
+        self.reader = self.inside.reader
         if not len(loader):
             raise ConfigError(
                 f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}`, "
@@ -111,9 +110,9 @@ class Profiler:
         loader = self.loader
         self.tasks = endless(loader)
         taken = list(islice(endless(loader), max(CACHED, -(-IMAGES // loader.batch_size))))
-        self._numbers = loader._numbers(loader.epoch)
+        self._numbers = self.inside.numbers
         self.encoded = _bounded(self.reader.batches(iter(taken), numbers=self._numbers), lambda b: b.data.nbytes)
-        if loader._cached is not None:  # what it is like once the cache is filled: the same samples again and again
+        if self.inside.cached is not None:  # what it is like once the cache is filled: the same samples again and again
             self.tasks = _again(taken[: len(self.encoded)])
         few = self.encoded[: max(2, -(-IMAGES // (2 * loader.batch_size)))]
         self.decoded = [self.stages.decode(batch, loader.epoch) for batch in few]
@@ -233,7 +232,7 @@ class Profiler:
         started = time.perf_counter()
         for _ in range(workers):  # the workers begin together, and their first batches arrive together
             next(batches)
-        began, count, done = _now(_pids(reader)), 0, 0
+        began, count, done = _now(reader.pids), 0, 0
         while done < max(1, 2 * workers) or began.since().wall < self.seconds:
             batch = next(batches)
             batch.data[::4096].sum()  # the thread that takes it over is who maps its pages
@@ -241,7 +240,7 @@ class Profiler:
             done += 1
             if time.perf_counter() - started > LONGEST and done >= workers:
                 break
-        notes.add(began.since(_pids(reader)), count)
+        notes.add(began.since(reader.pids), count)
         batches.close()  # type: ignore[attr-defined]
 
     def _decode(self, notes: Notes, encoded: Sequence[EncodedBatch], parts: dict[str, list[float]]) -> None:
@@ -251,7 +250,7 @@ class Profiler:
         decoder, recipe, begin = stages.decoder, stages.augment, time.perf_counter()
         while not count or time.perf_counter() - begin < self.seconds:
             batch = encoded[(count // len(encoded[0])) % len(encoded)]
-            with stages._on_stream():
+            with stages.on_stream():
                 a = time.thread_time()
                 look = decoder.look(batch)
                 b = time.thread_time()
@@ -276,12 +275,12 @@ class Profiler:
     def _augment(self, notes: Notes) -> None:
         self._apply(notes, self.stages.augment.apply)
 
-    def _apply(self, notes: Notes, apply: Any, decoded: Sequence[_Decoded] | None = None) -> None:
+    def _apply(self, notes: Notes, apply: Any, decoded: Sequence[Decoded] | None = None) -> None:
         decoded, loader, count = decoded or self.decoded, self.loader, 0
         begin = _now()
         while not count or begin.since().wall < self.seconds:
             item = decoded[(count // len(decoded[0].encoded)) % len(decoded)]
-            with self.stages._on_stream():
+            with self.stages.on_stream():
                 apply(item.images, item.drawn, dtype=loader.dtype, memory_format=loader.memory_format)
             count += len(item.encoded)
             if count // len(item.encoded) % 8 == 7:
@@ -295,7 +294,7 @@ class Profiler:
         if mix is None:
             return
         item = self.decoded[0]
-        with self.stages._on_stream():
+        with self.stages.on_stream():
             images = self.stages.augment.apply(
                 item.images, item.drawn, dtype=self.loader.dtype, memory_format=self.loader.memory_format
             )
@@ -389,7 +388,7 @@ class Profiler:
         settings = replace(self.stages.settings, **changed)
         decoder = settings.open(self.loader.device, accept_truncated=self.stages.decoder.accept_truncated)
         try:
-            return self._compared_decode(m, lambda: _exchanged(self.stages, "_decoder", decoder), self.encoded)
+            return self._compared_decode(m, lambda: self.stages.decoding_by(decoder), self.encoded)
         finally:
             decoder.close()
 
@@ -400,7 +399,7 @@ class Profiler:
 
         source = self.loader.source
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
-        if stored or self.loader._cached is not None or getattr(source, "mapped", False) or not SUPPORTED:
+        if stored or self.inside.cached is not None or getattr(source, "mapped", False) or not SUPPORTED:
             return None
         if m.copy is not None:
             kept = m.copy
@@ -496,7 +495,11 @@ class Profiler:
             from torch._C._profiler import _ExperimentalConfig
 
             found["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-        run = _Run(self.loader, self.tasks, traced=True)
+        run = self.inside.run(
+            self.tasks,
+            reader=_Traced(self.reader, batches="read"),
+            stages=_Traced(self.stages, decode="decode", finish="augment"),
+        )
         try:
             for _ in range(2):
                 self._one(run)
@@ -510,7 +513,7 @@ class Profiler:
         profiled.export_chrome_trace(str(part))
         os.replace(part, file)
 
-    def _one(self, run: _Run) -> None:
+    def _one(self, run: Run) -> None:
         with torch.profiler.record_function("wait for batch"):
             batch = next(run)
         if self.step is not None:
@@ -531,7 +534,8 @@ def run_whole(
 
     Gives whether decode and augment ran in a thread each.
     """
-    run, workers = _Run(loader, tasks), loader.num_workers
+    inside = Inside(loader)
+    run, reader, workers = inside.run(tasks), inside.reader, loader.num_workers
 
     def one() -> int:
         batch = next(run)
@@ -544,7 +548,7 @@ def run_whole(
         for _ in range(max(1, workers)):
             one()
         _sync(loader.device)
-        begin, count, done = _now(_pids(loader._live.reader)), 0, 0
+        begin, count, done = _now(reader.pids), 0, 0
         least = max(3, 2 * workers) if batches is None else batches
         while done < least or (batches is None and begin.since().wall < seconds):
             count += one()
@@ -552,7 +556,7 @@ def run_whole(
             if time.perf_counter() - started > 2 * LONGEST and done >= max(2, workers):
                 break
         _sync(loader.device)
-        notes.add(begin.since(_pids(loader._live.reader)), count)
+        notes.add(begin.since(reader.pids), count)
         return run.apart
     finally:
         run.close()
@@ -588,52 +592,13 @@ class _Uncounted(Faults):
 @contextlib.contextmanager
 def lenient(loader: Loader) -> Iterator[None]:
     """Bad samples end no measurement: they are left out, or blank, and neither recorded nor counted in a budget."""
-    stages: Any = loader._stages
+    stages: Any = Inside(loader).stages
     before: Faults = stages.faults
     stages.faults = _Uncounted(policy="drop" if before.policy == "drop" else "blank", truncated=before.truncated)
     try:
         yield
     finally:
         stages.faults = before
-
-
-class _Run(Iterator[Batch]):
-    """The loader's own pass, with its stages, threads and workers, over an order without end; no state of it changes.
-
-    Attributes:
-        apart: whether decode and augment have a thread each.
-    """
-
-    def __init__(self, loader: Loader, tasks: Iterator[Task], *, traced: bool = False) -> None:
-        shell: Any = copy.copy(loader)  # a pass notes its position in its loader: here in this one
-        shell._live = copy.copy(loader._live)
-        if traced:
-            shell._stages = _Traced(loader._stages, decode="decode", finish="augment")
-            shell._live.reader = _Traced(loader._live.reader, batches="read")
-        self._shell = shell
-        self._pass = _Pass(shell, _Endless(tasks), 2**62)  # type: ignore[arg-type]
-        self.apart = getattr(shell._live.running, "_before", None) is not None
-
-    def __next__(self) -> Batch:
-        return next(self._pass)
-
-    def close(self) -> None:
-        """End its threads."""
-        self._shell._live.stop()
-
-
-class _Endless:
-    """What a pass takes for the plan of an epoch."""
-
-    def __init__(self, tasks: Iterator[Task]) -> None:
-        self._tasks = tasks
-
-    def __iter__(self) -> Iterator[Task]:
-        return self._tasks
-
-    def position(self, _done: int) -> int:
-        """Nobody resumes here."""
-        return 0
 
 
 class _Traced:
@@ -705,7 +670,7 @@ def on_host(
     return Cost(best[0].wall / best[1], best[0].own / best[1])
 
 
-def _packed(batches: Sequence[EncodedBatch], item: _Decoded) -> tuple[list[EncodedBatch], int] | None:
+def _packed(batches: Sequence[EncodedBatch], item: Decoded) -> tuple[list[EncodedBatch], int] | None:
     """The first images as `gpuaug pack` would store them, and their shorter side; None where they are not large."""
     side = round(max(max(x.shape[1:3]) for x in item.images) * 256 / 224)
     found: list[EncodedBatch] = []
@@ -868,11 +833,6 @@ def _waited_for_a_core() -> float:
         return 0.0
 
 
-def _pids(reader: Reader) -> list[int]:
-    workers = reader._workers
-    return [] if workers is None else [int(w.pid) for w in workers._workers if w.pid is not None]
-
-
 @dataclass
 class Notes:
     """What the rounds of one stage took."""
@@ -933,9 +893,10 @@ def _sync(device: torch.device) -> None:
 
 def endless(loader: Loader) -> Iterator[Task]:
     """The batches of the epoch, again and again; without the last one, where it is shorter than the others."""
-    whole = len(next(iter(loader._plan(0)))[0])
+    inside = Inside(loader)
+    whole = len(next(inside.tasks())[0])
     while True:
-        yield from (task for task in loader._plan(0) if len(task[0]) == whole)
+        yield from (task for task in inside.tasks() if len(task[0]) == whole)
 
 
 def _again(tasks: Sequence[Task]) -> Iterator[Task]:
@@ -971,7 +932,7 @@ def _bounded(batches: Iterator[EncodedBatch], size: Callable[[EncodedBatch], int
     return found
 
 
-def _rows(item: _Decoded, count: int) -> _Decoded:
+def _rows(item: Decoded, count: int) -> Decoded:
     """The first rows of a decoded batch."""
     encoded = item.encoded
     few = replace(
@@ -984,14 +945,4 @@ def _rows(item: _Decoded, count: int) -> _Decoded:
             uniforms={k: v[:count] for k, v in drawn.uniforms.items()},
             keys={k: v[:count] for k, v in drawn.keys.items()},
         )
-    return _Decoded(few, [x[:count] for x in item.images], drawn, [])
-
-
-@contextlib.contextmanager
-def _exchanged(of: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(of, name)
-    setattr(of, name, value)
-    try:
-        yield
-    finally:
-        setattr(of, name, before)
+    return Decoded(few, [x[:count] for x in item.images], drawn, [])

@@ -37,7 +37,7 @@ from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.faults import Faults
-from gpuaug.loader import DTYPES, Loader
+from gpuaug.loader import DTYPES, Inside, Loader
 from gpuaug.offline import on_ray
 from gpuaug.offline.replay import made_of, refuse_others
 from gpuaug.source.index import Names
@@ -356,14 +356,14 @@ class Work:
     @classmethod
     def of(cls, loader: Loader, out: Path, *, final: bool) -> Work:
         """For the samples of a loader, one at a time over all ranks, in order."""
-        reader, faults = loader._live.reader, loader.faults
+        inside, faults = Inside(loader), loader.faults
         arguments = {
             "source": loader.source,
             "augment": loader.augment if final else before_normalization(loader.augment),
             "batch_size": loader.batch_size,
             "order": loader.order,
-            "decode": loader._stages.settings,
-            "cache": None if loader._cached is None else loader._cached.settings,
+            "decode": inside.stages.settings,
+            "cache": None if inside.cached is None else inside.cached.settings,
             "ahead": loader.ahead,
             "faults": Noted(
                 policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
@@ -376,8 +376,8 @@ class Work:
             "dtype": loader.dtype if final else torch.float32,
             "num_workers": loader.num_workers,
             "prefetch": loader.prefetch,
-            "timeout": reader.timeout,
-            "start_method": reader.start_method,
+            "timeout": inside.reader.timeout,
+            "start_method": inside.reader.start_method,
             "seed": loader.seed,
             "rank": 0,
             "world_size": 1,
