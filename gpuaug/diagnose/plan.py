@@ -66,6 +66,7 @@ CONTEXT = 500 * MIB  # of one process on a GPU, kernels of torch and DALI
 # of its size. Taken over from measurements on a CPU, as no GPU was there: 1.2 times the pixels where all are alike, 2.4
 # with random crops (variation 0.5)
 POOL, POOL_BY_VARIATION = 1.2, 2.4
+READING = 1  # row groups of Parquet beside those that are kept: the one that is read
 RAW = 4  # Look.route of pixels that need no decoder
 LONG = 64  # batches of a measurement, where there is time: heaps grow for that long
 CHUNK, LEAST, PATIENCE = 16, 32, 2.0  # images looked at together; as many at least, for so many seconds at most
@@ -392,7 +393,7 @@ def _reading(
     """Workers, and encoded batches wherever they are."""
     batches, reader = len(loader), loader._live.reader
     encoded = sizes.batch(rows)
-    groups = _row_groups(loader, sizes)
+    groups = _row_groups(loader)
     if s.num_workers:
         method = reader.start_method or multiprocessing.get_start_method()
         each = fresh_worker(method) if worker is None else worker
@@ -405,7 +406,9 @@ def _reading(
         text += f" + {size.text(inherited)} that this process has changed since" if inherited else ""
         add("workers", "host", s.num_workers * (each + packing + groups) + inherited, text)
     else:
-        add("row groups", "host", groups, f"{getattr(loader._live.reader.source, 'row_groups', 0)} kept, 2 being read")
+        add(
+            "row groups", "host", groups, f"{getattr(loader.source, 'row_groups', 0)} kept, {READING} while one is read"
+        )
     waiting = s.num_workers * reader.prefetch_factor
     behind = _flight(loader, s, batches).decoded  # each of these has its encoded images until it is augmented
     why = ""
@@ -432,11 +435,11 @@ def _reading(
         add("encoded batches", "host", value, f"{behind} in decode {text}")
 
 
-def _row_groups(loader: Loader, sizes: Sizes) -> float:
+def _row_groups(loader: Loader) -> float:
     """Bytes of row groups that each process that reads Parquet keeps, and has in hand while it reads the next."""
     source: Any = loader.source
     kept = getattr(source, "row_groups", None)
-    return 0.0 if kept is None else (kept + 2) * sizes.encoded * len(source) / max(1, len(source._starts) - 1)
+    return 0.0 if kept is None else (kept + READING) * source.group_bytes()
 
 
 def _decoded(loader: Loader, sizes: Sizes, rows: int) -> float:
