@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import socket
+import subprocess
+import sys
 import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -85,6 +90,22 @@ def test_accelerate(overrides: list[str], consumed: list[int], tmp_path: Path) -
     assert sorted(consumed) == list(range(65))
     loop.train(overrides, epochs=2, checkpoint=tmp_path / "c", cpu=True, mixed_precision="bf16")
     assert sorted(consumed) == sorted([*range(65), *range(65)])
+
+
+@pytest.mark.long
+def test_accelerate_launches_two_processes(overrides: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    launch += [f"--main_process_port={port}", "--mixed_precision=no", "--dynamo_backend=no"]
+    path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+    program = [*launch, str(FOLDER / "accelerate_loop.py"), *overrides]
+    done = subprocess.run(program, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"epoch (\d+): loss \d", done.stdout) == ["0", "1", "2"]  # said once, not by both
+    assert (tmp_path / "accelerate_loop").is_dir()
 
 
 @pytest.fixture
