@@ -221,6 +221,11 @@ def test_what_the_readme_names_is_there() -> None:
         folder = "" if not line.startswith(" ") else folder
         assert (ROOT / folder / path).exists(), f"README lists {folder}{path}"
         folder = path if not line.startswith(" ") else folder
+    listed = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
+    parts = {
+        path.name for path in (ROOT / "gpuaug").iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"
+    }
+    assert parts - listed == {"__init__.py"}
 
 
 @pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
