@@ -51,6 +51,7 @@ def test_help_imports_nothing_but_a_little_of_the_standard_library(words: list[s
     if len(words) == 1:
         assert all(f"  {name} " in done.stdout for name in COMMANDS)
         assert "--trust" in done.stdout
+        assert str(conf_dir() / "train.yaml") in done.stdout
     else:
         keys = OmegaConf.load(conf_dir() / "command" / f"{words[0]}.yaml")
         assert all(f"  {key}:" in done.stdout for key in keys)

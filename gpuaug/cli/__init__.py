@@ -34,7 +34,8 @@ EPILOG = """\
 Overrides are Hydra's, the same strings as in gpuaug.compose:
   source.root=DIR augment=simclr augment.ops.jitter.p=0.5 '~augment.ops.gray' batch_size=256 device=cuda
 
-`gpuaug COMMAND --help` lists the command's own keys; the loader's are in conf/gpuaug/train.yaml.
+`gpuaug COMMAND --help` lists the command's own keys; the loader's are in
+  {train} and the folders beside it.
 Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.cli train source.root=DIR
 """
 
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="gpuaug",
         usage="gpuaug COMMAND [OVERRIDE ...] [options]",
         description=f"Encoded images to augmented batches on the training device.\n\ncommands:\n{listed}",
-        epilog=EPILOG,
+        epilog=EPILOG.format(train=conf_dir() / "train.yaml"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
