@@ -183,9 +183,17 @@ def commands() -> list[list[str]]:
     return [w[w.index("gpuaug.cli") if "gpuaug.cli" in w else 0 :] for w in words]
 
 
-@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "python"])
-def test_python_in_the_readme_compiles(text: str) -> None:
-    compile(text, "README.md", "exec")
+def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor) -> None:
+    """As it is written, on other images and for one epoch."""
+    names: dict[str, Any] = {"images_uint8": photo_batch, "indices": range(len(photo_batch))}
+    programs = [text for language, text in BLOCKS if language == "python" and not text.startswith("# app.py")]
+    assert len(programs) == 2
+    for text in programs:
+        exec(compile(text.replace("/data/train", str(photos)).replace("90)", "1)"), "README.md", "exec"), names)
+        names["loader"].close()
+    assert names["epoch"] == 0
+    assert names["state"]["epoch"] == 1
+    assert names["images"].shape == (len(photo_batch), 3, 224, 224)
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[:2]))
