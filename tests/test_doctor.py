@@ -202,6 +202,23 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     verdicts._remembered.cache_clear()
 
 
+def test_a_cache_folder_that_only_its_rights_allow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root has all rights in /proc, where nobody can make a file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    (finding,) = [f for f in command.place() if f.name == "cache folder"]
+    assert finding.status == command.SLOW
+    assert "cannot be written" in finding.text
+
+
+def test_what_is_late_is_not_called_wrong() -> None:
+    slow = doctor.probe("planted", timeout=0.2, command=["sleep", "60"])
+    assert doctor.is_late(slow)
+    finding = command._tested(Verdict(name="header", good=False, text=slow.text))
+    assert "raise `timeout`" in finding.advice
+    wrong = command._tested(Verdict(name="header", good=False, text="jpeg 4:4:4: 3x3 instead of 4x4"))
+    assert "timeout" not in wrong.advice
+
+
 def test_an_unknown_verdict_is_refused() -> None:
     with pytest.raises(ConfigError, match="`rio` is no test whose verdict is kept. Those are: .*roi"):
         verdicts.verdict("rio")

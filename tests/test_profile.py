@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import planted
 import pytest
 import torch
@@ -660,6 +661,43 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
         assert colors >= {(29, 130, 200), (42, 157, 90) if values["bottleneck"] == "model" else (230, 57, 70)}
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"read", "decode", "augment", "step"} <= names
+
+
+@pytest.mark.parametrize("rate", [9.0, 0.0364, 123456.0])
+def test_the_numbers_of_a_bar_do_not_touch(rate: float) -> None:
+    """What stands behind the longest bar ends before the rate, which stands at the right edge."""
+    from gpuaug.cli import profile
+    from gpuaug.cli.sheet import font
+
+    m = measured(whole=cost(rate, 2.2 * rate))
+    found = profile.bars(m, diagnose(Paper(), m), heading="planted")
+    ink = torch.from_numpy(np.asarray(found.convert("L")).copy()) < 200
+    top = profile.MARGIN + 72 + profile.ROW * 6  # the row of the whole, the seventh
+    behind = ink[top + 4 : top + 22, profile.WIDTH - profile.MARGIN - 210 :].any(dim=0)
+    gaps = (~behind).int().tolist()
+    wide = font(13).getlength(f"{1e3 / rate:,.0f} images/s")
+    edge = round(profile.WIDTH - profile.MARGIN - wide) - (profile.WIDTH - profile.MARGIN - 210)
+    assert all(gaps[edge - 6 : edge - 1]), "a gap to the left of the rate"
+
+
+def test_reading_without_workers_is_not_blamed_on_them() -> None:
+    m = measured(workers=0, copy=None, read=cost(9, 9), source=cost(9), busy=1.0)
+    assert diagnose(Paper(cached=True, cores=1), m).text.startswith("workers: there are none")
+
+
+def test_what_is_tried_on_a_recipe_is_not_logged_again(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = "+augment.ops.bend={_target_: kornia.augmentation.RandomThinPlateSpline}"
+    words = [o for o in BASE if o != "~source"]
+    config = gpuaug.compose("train", [*words, f"source.root={photos}", "num_workers=0", op])
+    with (
+        caplog.at_level("INFO", logger="gpuaug"),
+        gpuaug.build(config) as loader,
+        Profiler(loader, repeats=1, seconds=0.01) as profiler,
+    ):
+        assert set(profiler.op_costs(profiler.measure())) == {"flip", "bend"}
+    assert caplog.text.count("runs through Kornia") == 1
 
 
 def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:

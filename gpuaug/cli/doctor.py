@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -238,7 +239,7 @@ def _cuda(settings: Settings) -> Verdict:
 
 # by test: what it is about, how bad it is where it fails, and what that means
 TESTS = {
-    "header": ("header parser", BROKEN, "Sizes of images are read wrongly. Please report this, with json=FILE."),
+    "header": ("header parser", BROKEN, "Sizes of images cannot be relied on. Please report this, with json=FILE."),
     "decoder_cpu": ("DALI on the CPU", BROKEN, "Set decode.backend=pillow, or install another release of DALI."),
     "decoder_mixed": (
         "DALI on the GPU",
@@ -297,6 +298,8 @@ def _tested(found: Verdict) -> Finding:
     if found.good is None:
         return Finding(name=name, status=UNTESTED, text=found.text, value=value)
     means = MEANS.get(found.name, "") if found.good else advice
+    if doctor.is_late(found):
+        means = f"Where this machine is only slow, raise `timeout`. Where the test hangs: {advice}"
     return Finding(name=name, status=OK if found.good else bad, text=found.text + kept, advice=means, value=value)
 
 
@@ -346,7 +349,8 @@ def workers(settings: Settings) -> Iterator[Finding]:
         text=found.text,
         advice=""
         if found.good
-        else "Set start_method to one that works, or num_workers=0 to read in the training's own process.",
+        else f"{'Where this machine is only slow, raise `timeout`. Else: ' if doctor.is_late(found) else ''}Set "
+        "start_method to one that works, or num_workers=0 to read in the training's own process.",
         value=found.value,
     )
     yield shared_memory(machine.shared_memory())
@@ -451,7 +455,11 @@ def place() -> Iterator[Finding]:
     yield numa(machine.numa_nodes())
     folder = verdicts.folder()
     there = next(p for p in (folder, *folder.parents) if p.exists())
-    good = there.is_dir() and os.access(there, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=there):  # rights say little: root has all, and /proc takes no file
+            good = True
+    except OSError:
+        good = False
     yield Finding(
         name="cache folder",
         status=OK if good else SLOW,

@@ -314,8 +314,8 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
     """One bar per stage, as long as an image takes there; the bottleneck in red, CPU time as a thin line below."""
     big, bold, text, small = font(24), font(16), font(15), font(13)
     shown = rows(m)
-    longest = max(max(cost.wall, 0.0) for _, _, cost in shown)
-    left, right = MARGIN + 270, WIDTH - MARGIN - 170
+    longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
+    left, right = MARGIN + 270, WIDTH - MARGIN - 210  # behind the longest bar both of its numbers
     answer = wrapped(verdict.text, bold, WIDTH - 2 * MARGIN - 14)
     now = m.whole.rate if m.whole is not None else 1 / verdict.prediction.seconds
     notes = [
@@ -344,7 +344,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         )
         length = max(2, round((right - left) * cost.wall / longest))
         pen.rounded_rectangle((left, y + 4, left + length, y + 22), 4, color)
-        spent = min(right - left, round((right - left) * cost.cpu / longest))
+        spent = round((right - left) * cost.cpu / longest)
         if spent > 1:
             pen.rectangle((left, y + 26, left + spent, y + 28), _lighter(color))
         low, high = (left + round((right - left) * min(longest, v) / longest) for v in (cost.low, cost.high))
@@ -362,7 +362,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
     for line in below:
         pen.text((MARGIN + 14, y), line, INK, text)
         y += 21
-    if verdict.ideal_gain is not None:
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # whose answer has it
         pen.text(
             (MARGIN + 14, y + 6), f"A loader that costs nothing would bring {verdict.ideal_gain:.2f} x.", FAINT, small
         )
@@ -477,10 +477,6 @@ def _changed(request: Request, config: DictConfig, loader: Loader, chosen: Mappi
     with open_dict(changed):
         for key, value in chosen.items():
             OmegaConf.update(changed, key, value)
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
+    with profiling.silent():
         made: Loader = request.build(changed, source=loader.source)
-    finally:
-        log.setLevel(level)
     return made

@@ -492,6 +492,8 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
             text = f"{TITLES[name]}."
             if ideal is not None and m.device_type == "cpu":
                 text += f" Loader and model share the cores: a loader that costs nothing would bring {ideal - 1:.0%}."
+    elif name == "workers" and not m.workers:
+        text = "workers: there are none, and reading keeps this process busy."
     else:
         text = f"{TITLES[name]}."
     if changes:

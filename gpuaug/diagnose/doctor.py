@@ -22,10 +22,11 @@ from typing import Any
 from gpuaug import verdicts
 from gpuaug.verdicts import KEPT, Verdict, folder, version
 
-__all__ = ["CUDA", "FRESH", "TIMEOUT", "examine", "folder", "probe", "version"]
+__all__ = ["CUDA", "FRESH", "TIMEOUT", "examine", "folder", "is_late", "probe", "version"]
 
 log = logging.getLogger("gpuaug")
 
+LATE = "did not answer within"
 TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
 CUDA = ("decoder_mixed", "roi", "hardware", "stream", "stream_hardware", "fused_cuda")
 FRESH = ("cuda", "header", "compiler", "workers")  # quick, or of things that change from day to day
@@ -78,9 +79,7 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return Verdict(
-            name=name, good=False, text=f"did not answer within {timeout:g} s and was ended", seconds=timeout
-        )
+        return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was ended", seconds=timeout)
     finally:
         _end(process)
     seconds = round(time.perf_counter() - began, 2)
@@ -98,6 +97,11 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
         last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "it said nothing")
         text = f"failed with exit status {process.returncode}: {last[:300]}"
     return Verdict(name=name, good=False, text=text, seconds=seconds)
+
+
+def is_late(found: Verdict) -> bool:
+    """Whether a test did not answer in time: the machine may be slow, not broken."""
+    return found.good is False and found.text.startswith(LATE)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -452,7 +452,8 @@ class Profiler:
                 made[id(view.augment)]._run(x, drawn, view, **how)
 
         now, then = Notes(), Notes()
-        self._apply(Notes(), other, few)
+        with silent():  # what no kernel was made for is known, and said, of the recipe as it is
+            self._apply(Notes(), other, few)
         self._apply(Notes(), plain, few)
         for _ in range(3):
             self._apply(now, plain, few)
@@ -580,6 +581,17 @@ def side_by_side(
             for loader, note, task in zip(loaders, notes, tasks, strict=True):
                 run_whole(note if n >= 0 else Notes(), loader, task, step, seconds=seconds)
     return notes
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Nothing but warnings is logged within: what is tried is not what was configured."""
+    level = log.level
+    log.setLevel(max(logging.WARNING, level))
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class _Uncounted(Faults):
