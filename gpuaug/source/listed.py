@@ -75,12 +75,18 @@ class Listed:
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """Bytes and label, or the exception, of several samples, asked for at the same time; None for local files."""
+        """``read_many(numbers)``: bytes and label, or the exception, of each sample, asked for at the same time.
+
+        None for local files, which are read one by one.
+        """
         return self._items if is_url(self.root) else None
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """Says what the `read_many` after the next will be for, which begins meanwhile; None for local files."""
+        """``expect(numbers)`` announces what the ``read_many`` after the next will ask for, so that it begins meanwhile.
+
+        None for local files, which gain nothing by it.
+        """
         return self._expect if is_url(self.root) and type(self)._range is not Listed._range else None
 
     def _expect(self, numbers: Sequence[int]) -> None:
