@@ -83,7 +83,7 @@ class Listed:
 
     @property
     def expect(self) -> Callable[[Sequence[int]], None] | None:
-        """``expect(numbers)`` announces what the ``read_many`` after the next will ask for, so that it begins meanwhile.
+        """``expect(numbers)`` announces what the ``read_many`` after the next asks for, so that it begins meanwhile.
 
         None for local files, which gain nothing by it.
         """

@@ -100,7 +100,7 @@ class PackedSource(Listed):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)``: bytes and label, or the exception, of each sample, asked of the disk at the same time."""
+        """``read_many(numbers)``: bytes and label, or the exception, of each sample, asked for at the same time."""
         return self._items
 
     @property
