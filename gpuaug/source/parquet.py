@@ -135,7 +135,7 @@ class ParquetSource(Listed):
         return items
 
     def group_bytes(self, *, sample: int = 16) -> int:
-        """Bytes of the images of the largest row group, out of some that are spread evenly."""
+        """Bytes of the images of the largest row group, among ``sample`` of them that are spread evenly."""
         count, column = len(self._starts) - 1, self._column.split(".")[0]
         found = [0]
         for group in np.unique(np.linspace(0, max(0, count - 1), min(sample, count)).round().astype(int)).tolist():
