@@ -350,8 +350,15 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         low, high = (left + round((right - left) * min(longest, v) / longest) for v in (cost.low, cost.high))
         if high - low > 3:
             pen.line((low, y + 13, high, y + 13), PAPER, 1)
-        pen.text((left + length + 10, y + 4), f"{cost.wall * 1e3:.3g} ms", INK, bold if limiting else text)
-        rate = f"{cost.rate:,.0f} images/s" if cost.rate < 1e6 else "free"
+        took = f"{cost.wall * 1e3:.3g} ms" if cost.wall < 1 else f"{cost.wall:.3g} s"
+        pen.text((left + length + 10, y + 4), took, INK, bold if limiting else text)
+        rate = (
+            "free"
+            if cost.rate >= 1e6
+            else f"{cost.rate:,.0f} images/s"
+            if cost.rate >= 10
+            else f"{cost.rate:.2g} images/s"
+        )
         pen.text((WIDTH - MARGIN, y + 5), rate, FAINT, small, anchor="ra")
     y = end + 4
     pen.rectangle((MARGIN, y, MARGIN + 4, y + 24 * len(answer) - 2), IDEAL if verdict.bottleneck == "model" else LIMIT)

@@ -508,7 +508,7 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
 
 
 def _sum(names: Sequence[str], values: Sequence[float]) -> str:
