@@ -20,7 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -28,8 +28,8 @@ from urllib.parse import quote, unquote
 from gpuaug import header
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source import objects
+from gpuaug.source.curl import Get, StatusError
 from gpuaug.source.disk import Disk
-from gpuaug.source.wire import Get, OddError
 
 log = logging.getLogger("gpuaug")
 
@@ -174,7 +174,7 @@ class Storage:
             away = [i for i in away if found[i] is None]
         self._begin([ranges[i] for i in away])
         if away:
-            items = self._all([_reading(ranges[i], self.remote) for i in away], self._reader)
+            items = self._all([_reading(ranges[i]) for i in away], self._reader)
             for i, item in zip(away, items, strict=True):
                 found[i] = item
             if self._disk is not None:
@@ -184,7 +184,7 @@ class Storage:
         return found
 
     def expect(self, ranges: Sequence[Range]) -> None:
-        """Small ranges that the read after the next will be for: where threads read, they are asked for meanwhile."""
+        """Small ranges that the read after the next will be for: of objects they are asked for behind that."""
         self._settle()
         self._next = [part for part in ranges if is_url(part.place) and max(part.image or 0, part.size or 0) <= LARGE]
 
@@ -301,8 +301,7 @@ class Storage:
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
         self._next = []
-        self._coming: dict[Range, Future[Any]] = {}  # asked for by threads
-        self._then: dict[int, list[Range]] = {}  # expected, by the reader that asks over its wire
+        self._then: dict[int, list[Range]] = {}  # expected, by who asks for it
         self._gets: dict[Range, Get | None] = {}  # the same as it asks for them
         self._disk = None
         if self.remote.cache is not None:
@@ -325,9 +324,7 @@ class Storage:
         with self._lock:
             if (key := _bucket(place)) not in self._readers:
                 system = self._system(place)
-                remote = self.remote
-                found = objects.opened(system, place, timeout=remote.timeout, connections=remote.concurrency)
-                self._readers[key] = found or system
+                self._readers[key] = objects.opened(system, place, connections=self.remote.concurrency) or system
             return self._readers[key]
 
     def _all(self, asked: Sequence[_Call], by: Callable[[str], Any]) -> list[Any]:
@@ -339,9 +336,11 @@ class Storage:
             groups.setdefault(id(system), (system, []))[1].append(i)
         for system, rows in groups.values():
             calls = [asked[i] for i in rows]
-            many = self._by_loop if getattr(system, "async_impl", False) else self._by_threads
-            if isinstance(system, objects.Objects) and system.wire is not None:
-                many = self._by_wire
+            many: Callable[[Any, list[_Call]], list[Any]] = self._by_threads
+            if isinstance(system, objects.Objects):
+                many = self._by_curl
+            elif getattr(system, "async_impl", False):
+                many = self._by_loop
             for i, item in zip(rows, many(system, calls), strict=True):
                 if isinstance(item, BUGS):
                     raise item
@@ -376,25 +375,23 @@ class Storage:
             future.cancel()
             raise
 
-    def _by_wire(self, system: objects.Objects, calls: list[_Call]) -> list[Any]:
-        """Plain reads over the wire, with what is expected behind them; odd ones by threads, through obstore."""
-        remote, wire = self.remote, system.wire
-        assert wire is not None
-        known = self._gets  # of what was expected
-        self._gets = {part: _get(system, part, remote) for part in self._then.pop(id(system), [])}
-        gets = [known.get(call.part) or _get(system, call.part, remote) for call in calls]  # type: ignore[arg-type]
+    def _by_curl(self, reader: objects.Objects, calls: list[_Call]) -> list[Any]:
+        """Reads of objects, with what is expected behind them; of odd keys through the file system."""
+        remote, known = self.remote, self._gets  # of what was expected
+        self._gets = {part: _get(reader, part, remote) for part in self._then.pop(id(reader), [])}
+        gets = [known.get(call.part) or _get(reader, call.part, remote) for call in calls]  # type: ignore[arg-type]
         then = [get for get in self._gets.values() if get]
         items: list[Any] = [None] * len(calls)
         rows = [row for row, get in enumerate(gets) if get is not None]
         for attempt in range(remote.tries):
             if attempt:
                 time.sleep(_pause(attempt - 1))
-            found = wire.read([get for row in rows if (get := gets[row])], then)
+            found = reader.curl.read([get for row in rows if (get := gets[row])], then)
             again = []
             for row, item in zip(rows, found, strict=True):
                 call = calls[row]
                 items[row] = item = _fitting(item, call.part)
-                if not isinstance(item, Exception) or isinstance(item, OddError):
+                if not isinstance(item, Exception):
                     continue
                 if attempt + 1 < remote.tries and _may_pass(item):
                     log.debug("try %d of %s: %r", attempt + 1, shown(call.place), item)
@@ -404,31 +401,21 @@ class Storage:
             if not again:
                 break
             rows = again
-        if odd := [row for row, item in enumerate(items) if item is None or isinstance(item, OddError)]:
-            log.debug("%d of %d through obstore: %s", len(odd), len(items), items[odd[0]])
-            for row, item in zip(odd, self._by_threads(system, [calls[row] for row in odd]), strict=True):
+        if odd := [row for row, get in enumerate(gets) if get is None]:
+            for row, item in zip(odd, self._all([calls[row] for row in odd], self._system), strict=True):
                 items[row] = item
         return items
 
     def _begin(self, now: list[Range]) -> None:
-        """Ask for what is read now, and then for what is expected, so that the line is never idle between batches."""
+        """What is expected behind what is read now, so that the line is never idle between batches."""
         expected, self._next = self._next, []
         self._then = {}
-        if not expected and not self._coming:
-            return
-        wanted = {*now, *expected}
-        for part in [part for part in self._coming if part not in wanted]:
-            self._coming.pop(part).cancel()
-        for k, part in enumerate((*now, *expected)):
-            reader = self._reader(part.place)
-            if part in self._coming or part.size == 0 or not isinstance(reader, objects.Objects):
+        for part in dict.fromkeys(expected):
+            if part in now or part.size == 0 or (self._disk is not None and self._disk.has(_name(part))):
                 continue
-            if self._disk is None or not self._disk.has(_name(part)):
-                if reader.wire is None:
-                    call = _reading(part, self.remote)
-                    self._coming[part] = self._pool().submit(self._try, reader, call)
-                elif k >= len(now):
-                    self._then.setdefault(id(reader), []).append(part)
+            reader = self._reader(part.place)
+            if isinstance(reader, objects.Objects):
+                self._then.setdefault(id(reader), []).append(part)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -449,12 +436,9 @@ class Storage:
         raise AssertionError
 
     def _by_threads(self, system: Any, calls: list[_Call]) -> list[Any]:
-        """For file systems without an event loop, as HDFS, and for objects."""
+        """For file systems without an event loop, as HDFS."""
         remote, pool = self.remote, self._pool()
-        futures = []
-        for call in calls:
-            begun = None if call.part is None else self._coming.pop(call.part, None)
-            futures.append(begun or pool.submit(self._try, system, call))
+        futures = [pool.submit(self._try, system, call) for call in calls]
         items: list[Any] = []
         try:
             for future, call in zip(futures, calls, strict=True):
@@ -659,9 +643,8 @@ def _file_system(place: str, remote: Remote) -> Any:
     return system
 
 
-def _reading(part: Range, remote: Remote) -> _Call:
+def _reading(part: Range) -> _Call:
     """The call that reads a range through a file system: a coroutine where it has an event loop."""
-    seconds = _seconds(part.size or 0, remote)
 
     def check(data: Any) -> bytes:
         return _whole(data, part)
@@ -680,9 +663,6 @@ def _reading(part: Range, remote: Remote) -> _Call:
             raise
 
     def read_now(system: Any, place: str) -> bytes:
-        if isinstance(system, objects.Objects):
-            key = _key(place)
-            return check(system.read(key, part.begin, part.size, most=part.most, seconds=seconds))
         begin, end = (None, None) if part.size is None else (part.begin, part.begin + part.size)
         return check(system.cat_file(system._strip_protocol(place), start=begin, end=end))
 
@@ -712,15 +692,10 @@ def _fitting(item: bytes | Exception, part: Range | None) -> bytes | Exception:
         return error
 
 
-def _get(system: objects.Objects, part: Range | None, remote: Remote) -> Get | None:
+def _get(reader: objects.Objects, part: Range | None, remote: Remote) -> Get | None:
     assert part is not None
-    seconds = _seconds(part.size or 0, remote)
-    return system.get(_key(part.place), part.begin, part.size, most=part.most, seconds=seconds)
-
-
-def _key(place: str) -> str:
-    """Of an object in its bucket."""
-    return place.split("://", 1)[1].split("/", 1)[1]
+    key = part.place.split("://", 1)[1].partition("/")[2]
+    return reader.get(key, part.begin, part.size, most=part.most, seconds=_seconds(part.size or 0, remote))
 
 
 async def _http(system: Any, part: Range) -> bytes:
@@ -736,7 +711,7 @@ async def _http(system: Any, part: Range) -> bytes:
         if response.status in (401, 403):
             raise PermissionError(errno.EACCES, f"HTTP status {response.status}", shown(part.place))
         if response.status >= 400:
-            raise objects.StatusError(f"HTTP status {response.status}", response.status)
+            raise StatusError(f"HTTP status {response.status}", response.status)
         if part.size is not None and response.status != 206:
             raise ReadError(f"the server of {shown(part.place)!r} gives no ranges of files. Use one that does.")
         limit = part.most if part.size is None else part.size
