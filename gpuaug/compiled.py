@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 logger = logging.getLogger("gpuaug")
@@ -54,10 +55,13 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             )
             return None
         try:
-            text, folder = _THREADS.read_text() + source.read_text(), cache()
+            text = _THREADS.read_text() + source.read_text()
             stem = f"{name}-{_fingerprint(text, compiler, flags)}"
-            path = _found(folder, stem) or _build(compiler, flags, text, folder, stem)
-            return ctypes.CDLL(str(path))
+            kept = cache()
+            with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as place:
+                folder = Path(place)  # a temporary one may go once the library is loaded
+                path = _found(folder, stem) or _build(compiler, flags, text, folder, stem)
+                return ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
             logger.warning("%s on cpu %s: %s failed: %s", name, without, compiler, detail)
@@ -70,8 +74,8 @@ def _compiler() -> str | None:
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
-def cache() -> Path:
-    """A directory of this user alone: what lies in it is loaded as code."""
+def cache() -> Path | None:
+    """A directory of this user alone, as what lies in it is loaded as code; None where there can be none."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuaug"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,7 +85,7 @@ def cache() -> Path:
     except (OSError, RuntimeError):
         pass
     logger.info("what is compiled is not kept: %s is not a folder that this user alone can write", root)
-    return Path(tempfile.mkdtemp(prefix="gpuaug-"))
+    return None
 
 
 def _found(folder: Path, stem: str) -> Path | None:

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -539,9 +540,22 @@ def test_the_build_is_not_kept_behind_a_link(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO, logger="gpuaug"):
         found = compiled.cache()
-    assert found.resolve() != (tmp_path / "other").resolve()
+    assert found is None
     assert "is not kept" in caplog.text
-    found.rmdir()
+
+
+def test_a_build_that_cannot_be_kept_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, so that no folder can be made")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int gpuaug_test_one() { return 41 + 1; }\n')
+    library = compiled.load(source, name="one", without="is missing")
+    if library is None:
+        pytest.skip("no C++ compiler")
+    assert library.gpuaug_test_one() == 42
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_broken_compiler_is_named(
