@@ -742,7 +742,7 @@ def test_training_is_profiled_with_its_own_model_and_stays_the_same(
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-@pytest.mark.parametrize("wrong", ["repeats=0", "seconds=-1", "tune=maybe", "optimizer=lion", "out=7"])
+@pytest.mark.parametrize("wrong", ["repeats=0", "seconds=-1", "tune=maybe", "optimizer=lion", "out=7", "model=net"])
 def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", f"source.root={photos}", wrong]) == 2
     assert f"`{wrong.partition('=')[0]}` must be" in capsys.readouterr().err

@@ -193,7 +193,9 @@ def test_other_recipes_labels_and_orders(more: tuple[str, ...], photos: Path, tm
     assert math.isfinite(checkpoint(tmp_path)["history"][0]["loss"])
 
 
-def test_a_model_of_ones_own(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "my_nets.py").write_text(
         "from torch import nn\n"
         "class Flat(nn.Sequential):\n"
@@ -209,6 +211,9 @@ def test_a_model_of_ones_own(photos: Path, tmp_path: Path, monkeypatch: pytest.M
     assert weights(tmp_path)["1.weight"].shape == (10, 3072)
     assert main(own) == 2  # not trusted
     assert main([*base, "model._target_=my_nets.NoModule", "--trust", "my_nets"]) == 2
+    capsys.readouterr()
+    assert main([*base, "model=resnet50"]) == 2
+    assert "`model` must be a mapping whose `_target_` names a class. Found: 'resnet50'." in capsys.readouterr().err
 
 
 def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None:

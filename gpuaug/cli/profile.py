@@ -102,7 +102,7 @@ def main(request: Request) -> int:
     if settings.trace is not None:
         output(settings.trace, "trace")
     config = request.loader()
-    named = settings.model is not None and settings.model.get("_target_") is not None
+    named = settings.model is not None and settings.model != {"_target_": None}
     loader: Loader
     with logging_redirect_tqdm(loggers=[log]), request.build(config) as loader:
         model = None

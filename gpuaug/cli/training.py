@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -485,6 +485,11 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
     """The model that ``model._target_`` names, its weights a function of ``seed``; torch's generator is put back."""
     from omegaconf import OmegaConf
 
+    if not isinstance(config, Mapping) or config.get("_target_") is None:
+        raise ConfigError(
+            f"`model` must be a mapping whose `_target_` names a class. Found: {config!r}. "
+            "Set `model._target_=my_pkg.MyNet`, and allow it with `--trust my_pkg.`"
+        )
     part = OmegaConf.create({"model": config}).model
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
