@@ -381,7 +381,7 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
     else:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, type):
-        raise ConfigError(f"{expected}, which is no class but {type(found).__name__}.")
+        raise ConfigError(f"{expected}, which is no class but {type(found).__name__}. A class of yours may call it.")
     own = f"{found.__module__}.{found.__qualname__}"
     if f"{own}.".startswith(prefixes) or (own.startswith("gpuaug.") and _is_public(found)):
         return found
