@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -225,6 +229,36 @@ def test_a_file_that_cannot_be_written_is_found_out_first(
         shown = capsys.readouterr()
         assert f"`{key}` must name a file that can be written" in shown.err
         assert not shown.out
+
+
+def on_terminal(code: str, *, columns: int) -> list[str]:
+    """Lines that a program writes to a terminal of that width."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        found = b""
+        with contextlib.suppress(OSError):  # a terminal whose last writer is gone
+            while part := os.read(ours, 65536):
+                found += part
+    os.close(ours)
+    assert process.returncode == 0
+    return found.decode().splitlines()
+
+
+def test_long_lines_fit_a_narrow_terminal_and_stay_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "seconds per image = max(reading 0.18 ms; decoding 1.3 ms; CPU 1.2 ms / 0.65 cores) = 1.82 ms " * 3
+    Report().add("model_of_it", 1, text)
+    assert capsys.readouterr().out == f"model of it        {text}\n"
+    for columns in (60, 90):
+        code = f"from gpuaug.cli.report import Report; Report().add('model_of_it', 1, {text!r})"
+        lines = on_terminal(code, columns=columns)
+        assert max(map(len, lines)) <= columns
+        assert all(line.startswith(" " * 19) for line in lines[1:])
+        assert " ".join("".join(f"{line[19:]} " for line in lines).split()) == text.strip()
+    code = "from gpuaug.cli.doctor import open_files, shown; print(shown(open_files((64, 4096))))"
+    assert max(map(len, on_terminal(code, columns=60))) <= 60
 
 
 def test_what_belongs_to_the_system_is_not_replaced(tmp_path: Path) -> None:

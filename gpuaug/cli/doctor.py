@@ -12,7 +12,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from gpuaug import machine, verdicts
 from gpuaug.cli.memory import gib
-from gpuaug.cli.report import Report, check_text
+from gpuaug.cli.report import Report, check_text, folded
 from gpuaug.cli.request import Request
 from gpuaug.diagnose import doctor
 from gpuaug.errors import ConfigError
@@ -119,9 +118,9 @@ def conclusion(findings: list[Finding]) -> str:
 
 def shown(finding: Finding) -> str:
     """A finding as printed."""
-    lines = [f"  {finding.name:<19} {finding.status:<9} {finding.text}"]
+    lines = [folded(finding.text, first=f"  {finding.name:<19} {finding.status:<9} ", indent=32)]
     if finding.advice:
-        lines.append(textwrap.fill(finding.advice, 118, initial_indent=" " * 32, subsequent_indent=" " * 32))
+        lines.append(folded(finding.advice, first=" " * 32, indent=32, width=118))
     return "\n".join(lines)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ class Report:
         """Print ``name  text`` and keep ``value``, which must be plain JSON."""
         self.values[name] = value
         if not self._quiet:
-            print(f"{name.replace('_', ' '):<18} {text}", flush=True)
+            print(folded(text, first=f"{name.replace('_', ' '):<18} ", indent=19), flush=True)
 
     def write(self) -> None:
         """Write the values, whole or not at all."""
@@ -41,6 +44,25 @@ class Report:
             with written(self._file, "json"):
                 part.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
                 os.replace(part, self._file)
+
+
+def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
+    """One paragraph behind ``first``, its further lines indented; whole where it is no terminal that is written to.
+
+    Args:
+        text: with line breaks of its own, as tables have, it stays as it is.
+        first: what stands before it.
+        indent: of its further lines.
+        width: to which to fold it in a file or pipe, too; None: not at all.
+    """
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        width = max(indent + 20, columns if width is None else min(columns, width))
+    if width is None or "\n" in text:
+        return first + text
+    behind = " " * indent
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=behind, **whole)
 
 
 @contextlib.contextmanager
