@@ -60,9 +60,8 @@ def folded(text: str, *, first: str, indent: int, width: int | None = None) -> s
         width = max(indent + 20, columns if width is None else min(columns, width))
     if width is None or "\n" in text:
         return first + text
-    behind = " " * indent
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=behind, **whole)
+    folding = textwrap.TextWrapper(width, first, " " * indent, break_long_words=False, break_on_hyphens=False)
+    return folding.fill(text)
 
 
 @contextlib.contextmanager
