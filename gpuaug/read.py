@@ -10,6 +10,7 @@ import errno
 import gc
 import logging
 import multiprocessing
+import os
 import pickle
 import threading
 import time
@@ -31,6 +32,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.parent import end_with_it
 from gpuaug.source import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.remote import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -608,6 +610,9 @@ def _settle(worker: int) -> None:
     # else the first full collection in a forked worker writes to, and so copies, every object of the parent (54 MB of
     # a test process)
     gc.freeze()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # a forkserver's child: torch looks at that alone
+        end_with_it()
 
 
 def _may_pass(item: Any) -> bool:

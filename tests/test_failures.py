@@ -247,3 +247,23 @@ def test_shared_memory_full(photos, nothing_left):
     assert process.returncode == 0, error[-2000:]
     assert out.startswith("error"), out
     assert "/dev/shm" in out
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_workers_end_with_a_killed_process(photos, method):
+    """Also those that a forkserver made, whose parent lives as long as they do."""
+    code = f"""
+    import multiprocessing, sys, time
+    if __name__ == "__main__":
+        loader = build(sys.argv[1], start_method={method!r}, cache=gpuaug.RamCache(max_bytes=1 << 20))
+        batches = iter(loader)
+        next(batches)
+        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+        time.sleep(300)
+    """
+    process = start(code, photos)
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    process.kill()
+    process.communicate()
+    assert len(workers) == 2
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -24,7 +24,6 @@ import shutil
 import signal
 import sys
 import tarfile
-import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -32,7 +31,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -49,6 +47,7 @@ from gpuaug.decode import Decode, Decoder, Look
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.faults import Faults
 from gpuaug.offline import on_ray
+from gpuaug.parent import end_with_it
 from gpuaug.read import Reader
 from gpuaug.source import Source, adapt
 from gpuaug.source.packed import ENDINGS, FULL, KIND, MANIFEST, VERSION, Size, checksum, parse_manifest, shard_name
@@ -483,15 +482,7 @@ _here: tuple[Packer, Any, Any] | None = None
 def _enter(job: Job, count: Any, stop: Any) -> None:
     """Begin a worker: it ends with its parent, leaves interrupts to it, and has one thread."""
     global _here
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        sentinel = parent.sentinel
-
-        def end() -> None:
-            connection.wait([sentinel])
-            os._exit(1)
-
-        threading.Thread(target=end, daemon=True).start()
+    end_with_it()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _here = Packer(job), count, stop
