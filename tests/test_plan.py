@@ -12,10 +12,13 @@ from typing import Any
 
 import planted
 import pytest
+import torch
+from torch import nn
 
 import gpuaug
-from gpuaug import decode
+from gpuaug import decode, machine
 from gpuaug.cli import main, training
+from gpuaug.cli.model import SmallNet
 from gpuaug.diagnose import plan
 from gpuaug.diagnose.plan import MIB, Machine, Settings
 from gpuaug.errors import ConfigError
@@ -226,7 +229,10 @@ def test_training_starts_with_what_fits(
     small = ["augment.crop.size=32", "+model.width=8", "num_workers=1", "prefetch=40", "device=cpu", "last=drop"]
     call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", "batch_size=8", *small]
     with build(photos, "augment.crop.size=32", "batch_size=8", "prefetch=3") as loader:
-        room = int(plan.predict(loader, plan.look(loader), base=plan.NOTHING).more / (1 - plan.SPARE)) + 10_000
+        step = training.step_memory(SmallNet(num_classes=5, width=8), training.Settings(), loader)
+        sizes = plan.look(loader)
+        needed = plan.predict(loader, sizes, base=plan.NOTHING).more + sum(t.bytes for t in step(sizes))
+    room = int(needed / (1 - plan.SPARE)) + 10_000
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(room, "test", 1 << 40)))
     monkeypatch.setattr(logging.getLogger("gpuaug"), "propagate", True)
     assert main(call) == 0
@@ -234,6 +240,120 @@ def test_training_starts_with_what_fits(
     assert seen[0].batch_size == 8
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(1000, "test", 1 << 40)))
     assert main(call) == 2
+
+
+class Thinking(nn.Module):
+    """Cannot be run without data: it looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images [B, 3, H, W] to [B, 8]."""
+        y = self.norm(self.first(x)).relu()
+        return y.mean(dim=(2, 3)) if float(y.sum().detach()) >= 0 else y.amax(dim=(2, 3))
+
+
+def test_a_step_keeps_what_autograd_saves() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 20 * 30, 5))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    weights = sum(p.nbytes for p in model.parameters())
+    maps = 8 * 20 * 30 * 4  # of ReLU, which the last layer saves too; images and weights are not counted again
+    cpu = torch.device("cpu")
+
+    def of(**how: Any) -> dict[str, int]:
+        return {t.name: t.bytes for t in plan.step(model, views=[(20, 30)], rows=7, device=cpu, **how)}
+
+    found = of()
+    assert found["gradients"] == found["optimizer"] == weights
+    assert found["activations"] == 7 * maps
+    assert found["going back"] == (plan.BACKWARD + plan.BACKWARD_KEPT) * 7 * maps
+    assert of(states=2)["optimizer"] == 2 * weights
+    assert "optimizer" not in of(states=0)
+    assert of(parallel=True)["gradients"] == 2 * weights
+    assert of(given=torch.bfloat16)["images, float32"] == 7 * 3 * 20 * 30 * 4
+    assert 7 * maps / 2 <= of(amp=torch.bfloat16)["activations"] < 7 * maps + weights
+    two = {t.name: t.bytes for t in plan.step(model, views=[(20, 30)] * 2, rows=7, device=cpu)}
+    assert two["activations"] == 2 * 7 * maps
+    assert all(torch.equal(before[n], t) and t.device == cpu for n, t in model.state_dict().items())
+
+
+def test_a_model_that_needs_data_is_tried_on_two_samples() -> None:
+    model, state = Thinking().eval(), torch.random.get_rng_state()
+    found = {t.name: t.bytes for t in plan.step(model, views=[(20, 30)], rows=10, device=torch.device("cpu"))}
+    maps = 10 * 8 * 20 * 30 * 4
+    assert 2 * maps <= found["activations"] <= 3 * maps  # of the convolution and ReLU; norms save a few values more
+    assert int(model.norm.num_batches_tracked) == 0
+    assert not model.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def group(folder: Path, *, limit: int, used: int) -> dict[str, str]:
+    """Files of a control group as the system has them, for :func:`machine.cgroup_left`."""
+    (folder / "sys" / "job").mkdir(parents=True, exist_ok=True)
+    (folder / "proc").write_text("0::/job\n")
+    for name, value in (("max", limit), ("current", used + 7 * MIB)):
+        (folder / "sys" / "job" / f"memory.{name}").write_text(f"{value}\n")
+    (folder / "sys" / "job" / "memory.stat").write_text(f"anon {used}\ninactive_file {7 * MIB}\n")
+    return {"proc": str(folder / "proc"), "root": str(folder / "sys")}
+
+
+def test_a_small_control_group_shrinks_one_after_the_other_in_one_line(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = ["ahead", "cache", "prefetch", "num_workers"]
+    with build(photos, "batch_size=4", "prefetch=6", "num_workers=3", "cache=ram", "ahead=64MiB") as loader:
+        sizes, wanted = plan.look(loader), Settings.of(loader)
+        steps = [wanted, replace(wanted, ahead=None), replace(wanted, ahead=None, cache=None)]
+        steps += [replace(steps[-1], prefetch=2), replace(steps[-1], prefetch=1, num_workers=1)]
+        left = machine.cgroup_left
+        for at, settings in enumerate(steps):
+            need = plan.predict(loader, sizes, base=plan.NOTHING, settings=settings).more
+            used = 300 * MIB
+            files = group(tmp_path, limit=used + int(need / (1 - plan.SPARE)) + MIB // 8, used=used)
+            monkeypatch.setattr(machine, "cgroup_left", lambda files=files: left(**files))
+            changes, line = plan.fit(loader, sizes=sizes)
+            assert [name for name in order if name in changes] == order[:at]
+            assert "batch_size" not in changes
+            if at:
+                assert line is not None
+                assert line.startswith("memory: made smaller to fit this machine: ahead 64.0 MiB -> none")
+                assert "limit of the control group has" in line
+                assert "\n" not in line
+            else:
+                assert line is None
+
+
+def test_too_little_shared_memory_takes_workers_only(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with build(photos, "batch_size=4", "prefetch=6", "num_workers=3", "cache=ram") as loader:
+        sizes = plan.look(loader)
+        one = replace(Settings.of(loader), num_workers=1)
+        need = plan.predict(loader, sizes, base=plan.NOTHING, settings=one).total("shared")
+        monkeypatch.setattr(machine, "shared_memory", lambda: (64 * MIB, int(need / (1 - plan.SPARE)) + 4096))
+        changes, line = plan.fit(loader, sizes=sizes)
+    assert changes == {"num_workers": 1}
+    assert line is not None
+    assert "num_workers 3 -> 1" in line
+    assert "/dev/shm has" in line
+
+
+def test_what_a_step_takes_is_left_to_it(photos: Path) -> None:
+    with build(photos, "prefetch=3") as loader:
+        sizes = plan.look(loader)
+        need = plan.predict(loader, sizes, base=plan.NOTHING).more
+        here = Machine(int(need / (1 - plan.SPARE)) + MIB, "test", 1 << 40)
+        assert plan.fit(loader, here=here, sizes=sizes) == ({}, None)
+
+        def step(_: plan.Sizes) -> list[plan.Term]:
+            return [plan.Term("activations", "host", 12 * MIB, "12 MiB")]
+
+        changes, line = plan.fit(loader, here=here, sizes=sizes, also=step)
+        assert "prefetch" in changes
+        assert line is not None
+        with pytest.raises(ConfigError, match=r"A step of the model takes 12\.0 MiB of it"):
+            plan.fit(loader, here=Machine(13 * MIB, "test", 1 << 40), sizes=sizes, also=step)
 
 
 def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

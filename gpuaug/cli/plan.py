@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def main(request: Request) -> int:
     with request.build(config) as loader:
         here = Machine.here(loader.device)
         sizes = plan.look(loader, sample=settings.sample)
-        loader.fetch(loader._ordered().indices[:1].tolist())  # imports and kernels: part of the base
+        plan.warm(loader)  # imports and kernels: part of the base
         base = plan.held()
         worker = plan.one_worker(loader)
         planned = plan.predict(loader, sizes, base=base, worker=worker)
@@ -120,7 +120,15 @@ def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -
     report.add("measured_over", peak.batches, text)
 
 
-def fitted(request: Request, config: Any, loader: Loader, *, beside: Sequence[Loader] = (), **rule: Any) -> Loader:
+def fitted(
+    request: Request,
+    config: Any,
+    loader: Loader,
+    *,
+    beside: Sequence[Loader] = (),
+    also: Callable[[plan.Sizes], Sequence[plan.Term]] | None = None,
+    **rule: Any,
+) -> Loader:
     """The loader, or one built anew with settings that fit this machine, saying which in one line.
 
     Args:
@@ -128,9 +136,15 @@ def fitted(request: Request, config: Any, loader: Loader, *, beside: Sequence[Lo
         config: the loader's part of it.
         loader: as it is described there.
         beside: loaders that run at the same time.
+        also: what else will be held then, given the sizes of the images.
         rule: arguments that the loader was built with beside the configuration.
     """
-    changes, line = plan.fit(loader, beside=beside)
+    decoder: Any = loader._stages.decoder
+    plan.warm(loader)
+    changes, line = plan.fit(loader, beside=beside, also=also)
+    for count in ("rescued", "truncated"):  # what was looked at beforehand is no part of an epoch
+        if hasattr(decoder, count):
+            setattr(decoder, count, 0)
     if line is None:
         return loader
     log.warning(line)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpuaug.cli import plan, profile
 from gpuaug.cli.report import Report
 from gpuaug.cli.request import Request
-from gpuaug.cli.training import Settings, Stop, Training, build_model
+from gpuaug.cli.training import Settings, Stop, Training, build_model, step_memory
 from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
 
@@ -32,7 +32,12 @@ def main(request: Request) -> int:
         log.info("last=pad: under DDP every rank needs as many batches as the others")
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
-        loader: Loader = stack.enter_context(plan.fitted(request, train, request.build(train, **rule), **rule))
+        first: Loader = stack.enter_context(request.build(train, **rule))
+        if first.num_classes is None:
+            raise ConfigError("`gpuaug train` needs labels, and this source has none.")
+        model = build_model(request, settings.model, num_classes=first.num_classes, seed=first.seed)
+        step = step_memory(model, settings, first)
+        loader: Loader = stack.enter_context(plan.fitted(request, train, first, also=step, **rule))
         if settings.profiling:
             profile.inside(request, train, loader, settings, **rule)
         if under_torchrun:
@@ -42,21 +47,18 @@ def main(request: Request) -> int:
                     "missing one. Set `last=pad` or `last=drop`."
                 )
             stack.enter_context(_process_group(loader.device))
-        if loader.num_classes is None:
-            raise ConfigError("`gpuaug train` needs labels, and this source has none.")
         held_out = request.held_out(train, at=settings.val)
         val: Loader | None = None
         if held_out is None:
             log.info("no held-out images: val.source.root is not set")
         else:
             built = request.build_held_out(held_out, classes=loader.source.classes)
-            val = stack.enter_context(plan.fitted(request, held_out, built, beside=(loader,)))
+            val = stack.enter_context(plan.fitted(request, held_out, built, beside=(loader,), also=step))
             if val.source.classes != loader.source.classes:
                 raise ConfigError(
                     f"the held-out images must have the training's classes, {loader.source.classes}. "
                     f"Found: {val.source.classes}."
                 )
-        model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
         training = Training(loader, model=model, val=val, settings=settings, stop=stop)
         return training.run(Report(file=settings.json, quiet=not training.first))
 

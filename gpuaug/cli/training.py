@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from gpuaug.batch import Batch
 from gpuaug.cli import checkpoint, memory
 from gpuaug.cli.report import Report, check_text, output
 from gpuaug.cli.request import Request
+from gpuaug.diagnose import plan
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import Loader
 
@@ -231,8 +232,7 @@ class Training:
     ) -> None:
         self.loader, self.val, self.settings, self.stop = loader, val, settings, stop or Stop()
         self.device = loader.device
-        auto = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.amp = AMP[auto if settings.amp == "auto" else settings.amp]
+        self.amp = _amp(settings, self.device)
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
         self.each = _parallel(EachView(self.model), self.device)
         self.optimizer = _optimizer(self.model, settings)
@@ -497,6 +497,36 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model._target_` must name a torch.nn.Module. Found: {type(model).__name__}.")
     return model
+
+
+def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callable[[plan.Sizes], tuple[plan.Term, ...]]:
+    """What training this model takes beside the loader's batches: the first call says the sizes of its images."""
+    _optimizer(model, settings)  # the first one imports 75 MiB of torch's compiler, which are then held already
+    states = 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
+    found: list[tuple[plan.Term, ...]] = []
+
+    def terms(sizes: plan.Sizes) -> tuple[plan.Term, ...]:
+        if not found:
+            taken = plan.step(
+                model,
+                views=sizes.views,
+                rows=min(loader.batch_size, max(1, len(loader.source))),
+                device=loader.device,
+                amp=_amp(settings, loader.device),
+                given=loader.dtype,
+                states=states,
+                parallel=int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            )
+            found.append(taken)
+        return found[0]
+
+    return terms
+
+
+def _amp(settings: Settings, device: torch.device) -> torch.dtype:
+    """What the model computes in."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return AMP[auto if settings.amp == "auto" else settings.amp]
 
 
 def rate(progress: float, *, warmup: float) -> float:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,12 +26,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from gpuaug import decode, distributed, machine, size
 from gpuaug.augment import fused
 from gpuaug.batch import EncodedBatch
 from gpuaug.diagnose.doctor import folder, version
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader import Loader
 from gpuaug.read import Reader
 from gpuaug.source.cache import RamCache
@@ -61,6 +62,10 @@ PIECES, PIECES_MOST = 3.5, 36 * MIB
 AT_WORK = 2.7
 BETWEEN = 4  # batches of float32 around an operation of Kornia: what it takes, what it gives, and two of its own
 BLEND, PASTE = 4, 2  # batches beside the mixed one: unmixed, two halves of each pair, their sum; or the pasted boxes
+# Batches of the largest activation beside all that autograd saves, while a step goes back through it: gradients of it
+# and of what follows, and the copies that oneDNN sorts anew; 5.2 to 6.2 measured. Below MAPPED malloc keeps more
+BACKWARD, BACKWARD_KEPT = 6, 3
+TRIED = 2  # samples of a real forward pass, for a model that cannot be run without data
 CONTEXT = 500 * MIB  # of one process on a GPU, kernels of torch and DALI
 # DALI on a GPU keeps what it once allocated, image by image: where their sizes vary, an image often finds no free piece
 # of its size. Taken over from measurements on a CPU, as no GPU was there: 1.2 times the pixels where all are alike, 2.4
@@ -243,6 +248,21 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
         stored=stored,
         sampled=len(size_of),
     )
+
+
+def warm(loader: Loader) -> None:
+    """Decode and augment one sample: what is imported, compiled and opened for it is held from then on."""
+    ordered, stages = loader._ordered(), loader._stages
+    tasks = [(ordered.indices[:1], ordered.repeats[:1], torch.ones(1, dtype=torch.bool))]
+    reader = Reader(loader._live.reader.source, num_workers=0)
+    try:
+        for encoded in reader.batches(tasks, numbers=loader._numbers(loader.epoch)):
+            made = stages.decode(encoded, loader.epoch)
+            stages.augment.apply(made.images, made.drawn, dtype=loader.dtype, memory_format=loader.memory_format)
+    except (GpuaugError, OSError) as error:
+        log.info("one sample could not be made beforehand: %s", error)
+    finally:
+        reader.close()
 
 
 def _areas(loader: Loader, encoded: EncodedBatch, found: Any, good: Any) -> tuple[Any, Any, list[tuple[int, int]]]:
@@ -516,6 +536,105 @@ def imported() -> int:
     return measured
 
 
+# -- a training step --------------------------------------------------------------------------------------------------
+
+
+def step(
+    model: nn.Module,
+    *,
+    views: Sequence[tuple[int, int]],
+    rows: int,
+    device: torch.device,
+    amp: torch.dtype = torch.float32,
+    given: torch.dtype = torch.float32,
+    states: int = 1,
+    parallel: bool = False,
+) -> tuple[Term, ...]:
+    """What training takes beside its batches: gradients, the optimizer's values, and what a step keeps for going back.
+
+    One forward pass on tensors without data counts what autograd saves; a model that cannot be run so is run on two
+    blank samples. Neither its parameters nor its buffers change, nor torch's random generator.
+
+    Args:
+        model: on the CPU, its parameters are taken as held already; a device gets them as well.
+        views: (height, width) of each view of a batch, all of which go through the model before going back.
+        rows: samples of a batch.
+        device: of the training.
+        amp: what the model computes in, under autocast where that is not float32.
+        given: dtype of the loader's images.
+        states: values that the optimizer keeps of each parameter: 0 or 1 of SGD, 2 of AdamW.
+        parallel: whether DistributedDataParallel copies gradients into buckets.
+    """
+    where: Place = "device" if device.type == "cuda" else "host"
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    every = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    saved, largest = _saved(model, views=views, rows=rows, device=device, amp=amp)
+    terms = [
+        Term("model", "device", every, "its parameters and buffers") if where == "device" else None,
+        Term("gradients", where, (2 if parallel else 1) * trained,
+             f"{'2 x, with buckets, ' if parallel else ''}{size.text(trained)} of parameters"),
+        Term("optimizer", where, states * trained, f"{states} x {size.text(trained)}"),
+    ]  # fmt: skip
+    if amp is torch.float32 and given is not torch.float32:
+        pixels = sum(h * w * 3 for h, w in views)
+        terms.append(Term("images, float32", where, rows * pixels * 4, f"{rows} x {pixels} x 4 B"))
+    text = f"{size.text(saved)}, what autograd saves in a forward pass of {rows} x {len(views)} views"
+    terms.append(Term("activations", where, saved, text))
+    factor = BACKWARD + (BACKWARD_KEPT if largest < MAPPED and where == "host" else 0)
+    text = f"{factor} x {size.text(largest)}, the largest of them"
+    terms.append(Term("going back", where, factor * largest, text))
+    return tuple(t for t in terms if t is not None and t.bytes)
+
+
+def _saved(
+    model: nn.Module, *, views: Sequence[tuple[int, int]], rows: int, device: torch.device, amp: torch.dtype
+) -> tuple[int, int]:
+    """Bytes of what autograd saves in one forward pass of a batch, and of the largest tensor among it."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        mode = FakeTensorMode()
+        own: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in own}
+        with mode:
+            return _forward(model, state, views, rows, amp)
+    except Exception as error:  # whatever a model does that needs values
+        log.info("memory of a step: measured on %d samples (%s: %.200s)", TRIED, type(error).__name__, error)
+    state = {**dict(model.named_parameters()), **{n: t.clone() for n, t in model.named_buffers()}}
+    try:
+        saved, largest = _forward(model, state, views, TRIED, amp)
+    except Exception as error:
+        log.warning("memory of a step is not known: the model cannot be run (%s: %.200s)", type(error).__name__, error)
+        return 0, 0
+    return saved * rows // TRIED, largest * rows // TRIED
+
+
+def _forward(
+    model: nn.Module, state: Mapping[str, Tensor], views: Sequence[tuple[int, int]], rows: int, amp: torch.dtype
+) -> tuple[int, int]:
+    given = [torch.zeros(rows, 3, *view) for view in views]
+    known = {t.untyped_storage()._cdata for t in [*state.values(), *given]}
+    saved: dict[int, torch.UntypedStorage] = {}  # held, so that no number of a storage is given twice
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    training = model.training
+    with torch.random.fork_rng(devices=[]), hooks, torch.autocast("cpu", dtype=amp, enabled=amp is not torch.float32):
+        model.train()
+        try:
+            results = [torch.func.functional_call(model, dict(state), (view,)) for view in given]
+        finally:
+            model.train(training)
+    del results
+    sizes = [storage.nbytes() for storage in saved.values()]
+    return sum(sizes), max(sizes, default=0)
+
+
 # -- what there is ----------------------------------------------------------------------------------------------------
 
 
@@ -543,7 +662,12 @@ class Machine:
 
 
 def fit(
-    loader: Loader, *, here: Machine | None = None, sizes: Sizes | None = None, beside: Sequence[Loader] = ()
+    loader: Loader,
+    *,
+    here: Machine | None = None,
+    sizes: Sizes | None = None,
+    beside: Sequence[Loader] = (),
+    also: Callable[[Sizes], Sequence[Term]] | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """Settings with which a loader fits this machine, and the line to log; nothing and None where it fits as it is.
 
@@ -556,6 +680,7 @@ def fit(
         here: what the machine has left.
         sizes: of the images; None: looks at some.
         beside: loaders that will run at the same time and fit already; not yet iterated.
+        also: what else will be held then, given the sizes of this loader's images.
 
     Returns:
         arguments of :class:`~gpuaug.Loader` to build it anew with, and what to say about them.
@@ -563,14 +688,15 @@ def fit(
     Raises:
         ConfigError: if it does not fit whatever is made smaller.
     """
-    here = here or Machine.here(loader.device)
     found = sizes or look(loader)
+    more = Plan(terms=() if also is None else tuple(also(found)), base=NOTHING)
+    here = here or Machine.here(loader.device)  # only now: looking has imported and opened what decodes
     ranks = distributed.local_world_size()
     others = [predict(other, look(other), base=NOTHING) for other in beside]
     wanted = now = Settings.of(loader)
 
     def lacks(settings: Settings) -> dict[str, str]:
-        planned = [predict(loader, found, settings=settings, base=NOTHING), *others]
+        planned = [predict(loader, found, settings=settings, base=NOTHING), *others, more]
         needs: list[tuple[Place, str, int, int | None, str]] = [
             ("host", "", sum(p.more * ranks - _once(p, ranks) for p in planned), here.host, here.host_by),
             ("shared", "shared ", sum(p.total("shared") for p in planned) * ranks, here.shared, "/dev/shm"),
@@ -588,8 +714,10 @@ def fit(
         if smaller is None:
             ahead = "no `ahead`" if now.ahead is None else f"ahead {size.text(now.ahead)}"
             cache = "no cache" if now.cache is None else f"a cache of {size.text(now.cache)}"
+            step = max(more.more, more.total("device"))
+            of_it = f" A step of the model takes {size.text(step)} of it." if step else ""
             raise ConfigError(
-                f"this run needs {'; '.join(first.values())}. Even with num_workers={now.num_workers}, prefetch="
+                f"this run needs {'; '.join(first.values())}.{of_it} Even with num_workers={now.num_workers}, prefetch="
                 f"{now.prefetch}, {ahead} and {cache} it needs {'; '.join(lacking.values())}. Make `batch_size` "
                 f"smaller, now {loader.batch_size}, or give it more; `gpuaug plan` shows what takes it."
             )
