@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -382,6 +383,24 @@ def test_nothing_that_can_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert "can be decoded" in captured.err
     assert "a/0.jpg) is left out" in captured.out
+
+
+def test_names_of_files_can_be_anything(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Line breaks, escapes of the terminal's and bytes that are no UTF-8, in names of good and of bad images."""
+    folder = os.fsencode(tmp_path / "images") + b"/a\nb"
+    os.makedirs(folder)
+    good = next(photos.rglob("*.jpg")).read_bytes()
+    for name, data in ((b"\x1b[31m.jpg", good), (b"\xff\n.jpg", good), (b"\xfe\x1b[2J\n.jpg", b"\xff\xd8 no image")):
+        with open(folder + b"/" + name, "wb") as file:
+            file.write(data)
+    words = [f"source.root={tmp_path}/images", "augment.crop.size=32", f"json={tmp_path}/r.json"]
+    assert main(["parity", *words, f"out={tmp_path}/p.png"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    shown.encode()
+    assert "is left out" in shown
+    assert len(json.loads((tmp_path / "r.json").read_text())["indices"]) == 3
+    assert main(["preview", *words, f"out={tmp_path}/p.png", "faults.policy=blank", "draws=1"]) == 0
 
 
 def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:

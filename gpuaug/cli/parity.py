@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from gpuaug.cli.report import Report, check_text, png, written
+from gpuaug.cli.report import Report, check_text, png, printable, written
 from gpuaug.cli.request import Request
 from gpuaug.cli.samples import at_least, chosen, indices_of
 from gpuaug.cli.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
@@ -71,7 +71,7 @@ def main(request: Request) -> int:
         parity = compare(loader, decode, indices=indices, epoch=settings.epoch, progress=_progress)
     values = parity.plain()
     for line in table(parity):
-        print(line)
+        print(printable(line))
     if parity.samples:
         picture = page(parity, rows=settings.rows)
         with written(out, "out"):

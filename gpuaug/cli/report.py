@@ -46,6 +46,11 @@ class Report:
                 os.replace(part, self._file)
 
 
+def printable(text: str) -> str:
+    """Text out of names of files, which may hold line breaks, escapes of the terminal's, and no UTF-8 at all."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
     """One paragraph behind ``first``, its further lines indented; whole where it is no terminal that is written to.
 

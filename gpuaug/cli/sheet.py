@@ -6,6 +6,7 @@ from typing import Any
 
 from PIL import Image, ImageFont
 
+from gpuaug.cli.report import printable
 from gpuaug.errors import ConfigError
 
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
@@ -38,7 +39,7 @@ def font(size: int) -> Any:
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
     """The text, its end or its ``middle`` left out where it is wider than ``width`` pixels."""
-    text = text.encode("utf-8", "replace").decode()  # names need not be UTF-8
+    text = printable(text)
     if face.getlength(text) <= width:
         return text
     keep = len(text)
