@@ -25,6 +25,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.loader import Loader
 
 ROOT = Path(__file__).parent.parent
+MARGIN = 1.01 / (1 - plan.SPARE)  # of what has to be there over what is needed
 ROOMY = Machine(host=1 << 40, host_by="test", shared=1 << 40)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -179,7 +180,7 @@ def test_shrinks_to_fit_and_never_the_batch(photos: Path) -> None:
     with build(photos, "batch_size=4", "prefetch=5", "num_workers=4", "cache=ram", "ahead=64MiB") as loader:
         sizes = plan.look(loader)
         least = plan.predict(loader, sizes, base=plan.NOTHING, settings=Settings(4, 3, None, None)).more
-        changes, line = plan.fit(loader, here=Machine(int(least * 1.06), "MemAvailable", 1 << 40), sizes=sizes)
+        changes, line = plan.fit(loader, here=Machine(int(least * MARGIN), "MemAvailable", 1 << 40), sizes=sizes)
         assert line is not None
         assert set(changes) == {"ahead", "cache", "prefetch"}
         assert changes["ahead"] is None
@@ -189,7 +190,7 @@ def test_shrinks_to_fit_and_never_the_batch(photos: Path) -> None:
             assert part in line
         assert "\n" not in line
         shared = plan.predict(loader, sizes, base=plan.NOTHING, settings=Settings(2, 5, 64 * MIB, None)).total("shared")
-        changes, line = plan.fit(loader, here=Machine(1 << 40, "", int(shared * 1.06)), sizes=sizes)
+        changes, line = plan.fit(loader, here=Machine(1 << 40, "", int(shared * MARGIN)), sizes=sizes)
         assert line is not None
         assert changes["num_workers"] <= 2
         assert set(changes) == {"num_workers"}  # neither `ahead` nor the cache is there
@@ -200,7 +201,7 @@ def test_a_second_loader_fits_beside_the_first(photos: Path) -> None:
     with build(photos, "prefetch=1") as first, build(photos, "prefetch=6", "batch_size=8") as second:
         beside = plan.predict(first, plan.look(first), base=plan.NOTHING).more
         least = plan.predict(second, plan.look(second), base=plan.NOTHING, settings=Settings(1, 3, None, None)).more
-        here = Machine(int((beside + least) * 1.06), "MemAvailable", 1 << 40)
+        here = Machine(int((beside + least) * MARGIN), "MemAvailable", 1 << 40)
         assert plan.fit(second, here=here) == ({}, None)
         changes, line = plan.fit(second, here=here, beside=[first])
     assert changes == {"prefetch": 3}

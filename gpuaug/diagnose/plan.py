@@ -46,7 +46,7 @@ SAMPLED = 128  # images whose sizes stand for all
 # of one worker beside the batch that it packs: what it writes to of its parent's memory (fork), and its own Python with
 # torch (the others; where it cannot be measured: Python 3.11, torch 2.13 without CUDA). bench/plan.py has the figures
 FORKED, IMPORTED = 13 * MIB, 147 * MIB
-SPARE = 0.05  # share of what is available that is left to others
+SPARE = 0.1  # share of what is available that is left to others, and to what is predicted too low
 # Pages of this process that it has written to since its workers were forked: the old ones stay, for all of them once
 INHERITED = 4 * MIB
 # Python's and torch's own objects, stacks and small buffers, of this process and of each thread that decodes
