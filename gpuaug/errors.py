@@ -33,15 +33,17 @@ class DataError(GpuaugError, RuntimeError):
         reason: what was found.
     """
 
-    def __init__(self, key: str, index: int, stage: str, reason: str) -> None:
-        self.key, self.index, self.stage, self.reason = key, index, stage, reason
-        super().__init__(
-            f"sample {index} ({key!r}) failed in {stage}: {reason}. To go on without such samples set "
-            "`faults.policy=blank` (keeps the batch size, `batch.valid` is False there) or `faults.policy=drop`."
-        )
+    REMEDY = (
+        "To go on without such samples set `faults.policy=blank` (keeps the batch size, `batch.valid` is False there) "
+        "or `faults.policy=drop`."
+    )
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, str, str]]:
-        return type(self), (self.key, self.index, self.stage, self.reason)
+    def __init__(self, key: str, index: int, stage: str, reason: str, remedy: str = REMEDY) -> None:
+        self.key, self.index, self.stage, self.reason, self._remedy = key, index, stage, reason, remedy
+        super().__init__(f"sample {index} ({key!r}) failed in {stage}: {reason}. {remedy}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, str, str]]:
+        return type(self), (self.key, self.index, self.stage, self.reason, self._remedy)
 
 
 class FaultBudgetError(GpuaugError, RuntimeError):

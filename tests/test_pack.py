@@ -666,7 +666,7 @@ def damaged(folder: Path, tmp_path: Path) -> Path:
 
 def test_bad_samples_stop_the_run_or_are_left_out(damaged: Path, tmp_path: Path) -> None:
     source = FolderSource(damaged)
-    with pytest.raises(DataError, match=r"'jpeg/4.jpg'.*truncated"):
+    with pytest.raises(DataError, match=r"'jpeg/4.jpg'.*truncated.*To leave such samples out set `faults.policy=drop`"):
         run(source, tmp_path / "raised", sizes=30, format="uint8")
     assert not (tmp_path / "raised" / MANIFEST).exists()
     file = tmp_path / "bad.jsonl"

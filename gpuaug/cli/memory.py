@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from gpuaug.size import text
+
 
 def tree(root: int | None = None) -> list[int]:
     """Process numbers of ``root`` (default: this process) and of all that descend from it; Linux."""
@@ -60,5 +62,5 @@ def waiting(level: int, bound: int | None) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes as text: ``1.25 GiB``."""
-    return f"{size / 2**30:.2f} GiB"
+    """Bytes as text: ``1.25 GiB``, ``37.0 MiB``."""
+    return text(size)

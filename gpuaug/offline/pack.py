@@ -44,7 +44,7 @@ from gpuaug import header, machine
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, Interpolation, Resize
 from gpuaug.decode import Decode, Decoder, Look
-from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.faults import Faults
 from gpuaug.offline import on_ray
 from gpuaug.parent import end_with_it
@@ -398,9 +398,12 @@ def _make_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) 
 def _handle(job: Job, faults: Faults, shard: int, found: Sequence[Sequence[Any]]) -> None:
     numbers = job.numbers(shard)
     listed = [Fault(row, stage, reason, size, bytes.fromhex(head)) for row, stage, reason, size, head in found]
-    faults.handle(
-        listed, indices=numbers.tolist() if listed else [], epoch=0, samples=len(numbers), key_of=job.source.key
-    )
+    indices = numbers.tolist() if listed else []
+    try:
+        faults.handle(listed, indices=indices, epoch=0, samples=len(numbers), key_of=job.source.key)
+    except DataError as error:
+        remedy = "To leave such samples out set `faults.policy=drop`."
+        raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
 
 
 def _read_done(job: Job, shard: int) -> dict[str, Any] | None:
