@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ from gpuaug.source import node
 log = logging.getLogger("gpuaug")
 
 LARGE = 1 << 16  # bytes; below, a rank may as well have its own
+
+# What numpy raises over a file that is no .npy, or a damaged one: it reads the header as Python.
+NO_ARRAY = (
+    OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
+)  # fmt: skip
 
 
 class Names:
@@ -109,7 +115,7 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
                 values = np.array(text.read().split(), dtype=dtype)
         if values.ndim != 1 or values.dtype.kind not in ("iu" if np.dtype(dtype).kind == "i" else "iuf"):
             raise ValueError(f"it holds {values.dtype} of shape {values.shape}")
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
+    except NO_ARRAY as error:
         raise SourceError(
             f"`{key}` must be a file of numbers: .npy, .json (a list), or text with one number per line. "
             f"Found: {path!r} ({error})."

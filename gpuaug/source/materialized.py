@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import adapt
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import NO_ARRAY, Names, share
 from gpuaug.source.listed import Subset, active
 
 log = logging.getLogger("gpuaug")
@@ -218,7 +218,7 @@ class Rows:
             faults = {int(fault.pop("row")): fault for fault in read_marker(file, rows=rows)["faults"]}
             if samples.dtype != self.record or samples.shape != (rows,):
                 raise ValueError(f"it holds {samples.shape} of {samples.dtype}")
-        except (OSError, ValueError, EOFError, RecursionError) as error:
+        except NO_ARRAY as error:
             raise SourceError(
                 f"the chunk {str(file)!r} is missing or damaged ({error}). Remove it, and run the same "
                 "`gpuaug materialize` once more: only that chunk is made anew."
@@ -338,7 +338,7 @@ def _loaded(file: Path, *, dtype: Any) -> NDArray[Any]:
         found: NDArray[Any] = np.lib.format.open_memmap(file, mode="r")
         if found.dtype != dtype or found.ndim != 1:
             raise ValueError(f"it holds {found.dtype} of shape {found.shape}")
-    except (OSError, ValueError, EOFError) as error:
+    except NO_ARRAY as error:
         raise _damaged(file, error) from error
     return found
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import NO_ARRAY, Names, share
 from gpuaug.source.listed import Classes, Listed, Subset
 from gpuaug.source.remote import Range, Remote, Storage, is_url, join, locate, shown
 
@@ -206,7 +206,7 @@ class PackedSource(Listed):
     def _array(self, name: str, dtype: Any, shape: int | tuple[int, ...] | None) -> NDArray[Any]:
         try:
             found = np.load(io.BytesIO(self._load(name)), allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+        except NO_ARRAY as error:
             raise SourceError(f"{name} in {shown(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
         wanted = found.shape if shape is None else (shape,) if isinstance(shape, int) else shape
         if found.dtype != dtype or found.shape != wanted:

@@ -1,0 +1,70 @@
+"""Files of numbers: whatever their headers say, what comes of it is this project's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import gpuaug
+from gpuaug.offline.pack import Pack, pack
+
+# numpy reads a header as Python: each of these raises something else in there
+HEADERS = [b"'''", b"(((", b"\\x\n", b"{1:2", b"\n  \n ", b"0o9,", b"[]:[]", b"1e999"]
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for n in range(6):
+        file = tmp_path / "images" / "ab"[n % 2] / f"{n}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((9, 12, 3), 40 * n, dtype=np.uint8)).save(file)
+    return tmp_path / "images"
+
+
+def read_all(source: gpuaug.FolderSource | gpuaug.PackedSource | gpuaug.MaterializedSource) -> None:
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
+    with gpuaug.Loader(source, augment=augment, batch_size=4, num_workers=0, prefetch=0, device="cpu") as loader:
+        list(loader)
+
+
+def attack(folder: Path, use: Callable[[], None]) -> None:
+    use()
+    files = sorted(folder.rglob("*.npy"))
+    assert files
+    for file in files:
+        whole = file.read_bytes()
+        start = 10 if whole[6] == 1 else 12
+        for text in HEADERS:
+            for at in (start, start + 1, start + 20):
+                file.write_bytes(whole[:at] + text + whole[at + len(text) :])
+                with suppress(gpuaug.GpuaugError):  # a header may still say the same
+                    use()
+        file.write_bytes(whole[:start] + b"(((" + whole[start + 3 :])
+        with pytest.raises(gpuaug.GpuaugError, match=file.name):
+            use()
+        file.write_bytes(whole)
+    use()
+
+
+def test_packed(images: Path, tmp_path: Path) -> None:
+    pack(gpuaug.FolderSource(images), tmp_path / "out", what=Pack(format="uint8"), num_workers=0)
+    attack(tmp_path / "out", lambda: read_all(gpuaug.PackedSource(tmp_path / "out")))
+
+
+def test_materialized(images: Path, tmp_path: Path) -> None:
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
+    with gpuaug.Loader(gpuaug.FolderSource(images), augment=augment, num_workers=0, prefetch=0, device="cpu") as live:
+        gpuaug.Materialize(live, out=tmp_path / "out").run()
+    attack(tmp_path / "out", lambda: read_all(gpuaug.MaterializedSource(tmp_path / "out")))
+
+
+def test_subset(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "numbers").mkdir()
+    file = tmp_path / "numbers" / "subset.npy"
+    np.save(file, np.array([1, 4]))
+    attack(tmp_path / "numbers", lambda: read_all(gpuaug.FolderSource(images, subset=file)))
