@@ -441,6 +441,11 @@ class Inside:
         return self._loader._numbers(self._loader.epoch)
 
     @property
+    def ranks(self) -> int:
+        """How many ranks share the epoch."""
+        return distributed.rank_and_world(self._loader._rank, self._loader._world_size)[1]
+
+    @property
     def running(self) -> int | None:
         """Batches that wait in the pass under way; None where none is made ahead."""
         background = self._loader._live.running

@@ -748,6 +748,17 @@ def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.Capture
     assert f"`{wrong.partition('=')[0]}` must be" in capsys.readouterr().err
 
 
+def test_labels_that_are_no_classes_are_an_error(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "photos").symlink_to(photos)
+    names = [f"photos/{file.relative_to(photos)}" for file in sorted(photos.rglob("*.jpg"))[:4]]
+    (tmp_path / "table.csv").write_text("path,label\n" + "".join(f"{name},{k + 0.5}\n" for k, name in enumerate(names)))
+    call = ["profile", "source=table", f"source.root={tmp_path}/table.csv", "num_workers=0", "device=cpu", "out=null"]
+    assert main([*call, "model._target_=gpuaug.cli.model.SmallNet", "seconds=0.01"]) == 2
+    assert "`loss=cross_entropy` needs classes" in capsys.readouterr().err
+
+
 def test_no_batch_is_an_error(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["profile", f"source.root={photos}", "batch_size=1000", "last=drop", "num_workers=0", "device=cpu"]
     assert main(call) == 2

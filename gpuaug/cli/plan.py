@@ -13,7 +13,7 @@ from gpuaug.cli.request import Request
 from gpuaug.diagnose import plan
 from gpuaug.diagnose.plan import Machine, Plan
 from gpuaug.errors import ConfigError
-from gpuaug.loader import Loader
+from gpuaug.loader import Inside, Loader
 
 log = logging.getLogger("gpuaug")
 
@@ -139,7 +139,7 @@ def fitted(
         also: what else will be held then, given the sizes of the images.
         rule: arguments that the loader was built with beside the configuration.
     """
-    decoder: Any = loader._stages.decoder
+    decoder: Any = Inside(loader).stages.decoder
     plan.warm(loader)
     changes, line = plan.fit(loader, beside=beside, also=also)
     for count in ("rescued", "truncated"):  # what was looked at beforehand is no part of an epoch

@@ -548,6 +548,11 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
         raise ConfigError("`gpuaug train` needs labels, and a batch has none.")
     views = [view.float() for view in logits]
     if loss == "cross_entropy":
+        if labels.ndim == 1 and labels.is_floating_point():
+            raise ConfigError(
+                "`loss=cross_entropy` needs classes, whole numbers or names. Found: labels like "
+                f"{float(labels[0]):g}, one number for an image, as for a regression."
+            )
         losses = [cross_entropy(view, labels, reduction="none") for view in views]
         truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
         right = (sum(views[1:], views[0]).argmax(dim=1) == truth).float()

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuaug import verdicts
-from gpuaug.verdicts import KEPT, Verdict, folder, version
-
-__all__ = ["CUDA", "FRESH", "TIMEOUT", "examine", "folder", "is_late", "probe", "version"]
+from gpuaug.verdicts import KEPT, Verdict
 
 log = logging.getLogger("gpuaug")
 
