@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from gpuaug import decode, distributed, machine, size
 from gpuaug.augment import fused
 from gpuaug.batch import EncodedBatch
-from gpuaug.diagnose.doctor import folder, version
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.loader import Loader
+from gpuaug.loader import Inside, Loader
 from gpuaug.read import Reader
 from gpuaug.source.cache import RamCache
+from gpuaug.verdicts import folder, version
 
 log = logging.getLogger("gpuaug")
 
@@ -141,7 +141,7 @@ class Settings:
     @staticmethod
     def of(loader: Loader) -> Settings:
         """Those of a loader."""
-        cached = loader._cached
+        cached = Inside(loader).cached
         return Settings(loader.num_workers, loader.prefetch, loader.ahead, None if cached is None else cached.capacity)
 
 
@@ -204,7 +204,7 @@ class Plan:
 
 def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
     """Look at the headers of some samples, evenly spread over the epoch's order; nothing is decoded."""
-    ordered = loader._ordered()
+    ordered = Inside(loader).ordered
     count = min(sample, len(ordered))
     if not count:
         raise ConfigError("there is nothing to plan: the source has no samples.")
@@ -212,15 +212,15 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
     # every k-th in one chunk: each is spread over the epoch, and no more than one is in memory
     chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]
     tasks = [(ordered.indices[c], ordered.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
-    reader, stages = Reader(loader._live.reader.source, num_workers=0), loader._stages
+    reader, stages = Reader(Inside(loader).reader.source, num_workers=0), Inside(loader).stages
     lengths: list[Any] = []
     areas: list[Any] = [np.zeros(0)]
     wholes: list[Any] = [np.zeros(0)]
     views: list[tuple[int, int]] = []
     begin = time.monotonic()
-    for encoded in reader.batches(tasks, numbers=loader._numbers(loader.epoch)):
+    for encoded in reader.batches(tasks, numbers=Inside(loader).numbers):
         length = np.diff(encoded.offsets.numpy())
-        if loader._replay is None:
+        if Inside(loader).replay is None:
             found: Any = stages.decoder.look(encoded)
             good = np.flatnonzero(found.height * found.width > 0)
             length = length[good] if len(good) else length
@@ -232,8 +232,8 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
             break
     reader.close()
     stored = 1
-    if loader._replay is not None:
-        manifest = loader._replay.rows.manifest
+    if (replay := Inside(loader).replay) is not None:
+        manifest = replay.rows.manifest
         views = [tuple(view["size"]) for view in manifest["views"]]
         stored = {"uint8": 1, "float32": 4}.get(manifest["store"], 2)
     size_of, area, whole = np.concatenate(lengths), np.concatenate(areas), np.concatenate(wholes)
@@ -252,11 +252,11 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
 
 def warm(loader: Loader) -> None:
     """Decode and augment one sample: what is imported, compiled and opened for it is held from then on."""
-    ordered, stages = loader._ordered(), loader._stages
+    ordered, stages = Inside(loader).ordered, Inside(loader).stages
     tasks = [(ordered.indices[:1], ordered.repeats[:1], torch.ones(1, dtype=torch.bool))]
-    reader = Reader(loader._live.reader.source, num_workers=0)
+    reader = Reader(Inside(loader).reader.source, num_workers=0)
     try:
-        for encoded in reader.batches(tasks, numbers=loader._numbers(loader.epoch)):
+        for encoded in reader.batches(tasks, numbers=Inside(loader).numbers):
             made = stages.decode(encoded, loader.epoch)
             stages.augment.apply(made.images, made.drawn, dtype=loader.dtype, memory_format=loader.memory_format)
     except (GpuaugError, OSError) as error:
@@ -267,7 +267,7 @@ def warm(loader: Loader) -> None:
 
 def _areas(loader: Loader, encoded: EncodedBatch, found: Any, good: Any) -> tuple[Any, Any, list[tuple[int, int]]]:
     """Bytes of pixels that are decoded for the views of each sample [n], of all its pixels [n], and sizes of views."""
-    stages: Any = loader._stages
+    stages: Any = Inside(loader).stages
     kept = good if len(good) else np.arange(1)  # where nothing can be decoded, a view still has its size
     height, width = found.height[kept].clip(1), found.width[kept].clip(1)
     indices, repeats = encoded.indices.numpy()[kept], encoded.repeats.numpy()[kept]
@@ -302,7 +302,7 @@ def predict(
         worker: bytes of one worker without batches; None: by its start method, see :func:`fresh_worker`.
     """
     s = settings or Settings.of(loader)
-    samples = len(loader._ordered())
+    samples = len(Inside(loader).ordered)
     rows, cuda = min(loader.batch_size, max(1, samples)), loader.device.type == "cuda"
     batches = len(loader)
     encoded = sizes.batch(rows)
@@ -323,7 +323,7 @@ def predict(
     element = ELEMENT[loader.dtype]
     out = rows * views * element
     flight = _flight(loader, s, batches)
-    if loader._replay is None and sizes.decoded:
+    if Inside(loader).replay is None and sizes.decoded:
         if cuda:
             pool = POOL + POOL_BY_VARIATION * min(1.0, sizes.variation)
             text = f"pool ({POOL} + {POOL_BY_VARIATION} x variation {sizes.variation:.2f})"
@@ -336,7 +336,7 @@ def predict(
             add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {size.text(encoded)}")
         else:
             _decoding(loader, sizes, rows=rows, add=add)
-    stored = loader._replay is not None
+    stored = Inside(loader).replay is not None
     if not stored or (len(sizes.views) > 1 and sizes.stored == 1):  # else they are read where they lie
         name = "views, stored" if stored else "views, uint8"
         add(name, where, flight.decoded * rows * views, f"({flight.said}) x {rows} x {views} B ({shapes})")
@@ -376,7 +376,7 @@ class _Flight:
 
 def _flight(loader: Loader, s: Settings, batches: int) -> _Flight:
     """As many as the threads of :mod:`gpuaug.loader` have in hand and between them, when all of them wait."""
-    augment: Any = loader._stages.augment
+    augment: Any = Inside(loader).stages.augment
     if s.prefetch == 0:
         decoded, said, made = 1, "1 in hand", 2
     elif augment.main_thread:
@@ -394,7 +394,7 @@ def _rest(loader: Loader, samples: int, rows: int) -> int:
     """Samples of an epoch's last batch where it is smaller than the others, and larger than what is simply freed."""
     if loader.last != "uneven" or len(loader) < 2 or loader.limit_batches is not None:
         return 0
-    _, ranks = distributed.rank_and_world(loader._rank, loader._world_size)
+    ranks = Inside(loader).ranks
     return -(-samples // ranks) % rows
 
 
@@ -411,7 +411,7 @@ def _reading(
     loader: Loader, sizes: Sizes, s: Settings, *, rows: int, worker: int | None, add: Callable[..., None]
 ) -> None:
     """Workers, and encoded batches wherever they are."""
-    batches, reader = len(loader), loader._live.reader
+    batches, reader = len(loader), Inside(loader).reader
     encoded = sizes.batch(rows)
     groups = _row_groups(loader)
     if s.num_workers:
@@ -463,18 +463,18 @@ def _row_groups(loader: Loader) -> float:
 
 def _decoded(loader: Loader, sizes: Sizes, rows: int) -> float:
     """Bytes of decoded pixels that so many samples have at a time: all, or two chunks of ``decode.max_bytes``."""
-    most = float(getattr(loader._stages.settings, "max_bytes", math.inf))
+    most = float(getattr(Inside(loader).stages.settings, "max_bytes", math.inf))
     whole = rows * sizes.whole
     return rows * sizes.decoded * (1.0 if whole <= most else min(1.0, 2 * most / whole))
 
 
 def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., None]) -> None:
     """Decoding on the CPU: the pixels of a part of a batch, what malloc keeps of earlier ones, and work in hand."""
-    decoder: Any = loader._stages.decoder
+    decoder: Any = Inside(loader).stages.decoder
     threads = decoder.num_threads
     if decoder.backend == "dali":
         parts = decode.parts(rows, rows * sizes.whole, threads)
-        most = float(loader._stages.settings.max_bytes)  # type: ignore[union-attr]
+        most = float(Inside(loader).stages.settings.max_bytes)  # type: ignore[union-attr]
         piece = rows / parts * sizes.decoded * min(1.0, most / max(1.0, rows / parts * sizes.whole))
         text = f"{rows} / {parts} parts x {sizes.decoded:.0f} B"
         add("decoded pixels", "host", piece, text)
@@ -490,10 +490,10 @@ def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., Non
 def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
     """What malloc keeps of what was given back, in each of its threads' heaps."""
     encoded = sizes.batch(rows)
-    lent = s.ahead is None and bool(getattr(loader._live.reader.source, "lends", False))
+    lent = s.ahead is None and bool(getattr(Inside(loader).reader.source, "lends", False))
     if not s.num_workers and not lent and encoded < MAPPED:
         add("kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {size.text(encoded)}, made in this process")
-    threads = int(getattr(loader._stages.decoder, "num_threads", 1))
+    threads = int(getattr(Inside(loader).stages.decoder, "num_threads", 1))
     text = f"{size.text(KEPT)} + {threads} threads that decode x {size.text(KEPT_BY_THREAD)}"
     add("threads, malloc", "host", KEPT + threads * KEPT_BY_THREAD, text)
 
@@ -768,8 +768,9 @@ def _changes(loader: Loader, before: Settings, after: Settings) -> dict[str, Any
         if getattr(before, name) != getattr(after, name):
             changes[name] = getattr(after, name)
     if before.cache != after.cache:
-        assert loader._cached is not None
-        fill = loader._cached.settings.fill
+        cached = Inside(loader).cached
+        assert cached is not None
+        fill = cached.settings.fill
         changes["cache"] = None if after.cache is None else RamCache(max_bytes=after.cache, fill=fill)
     return changes
 
@@ -863,7 +864,7 @@ def measure(loader: Loader, *, seconds: float = 30.0) -> Peak:
     watcher.start()
     filled = 3 * (loader.prefetch + 2) + 2
     wanted = max(filled + 2, LONG)
-    full = loader._cached is not None or loader.ahead is not None
+    full = Inside(loader).cached is not None or loader.ahead is not None
     begin, count = time.perf_counter(), 0
     try:
         while time.perf_counter() - begin < seconds and (count < wanted or (full and loader.epoch == 0)):
@@ -889,8 +890,8 @@ def _settle(loader: Loader, seconds: float) -> None:
     while time.perf_counter() < end and calm < 4:
         time.sleep(0.15)
         now = held_by_all()
-        waiting: Any = getattr(loader._live.running, "_queue", None)
-        full = waiting is None or waiting.full() or calm >= 3
+        waiting = Inside(loader).running
+        full = waiting is None or waiting >= loader.prefetch or calm >= 3
         calm = calm + 1 if now <= 1.01 * last and full else calm + 0.25 if now <= 1.01 * last else 0.0
         last = max(last, now)
 
@@ -899,12 +900,12 @@ def one_worker(loader: Loader) -> int | None:
     """Bytes that one more worker takes on this machine, measured; None where there are none or it cannot be told."""
     if not loader.num_workers or not Path("/proc/self/smaps_rollup").exists():
         return None
-    reader: Any = loader._live.reader
-    tasks = [(i[:2], r[:2], v[:2]) for i, r, v in [next(iter(loader._plan(0)))]] * 8
+    reader: Any = Inside(loader).reader
+    tasks = [(i[:2], r[:2], v[:2]) for i, r, v in [next(Inside(loader).tasks())]] * 8
     before = held_by_all()
     probe = Reader(reader.source, num_workers=1, timeout=reader.timeout, start_method=reader.start_method)
     try:
-        batches = probe.batches(iter(tasks), numbers=loader._numbers(loader.epoch))
+        batches = probe.batches(iter(tasks), numbers=Inside(loader).numbers)
         for _ in range(4):
             next(batches)
         return max(MIB, held_by_all() - before)
