@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pycurl
 import pytest
 
+from gpuaug.errors import ReadError
 from gpuaug.source.curl import Curl, Get, Login, StatusError
 
 BODY = bytes(range(256)) * 300
@@ -214,7 +215,7 @@ def test_errors_are_what_they_say():
         "/hang": (b"", TimeoutError, ""),
         "/much": (b"", OSError, "more than 5"),
         "/flood": (b"", OSError, "more than 5"),
-        "/whole": (b"", StatusError, "no ranges"),
+        "/whole": (b"", ReadError, "no ranges"),
     }
     stop = threading.Event()
 

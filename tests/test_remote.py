@@ -112,15 +112,15 @@ def test_a_folder_over_http_is_the_same(folder):
             FolderSource(f"{url}/nowhere")
 
 
-KINDS = [("s3", 0, "gpuaug"), ("s3", 1, "gpuaug"), ("http", 0, "Python"), ("http", 1, "Python")]
-if "fork" in METHODS:
-    KINDS.append(("s3", "fork", "aiobotocore"))  # without pycurl, as a forked worker inherits
+KINDS = [(kind, workers, "gpuaug") for kind in ("s3", "http") for workers in (0, 1)]
+if "fork" in METHODS:  # without pycurl, as a forked worker inherits
+    KINDS += [("s3", "fork", "aiobotocore"), ("http", "fork", "Python")]
 
 
 @pytest.fixture
 def client(request, monkeypatch):
     """Who reads."""
-    if request.param == "aiobotocore":
+    if request.param != "gpuaug":
         monkeypatch.setitem(sys.modules, "pycurl", None)
     return request.param
 
@@ -226,6 +226,14 @@ def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind, 
         assert list(per.values()) == [2, 2, 2, 1, 1]
 
 
+@pytest.fixture(params=["libcurl", "aiohttp"])
+def either(request, monkeypatch):
+    """Who reads over HTTP in this process."""
+    if request.param == "aiohttp":
+        monkeypatch.setitem(sys.modules, "pycurl", None)
+
+
+@pytest.mark.usefixtures("either")
 def test_a_server_without_end_is_not_read_for_ever(folder, monkeypatch):
     monkeypatch.setattr("gpuaug.source.remote.LARGEST_FILE", 7)
     with files(folder.parent) as port:
@@ -234,12 +242,37 @@ def test_a_server_without_end_is_not_read_for_ever(folder, monkeypatch):
     assert "more than 7 bytes" in str(found)
 
 
+@pytest.mark.usefixtures("either")
 def test_ranges_of_a_server_that_has_none(folder):
     with files(folder.parent, ranges=False) as port:
         (found,) = Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt", 3, 2)])
         assert isinstance(found, ReadError)
         assert "gives no ranges" in str(found)
+        assert "tried" not in str(found)
         assert Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")]) == [b"no image"]
+
+
+@pytest.mark.usefixtures("either")
+def test_redirections_and_headers(folder):
+    """As a hub sends those who may read to where its files are."""
+    seen = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers.get("X-Token"), self.headers.get("Range")))
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{port}/train{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with files(folder.parent) as port, serving(Hub) as hub:
+        storage = Storage(Remote(options={"headers": {"X-Token": "word"}}))
+        place = f"http://127.0.0.1:{hub}/ant/notes.txt"
+        assert storage.read([Range(place), Range(place, 3, 2)]) == [b"no image", b"im"]
+        assert set(seen) == {("/ant/notes.txt", "word", None), ("/ant/notes.txt", "word", "bytes=3-4")}
 
 
 @pytest.mark.parametrize("method", METHODS)

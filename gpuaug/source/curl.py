@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gpuaug.errors import ReadError
+
 log = logging.getLogger("gpuaug")
 
 ATTENTIVE = 0.2  # seconds between two looks at all connections, whatever the system says of them
@@ -78,7 +80,7 @@ class Curl:
         """Body of each, or why there is none; ``then`` are begun when connections are free, for the next call.
 
         A range may be shorter where the file ends. The reason is a FileNotFoundError, PermissionError, TimeoutError,
-        StatusError, or an OSError of the size.
+        ReadError, StatusError, or an OSError of the size.
         """
         with self._lock:
             try:
@@ -158,7 +160,7 @@ class Curl:
         present = time.monotonic()
         for get in [get for get, transfer in self._busy.items() if get in wanted and present >= transfer.deadline]:
             ended = True
-            self._end(self._busy[get], TimeoutError(errno.ETIMEDOUT, "no answer in time", get.url), wanted)
+            self._end(self._busy[get], TimeoutError(errno.ETIMEDOUT, "no answer in time", _shown(get.url)), wanted)
         return ended
 
     def _end(self, transfer: _Transfer, found: bytes | Exception, wanted: Mapping[Get, Any]) -> None:
@@ -219,16 +221,22 @@ class _Transfer:
         status, body = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body)
         self._body = []
         if status in (404, 410):
-            return FileNotFoundError(errno.ENOENT, "no such object", get.url)
+            return FileNotFoundError(errno.ENOENT, "no such object", _shown(get.url))
         if status >= 300:
             words = b": ".join(a or b for a, b in _SAID.findall(body[:65536])).decode(errors="replace")
             said = " ".join(f"HTTP status {status} {words}".split())[:300]
-            return PermissionError(errno.EACCES, said, get.url) if status in (401, 403) else StatusError(said, status)
+            return (
+                PermissionError(errno.EACCES, said, _shown(get.url))
+                if status in (401, 403)
+                else StatusError(said, status)
+            )
         part = get.size is not None or get.begin > 0
         if part and status == 200:
-            return StatusError("the server gives no ranges of objects", 200)
+            return ReadError(f"the server of {_shown(get.url)!r} gives no ranges of files. Use one that does.")
         if code == c.E_FILESIZE_EXCEEDED:
-            return OSError(errno.EFBIG, f"more than {get.most if get.size is None else get.size} bytes", get.url)
+            return OSError(
+                errno.EFBIG, f"more than {get.most if get.size is None else get.size} bytes", _shown(get.url)
+            )
         if code:
             return StatusError(f"{said or 'the connection was lost'} ({code})", 0)
         if part:
@@ -236,3 +244,8 @@ class _Transfer:
             if status != 206 or at is None or int(at[1]) != get.begin:
                 return StatusError(f"HTTP status {status} with another range than asked for", 0)
         return body
+
+
+def _shown(url: str) -> str:
+    """Without passwords: those before the host, and those of signed URLs."""
+    return re.sub(r"^(\w+://)[^/@]*@", r"\1", url).partition("?")[0]

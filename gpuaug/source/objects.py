@@ -1,4 +1,4 @@
-"""Objects of S3 and of Google Cloud Storage, read by libcurl (:mod:`gpuaug.source.curl`).
+"""Objects of S3, of Google Cloud Storage and of web servers, read by libcurl (:mod:`gpuaug.source.curl`).
 
 Where they are and as whom to ask stays with the file system of fsspec, which also lists, and reads what is told it in
 options that libcurl does not have.
@@ -36,25 +36,35 @@ AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
 class Objects:
-    """The objects of one bucket.
+    """The objects of one bucket, or of one server.
 
     Args:
         curl: asks for them.
-        url: of a quoted key.
-        safe: what is not quoted of a key.
+        url: what to ask for, of a place; None for one that HTTP clients take for another.
     """
 
-    def __init__(self, curl: Curl, url: Callable[[str], str], *, safe: str) -> None:
-        self.curl, self._url, self._safe = curl, url, safe
+    def __init__(self, curl: Curl, url: Callable[[str], str | None]) -> None:
+        self.curl, self._url = curl, url
 
-    def get(self, key: str, begin: int, size: int | None, *, most: int, seconds: float) -> Get | None:
-        """What to ask for; None for a key that HTTP clients take for another one."""
-        if not key or key.startswith("/") or not {"", ".", ".."}.isdisjoint(key.split("/")):
+    def get(self, place: str, begin: int, size: int | None, *, most: int, seconds: float) -> Get | None:
+        """What to ask for; None for a place that HTTP clients take for another one."""
+        url = self._url(place)
+        return None if url is None else Get(url, begin, size, most, seconds)
+
+
+def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
+    """URL of the key in a place, between what stands before it and behind it."""
+
+    def url(place: str) -> str | None:
+        key = place.split("://", 1)[1].partition("/")[2]
+        if not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
             return None
         try:
-            return Get(self._url(quote(key, safe=self._safe)), begin, size, most, seconds)
+            return root + quote(key, safe=safe) + end
         except UnicodeEncodeError:
             return None
+
+    return url
 
 
 def opened(system: Any, place: str, *, connections: int) -> Objects | None:
@@ -63,7 +73,7 @@ def opened(system: Any, place: str, *, connections: int) -> Objects | None:
     That is: for other stores, for options that libcurl does not have, and without pycurl.
     """
     scheme, rest = place.split("://", 1)
-    make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs}.get(scheme)
+    make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
     if make is None:
         return None
     try:
@@ -151,7 +161,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
 
         options[pycurl.AWS_SIGV4] = f"aws:amz:{region}:s3"
         curl = Curl(connections=connections, login=_Kept(ask), options=options)
-    return Objects(curl, lambda key: f"{root}/{key}", safe="/~")
+    return Objects(curl, _of_key(f"{root}/", safe="/~"))
 
 
 def _trust(verify: Any) -> dict[int, Any]:
@@ -198,4 +208,21 @@ def _gcs(system: Any, bucket: str, connections: int) -> Objects:
 
     root = f"{system._location.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
     curl = Curl(connections=connections, login=_Kept(ask), options=options)
-    return Objects(curl, lambda key: f"{root}{key}?alt=media", safe="")
+    return Objects(curl, _of_key(root, safe="", end="?alt=media"))
+
+
+def _http(system: Any, server: str, connections: int) -> Objects:
+    """As fsspec asks a web server; redirections are followed, as a hub's to where its files are."""
+    import certifi
+    import pycurl
+
+    _check(system.client_kwargs, set())
+    _check(system.kwargs, UNUSED | {"headers"})
+    login = Login(tuple(f"{name}: {value}" for name, value in (system.kwargs.get("headers") or {}).items()))
+    options = {
+        pycurl.CAINFO: os.environ.get("SSL_CERT_FILE") or certifi.where(),
+        pycurl.FOLLOWLOCATION: 1,
+        pycurl.MAXREDIRS: 5,
+    }
+    curl = Curl(connections=connections, login=lambda: login, options=options)
+    return Objects(curl, lambda place: str(system.encode_url(place)))

@@ -694,8 +694,7 @@ def _fitting(item: bytes | Exception, part: Range | None) -> bytes | Exception:
 
 def _get(reader: objects.Objects, part: Range | None, remote: Remote) -> Get | None:
     assert part is not None
-    key = part.place.split("://", 1)[1].partition("/")[2]
-    return reader.get(key, part.begin, part.size, most=part.most, seconds=_seconds(part.size or 0, remote))
+    return reader.get(part.place, part.begin, part.size, most=part.most, seconds=_seconds(part.size or 0, remote))
 
 
 async def _http(system: Any, part: Range) -> bytes:
