@@ -132,7 +132,7 @@ class Replay:
         return positions[at], values[at] == wanted
 
     def _sorted(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        ordered = orders.Ordered(torch.from_numpy(np.array(self.rows.order(slot))))
+        ordered = orders.Ordered(torch.from_numpy(self.rows.checked_order(slot)))
         values = _value(ordered.indices.numpy(), ordered.repeats.numpy())
         positions = np.argsort(values, kind="stable")
         return values[positions], positions

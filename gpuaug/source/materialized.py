@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import adapt
-from gpuaug.source.index import NO_ARRAY, Names, share
+from gpuaug.source.index import NO_ARRAY, Names, outside, share
 from gpuaug.source.listed import Subset, active
 
 log = logging.getLogger("gpuaug")
@@ -77,6 +77,10 @@ class MaterializedSource:
         self.class_to_idx: dict[str, int] | None = self.manifest["class_to_idx"]
         self.num_classes: int | None = self.manifest["num_classes"]
         self._stored, self.labels = self._numbers("indices"), self._numbers("labels")  # numbers; None: 0 .. samples - 1
+        if self._stored is not None:
+            numbers = self._stored.numpy()
+            if not len(numbers) or numbers[0] < 0 or (np.diff(numbers) <= 0).any():
+                raise _damaged(os.path.join(self.root, "indices.npy"), "its numbers are not ascending")
         self._names = self._keys()
         if original is not None and (found := adapt(original).digest()) != self.digest():
             raise SourceError(
@@ -186,6 +190,20 @@ class Rows:
         found = _loaded(file, dtype=np.int64)
         if len(found) != self.manifest["rows"][slot]:
             raise _damaged(file, f"{len(found)} numbers")
+        return found
+
+    def checked_order(self, slot: int) -> NDArray[np.int64]:
+        """As :meth:`order`, in memory, every number looked at.
+
+        Raises:
+            SourceError: if one is no number of a sample.
+        """
+        found = np.array(self.order(slot))
+        indices = Path(self.root, "indices.npy")
+        last = int(_loaded(indices, dtype=np.int64)[-1]) if indices.exists() else self.manifest["samples"] - 1
+        if beyond := outside(found, last + 1):
+            file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
+            raise _damaged(file, f"samples have the numbers 0 .. {last}, and it holds {beyond}")
         return found
 
     @cached_property
