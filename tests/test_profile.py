@@ -25,6 +25,7 @@ from PIL import Image
 
 import gpuaug
 from gpuaug import machine
+from gpuaug.augment import fused
 from gpuaug.batch import Batch
 from gpuaug.cli import main
 from gpuaug.diagnose import bottleneck, profiling
@@ -688,6 +689,7 @@ def test_reading_without_workers_is_not_blamed_on_them() -> None:
 def test_what_is_tried_on_a_recipe_is_not_logged_again(
     photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    fused.say.cache_clear()
     op = "+augment.ops.bend={_target_: kornia.augmentation.RandomThinPlateSpline}"
     words = [o for o in BASE if o != "~source"]
     config = gpuaug.compose("train", [*words, f"source.root={photos}", "num_workers=0", op])

@@ -193,7 +193,7 @@ def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
     for number, op in enumerate(ops):
         lowered = lowered_slots(op)
         if isinstance(lowered, str):
-            logger.info("`%s` (%s) runs through Kornia: %s", op.name, type(op.op).__name__, lowered)
+            say(op.name, type(op.op).__name__, lowered)
             if numbers:
                 close()
             parts.append(_Part((number,), None))
@@ -202,6 +202,12 @@ def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
             slots.append(lowered)
     close()
     return parts
+
+
+@lru_cache(maxsize=1024)
+def say(name: str, kind: str, why: str) -> None:
+    """Once, however many views and loaders have it."""
+    logger.info("`%s` (%s) runs through Kornia: %s", name, kind, why)
 
 
 def _fields(

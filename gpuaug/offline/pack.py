@@ -50,6 +50,7 @@ from gpuaug.offline import on_ray
 from gpuaug.parent import end_with_it
 from gpuaug.read import Reader
 from gpuaug.source import Source, adapt
+from gpuaug.source.index import NO_ARRAY
 from gpuaug.source.packed import ENDINGS, FULL, KIND, MANIFEST, VERSION, Size, checksum, parse_manifest, shard_name
 
 log = logging.getLogger("gpuaug")
@@ -849,7 +850,7 @@ def _damaged_samples(place: Path, name: str, manifest: dict[str, Any]) -> str:
                 file.seek(offsets[i])
                 if zlib.crc32(file.read(lengths[i])) != checksums[i]:
                     bad.append(os.fsdecode(blob[keys[i] : keys[i + 1]]))
-    except (OSError, ValueError, IndexError):
+    except (*NO_ARRAY, IndexError):
         return ""
     listed = ", ".join(map(repr, bad[:5])) + (", …" if len(bad) > 5 else "")
     return f"; {len(bad)} damaged samples: {listed}" if bad else "; no sample's own bytes are damaged"
