@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gpuaug
 from gpuaug import compiled, recycled
-from gpuaug.augment import batched, native
+from gpuaug.augment import batched, fused, native
 from gpuaug.augment.fused import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Chosen
