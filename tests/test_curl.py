@@ -155,6 +155,29 @@ def test_nobody_listening_is_no_reason_to_give_up():
         assert len(heads) == 2
 
 
+def test_what_nobody_wants_any_more_holds_no_connection_for_ever():
+    stop = threading.Event()
+
+    def answer(head, send, number):
+        if "GET /hang" in head:
+            stop.wait(60)
+            return False
+        return plain(head, send)
+
+    with server(answer) as (port, _):
+        curl = asking(connections=3)
+        assert curl.read([get(port)], [get(port, f"/hang{i}", seconds=1.0) for i in range(3)]) == [BODY]
+        assert curl.read([get(port, f"/{i}", seconds=30.0) for i in range(9)]) == [BODY] * 9
+        stop.set()
+
+
+def test_no_url():
+    with server(plain) as (port, _):
+        odd, good = asking().read([get(port, "/ä"), get(port, "/a")])
+        assert isinstance(odd, OSError)
+        assert good == BODY
+
+
 def test_a_server_that_closes_idle_connections_costs_no_try():
     def once(head, send, number):
         plain(head, send)

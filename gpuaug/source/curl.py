@@ -138,7 +138,12 @@ class Curl:
                 self._done[get] = StatusError(f"no credentials: {error}", 0)
                 continue
             transfer = self._free.pop() if self._free else self._new()
-            transfer.ask(get, login)
+            try:
+                transfer.ask(get, login)
+            except UnicodeEncodeError:
+                self._done[get] = OSError(errno.EINVAL, "no URL that can be asked for", _shown(get.url))
+                self._free.append(transfer)
+                continue
             self._busy[get] = transfer
             self._multi.add_handle(transfer.easy)
         return begun
@@ -158,7 +163,7 @@ class Curl:
                 ended = True
                 self._end(easy.transfer, easy.transfer.found(code, said), wanted)
         present = time.monotonic()
-        for get in [get for get, transfer in self._busy.items() if get in wanted and present >= transfer.deadline]:
+        for get in [get for get, transfer in self._busy.items() if present >= transfer.deadline]:
             ended = True
             self._end(self._busy[get], TimeoutError(errno.ETIMEDOUT, "no answer in time", _shown(get.url)), wanted)
         return ended
@@ -219,7 +224,7 @@ class _Transfer:
         """What the end of the transfer means."""
         c, get = self._curl, self.get
         status, body = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body)
-        self._body = []
+        self._body.clear()  # libcurl keeps the list until the next request
         if status in (404, 410):
             return FileNotFoundError(errno.ENOENT, "no such object", _shown(get.url))
         if status >= 300:

@@ -218,11 +218,19 @@ def _http(system: Any, server: str, connections: int) -> Objects:
 
     _check(system.client_kwargs, set())
     _check(system.kwargs, UNUSED | {"headers"})
-    login = Login(tuple(f"{name}: {value}" for name, value in (system.kwargs.get("headers") or {}).items()))
+    lines = {"Accept-Encoding": "identity", **(system.kwargs.get("headers") or {})}
+    login = Login(tuple(f"{name}: {value}" for name, value in lines.items()))
     options = {
         pycurl.CAINFO: os.environ.get("SSL_CERT_FILE") or certifi.where(),
         pycurl.FOLLOWLOCATION: 1,
         pycurl.MAXREDIRS: 5,
     }
     curl = Curl(connections=connections, login=lambda: login, options=options)
-    return Objects(curl, lambda place: str(system.encode_url(place)))
+
+    def url(place: str) -> str | None:
+        try:
+            return str(system.encode_url(place))
+        except UnicodeEncodeError:
+            return None
+
+    return Objects(curl, url)
