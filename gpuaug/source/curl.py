@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from gpuaug.errors import ReadError
@@ -20,9 +21,11 @@ from gpuaug.errors import ReadError
 log = logging.getLogger("gpuaug")
 
 ATTENTIVE = 0.2  # seconds between two looks at all connections, whatever the system says of them
+PAUSE = 0.005  # seconds
 AT_ONCE = 1 << 19  # bytes that are taken from a connection at once, the most that libcurl allows
 
-_RANGE = re.compile(rb"\r\ncontent-range:[ \t]*bytes[ \t]+(\d+)-", re.IGNORECASE)
+_CODED = re.compile(rb"\ncontent-encoding:[ \t]*(?!identity)(\w+)", re.IGNORECASE)
+_RANGE = re.compile(rb"\ncontent-range:[ \t]*bytes[ \t]+(\d+)-", re.IGNORECASE)
 _SAID = re.compile(rb'<(?:Code|Message)>([^<]*)<|"message":\s*"([^"]*)"')
 
 
@@ -61,16 +64,23 @@ class Curl:
         connections: bound of them, and so of requests under way.
         login: what is valid now; asked before every request.
         options: of libcurl, by pycurl's numbers.
+        coded: whether an answer may be what its ``Content-Encoding`` says, as of S3, or has to be the file itself.
 
     Raises:
         ImportError: without pycurl.
     """
 
     def __init__(
-        self, *, connections: int, login: Callable[[], Login] = Login, options: Mapping[int, Any] | None = None
+        self,
+        *,
+        connections: int,
+        login: Callable[[], Login] = Login,
+        options: Mapping[int, Any] | None = None,
+        coded: bool = True,
     ) -> None:
         import pycurl
 
+        self._coded = coded
         self._connections, self._login, self._options = connections, login, dict(options or {})
         self._lock = threading.Lock()
         self._curl = pycurl
@@ -91,15 +101,18 @@ class Curl:
 
     def close(self) -> None:
         """Close all connections; a later read opens new ones."""
-        for transfer in self._busy.values():
-            self._multi.remove_handle(transfer.easy)
-        self._multi.close()
-        self._reset()
+        try:
+            for transfer in self._busy.values():
+                with suppress(self._curl.error):  # it may not have got so far when an interrupt came
+                    self._multi.remove_handle(transfer.easy)
+            self._multi.close()
+        finally:
+            self._reset()
 
     def _reset(self) -> None:
         c = self._curl
         self._multi = c.CurlMulti()
-        self._multi.setopt(c.M_MAXCONNECTS, self._connections)
+        self._multi.setopt(c.M_MAXCONNECTS, 2 * self._connections)  # also those to where redirections lead
         self._free: list[_Transfer] = []
         self._made = 0
         self._busy: dict[Get, _Transfer] = {}
@@ -110,7 +123,8 @@ class Curl:
         self._done = {get: found for get, found in self._done.items() if get in wanted}
         begun = time.monotonic()
         for get, transfer in self._busy.items():
-            transfer.deadline = begun + get.seconds  # nobody listened until now
+            if get in wanted:  # nobody listened until now
+                transfer.deadline = begun + get.seconds
         todo = deque(get for get in wanted if get not in self._busy and get not in self._done)
         missing = set(now)
         while True:
@@ -135,12 +149,12 @@ class Curl:
             try:
                 login = self._login()
             except Exception as error:  # whatever a source of credentials raises
-                self._done[get] = StatusError(f"no credentials: {error}", 0)
+                self._done[get] = StatusError(f"no credentials: {error!r}", 0)
                 continue
             transfer = self._free.pop() if self._free else self._new()
             try:
                 transfer.ask(get, login)
-            except UnicodeEncodeError:
+            except (UnicodeEncodeError, self._curl.error):
                 self._done[get] = OSError(errno.EINVAL, "no URL that can be asked for", _shown(get.url))
                 self._free.append(transfer)
                 continue
@@ -150,7 +164,7 @@ class Curl:
 
     def _new(self) -> _Transfer:
         self._made += 1
-        return _Transfer(self._curl, self._options)
+        return _Transfer(self._curl, self._options, self._coded)
 
     def _advance(self, wanted: Mapping[Get, Any]) -> bool:
         """Send and receive what can be without waiting; whether any request came to its end."""
@@ -173,19 +187,23 @@ class Curl:
         get = transfer.get
         del self._busy[get]
         self._free.append(transfer)
+        transfer.forget()
         if get in wanted:
             self._done[get] = found
 
     def _wait(self) -> None:
         until = min(transfer.deadline for transfer in self._busy.values())
-        self._multi.select(max(0.0, min(ATTENTIVE, until - time.monotonic())))
+        if self._multi.select(max(0.0, min(ATTENTIVE, until - time.monotonic()))) <= 0:
+            time.sleep(
+                PAUSE
+            )  # it returns at once where it sees no connection: names are looked up, or are files > 1023
 
 
 class _Transfer:
     """One request under way."""
 
-    def __init__(self, c: Any, options: Mapping[int, Any]) -> None:
-        self._curl = c
+    def __init__(self, c: Any, options: Mapping[int, Any], coded: bool) -> None:
+        self._curl, self._coded = c, coded
         self.easy = easy = c.Curl()
         easy.transfer = self
         easy.setopt(c.NOSIGNAL, 1)
@@ -214,7 +232,10 @@ class _Transfer:
         else:
             easy.setopt(c.RANGE, f"{get.begin}-" + ("" if get.size is None else str(get.begin + get.size - 1)))
         if login != self._as:
-            easy.setopt(c.HTTPHEADER, list(login.lines))
+            for name in (c.HTTPHEADER, c.USERNAME, c.PASSWORD):
+                easy.unsetopt(name)
+            if login.lines:
+                easy.setopt(c.HTTPHEADER, list(login.lines))
             if login.user is not None:
                 easy.setopt(c.USERNAME, login.user)
                 easy.setopt(c.PASSWORD, login.password)
@@ -223,8 +244,7 @@ class _Transfer:
     def found(self, code: int, said: str) -> bytes | Exception:
         """What the end of the transfer means."""
         c, get = self._curl, self.get
-        status, body = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body)
-        self._body.clear()  # libcurl keeps the list until the next request
+        status, body, head = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body), b"".join(self._head)
         if status in (404, 410):
             return FileNotFoundError(errno.ENOENT, "no such object", _shown(get.url))
         if status >= 300:
@@ -245,10 +265,20 @@ class _Transfer:
         if code:
             return StatusError(f"{said or 'the connection was lost'} ({code})", 0)
         if part:
-            at = _RANGE.search(b"".join(self._head))
+            at = _RANGE.search(head)
             if status != 206 or at is None or int(at[1]) != get.begin:
                 return StatusError(f"HTTP status {status} with another range than asked for", 0)
+        if not self._coded and (how := _CODED.search(head)):
+            said = how[1].decode(errors="replace")
+            return ReadError(
+                f"{_shown(get.url)!r} comes as {said}, and not as it is. Serve it without Content-Encoding."
+            )
         return body
+
+    def forget(self) -> None:
+        """Drop what has come; libcurl keeps the lists until the next request."""
+        self._head.clear()
+        self._body.clear()
 
 
 def _shown(url: str) -> str:

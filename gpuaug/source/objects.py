@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,9 @@ S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
 S3_CLIENT |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 S3_CONFIG = {"max_pool_connections", "retries", "s3"}
 GCS = UNUSED | {"project", "access", "token", "endpoint_url", "consistency", "timeout"}
+LIBCURL = 0x080400  # its first version that bounds what is sent without a stated length
+FAILED = 5.0  # seconds until a login that failed is tried again
+SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # buckets with protocols of their own
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
@@ -77,9 +81,12 @@ def opened(system: Any, place: str, *, connections: int) -> Objects | None:
     if make is None:
         return None
     try:
-        import pycurl  # noqa: F401
+        import pycurl
     except ImportError:
         log.info("source: %s:// is read by %s; `pip install pycurl` reads faster", scheme, type(system).__name__)
+        return None
+    if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
+        log.info("source: %s:// is read by %s, as libcurl is older than 8.4", scheme, type(system).__name__)
         return None
     bucket = rest.split("/", 1)[0]
     try:
@@ -103,15 +110,21 @@ class _Kept:
     def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
         self._ask, self._lock = ask, threading.Lock()
         self._until = 0.0
-        self()  # what is wrong with it is said here, and by botocore or google.auth
+        self._login: Login | Exception = Login()
 
     def __call__(self) -> Login:
         with self._lock:
-            now = time.time()
-            if now >= self._until:
-                self._login, end = self._ask()
+            if time.time() >= self._until:
+                try:
+                    self._login, end = self._ask()
+                except Exception as error:  # whatever botocore's and google.auth's sources raise
+                    self._login, self._until = error, time.time() + FAILED
+                    raise
                 # one that is about to end is asked for every second
+                now = time.time()
                 self._until = now + KEPT if end is None else min(now + KEPT, max(now + 1, end.timestamp() - EXPIRING))
+            if isinstance(self._login, Exception):
+                raise self._login
             return self._login
 
 
@@ -124,8 +137,8 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     """As s3fs and botocore find it: options, fsspec's configuration, environment, AWS's files, roles."""
     import pycurl
 
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket):
-        raise _UnfitError("access points")
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
+        raise _UnfitError("access points and directory buckets")
     _check(system.storage_options, S3)
     _check(system.client_kwargs, S3_CLIENT)
     _check(system.config_kwargs, S3_CONFIG)
@@ -142,9 +155,12 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
         endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
     elif "amazonaws.com" in endpoint:
         raise _UnfitError(f"endpoint {endpoint}")
-    root = endpoint.replace("://", f"://{bucket}.", 1) if style == "virtual" else f"{endpoint}/{bucket}"
+    # as botocore: no certificate fits a bucket with dots, and an address has no names below it
+    virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
+    root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
-    options = _trust(system.client_kwargs.get("verify"))
+    verify = system.client_kwargs.get("verify")
+    options = _trust(system.session.get_config_variable("ca_bundle") if verify is None else verify)
     if system.anon:
         curl = Curl(connections=connections, login=lambda: Login(lines), options=options)
     else:
@@ -171,8 +187,23 @@ def _trust(verify: Any) -> dict[int, Any]:
 
     if verify is False:
         return {pycurl.SSL_VERIFYPEER: 0, pycurl.SSL_VERIFYHOST: 0}
-    given = verify if isinstance(verify, str) else os.environ.get("AWS_CA_BUNDLE")
-    return {pycurl.CAINFO: given or get_cert_path(True)}
+    return {pycurl.CAINFO: verify if isinstance(verify, str) else get_cert_path(True)}
+
+
+def _system_trust() -> dict[int, Any]:
+    """Whom OpenSSL trusts on this system; pycurl's own has other places."""
+    import pycurl
+
+    known = ssl.get_default_verify_paths()
+    if known.cafile is not None:
+        return {pycurl.CAINFO: known.cafile}
+    if known.capath is not None and os.listdir(known.capath):
+        return {pycurl.CAPATH: known.capath}
+    try:
+        import certifi
+    except ImportError:
+        return {}
+    return {pycurl.CAINFO: certifi.where()}
 
 
 def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
@@ -183,20 +214,17 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
         answer = wait(client.head_bucket(Bucket=bucket))
     except ClientError as error:
         answer = error.response
-    except (BotoCoreError, TimeoutError):
-        return None
+    except (BotoCoreError, TimeoutError) as error:
+        raise _UnfitError(f"region of the bucket ({error!r})") from error
     return answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
 
 
 def _gcs(system: Any, bucket: str, connections: int) -> Objects:
     """As gcsfs and google.auth find it: options, fsspec's configuration, environment, Google's files."""
-    import certifi
-    import pycurl
     from google.auth.credentials import AnonymousCredentials
 
     _check(system.storage_options, GCS)
     known = system.credentials
-    options = {pycurl.CAINFO: os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where()}
 
     def ask() -> tuple[Login, datetime | None]:
         if known.credentials is None or isinstance(known.credentials, AnonymousCredentials):
@@ -204,33 +232,31 @@ def _gcs(system: Any, bucket: str, connections: int) -> Objects:
         known.maybe_refresh()
         until = known.credentials.expiry
         end = None if until is None else until.replace(tzinfo=UTC)
-        return Login((f"Authorization: Bearer {known.credentials.token}",)), end
+        lines: dict[str, str] = {}
+        known.apply(lines)
+        return Login(tuple(f"{name}: {value}" for name, value in lines.items())), end
 
     root = f"{system._location.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
-    curl = Curl(connections=connections, login=_Kept(ask), options=options)
+    curl = Curl(connections=connections, login=_Kept(ask), options=_system_trust())
     return Objects(curl, _of_key(root, safe="", end="?alt=media"))
 
 
 def _http(system: Any, server: str, connections: int) -> Objects:
     """As fsspec asks a web server; redirections are followed, as a hub's to where its files are."""
-    import certifi
     import pycurl
+    from fsspec.implementations.http import get_client
 
-    _check(system.client_kwargs, set())
-    _check(system.kwargs, UNUSED | {"headers"})
-    lines = {"Accept-Encoding": "identity", **(system.kwargs.get("headers") or {})}
-    login = Login(tuple(f"{name}: {value}" for name, value in lines.items()))
-    options = {
-        pycurl.CAINFO: os.environ.get("SSL_CERT_FILE") or certifi.where(),
-        pycurl.FOLLOWLOCATION: 1,
-        pycurl.MAXREDIRS: 5,
-    }
-    curl = Curl(connections=connections, login=lambda: login, options=options)
+    if system.client_kwargs or system.get_client is not get_client or set(system.kwargs) - UNUSED - {"headers"}:
+        raise _UnfitError("options of aiohttp")
+    lines = {k: v for k, v in (system.kwargs.get("headers") or {}).items() if k.lower() != "accept-encoding"}
+    login = Login(("Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())))
+    options = {**_system_trust(), pycurl.FOLLOWLOCATION: 1, pycurl.MAXREDIRS: 5}
+    curl = Curl(connections=connections, login=lambda: login, options=options, coded=False)
 
     def url(place: str) -> str | None:
         try:
             return str(system.encode_url(place))
-        except UnicodeEncodeError:
+        except ValueError:
             return None
 
     return Objects(curl, url)

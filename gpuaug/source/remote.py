@@ -302,7 +302,6 @@ class Storage:
         self._threads: ThreadPoolExecutor | None = None
         self._next = []
         self._then: dict[int, list[Range]] = {}  # expected, by who asks for it
-        self._gets: dict[Range, Get | None] = {}  # the same as it asks for them
         self._disk = None
         if self.remote.cache is not None:
             self._disk = Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
@@ -377,10 +376,9 @@ class Storage:
 
     def _by_curl(self, reader: objects.Objects, calls: list[_Call]) -> list[Any]:
         """Reads of objects, with what is expected behind them; of odd keys through the file system."""
-        remote, known = self.remote, self._gets  # of what was expected
-        self._gets = {part: _get(reader, part, remote) for part in self._then.pop(id(reader), [])}
-        gets = [known.get(call.part) or _get(reader, call.part, remote) for call in calls]  # type: ignore[arg-type]
-        then = [get for get in self._gets.values() if get]
+        remote = self.remote
+        gets = [_get(reader, call.part, remote) for call in calls]
+        then = [get for part in self._then.pop(id(reader), []) if (get := _get(reader, part, remote))]
         items: list[Any] = [None] * len(calls)
         rows = [row for row, get in enumerate(gets) if get is not None]
         for attempt in range(remote.tries):
@@ -410,8 +408,9 @@ class Storage:
         """What is expected behind what is read now, so that the line is never idle between batches."""
         expected, self._next = self._next, []
         self._then = {}
+        reading = set(now)
         for part in dict.fromkeys(expected):
-            if part in now or part.size == 0 or (self._disk is not None and self._disk.has(_name(part))):
+            if part in reading or part.size == 0 or (self._disk is not None and self._disk.has(_name(part))):
                 continue
             reader = self._reader(part.place)
             if isinstance(reader, objects.Objects):
