@@ -296,3 +296,22 @@ def test_logging_is_as_before_afterwards(folder: Path, tmp_path: Path) -> None:
     before = log.level, log.propagate, list(log.handlers)
     main(["preview", f"source.root={folder}", f"out={tmp_path}/p.png", "samples=1", "draws=1"])
     assert (log.level, log.propagate, list(log.handlers)) == before
+
+
+@pytest.mark.parametrize("command", ["--help", "train --help", "doctor"])
+def test_a_reader_that_has_had_enough_is_no_error(command: str) -> None:
+    """As `gpuaug train --help | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpuaug.cli", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+    assert process.wait(300) in (0, 2, 141)

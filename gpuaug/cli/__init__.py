@@ -11,6 +11,7 @@ import difflib
 import importlib
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,30 @@ Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.cli train source.root=DIR
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives back the exit status: 0, 2 for what the user can mend, 143 after SIGTERM."""
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _unread():  # a worker's
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers goes there
+        return 141
+    return status
+
+
+def _unread() -> bool:
+    """Whether whoever read what is printed has had enough, as `head` has."""
+    if not hasattr(select, "poll"):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except (OSError, ValueError):
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
     if not given.words:
