@@ -806,7 +806,7 @@ def _threads() -> int:
     cpus = machine.usable_cpus()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(8, cpus // max(ranks, 1)))
-    log.info("decode with num_threads=%d: %d CPUs, %d ranks on this machine", count, cpus, ranks)
+    log.info("decode with num_threads=%d (CPUs: %d, ranks on this machine: %d)", count, cpus, ranks)
     return count
 
 

@@ -976,5 +976,5 @@ def _workers(source: Any) -> int:
     cores = machine.usable_cpus()
     # workers only read bytes: one keeps several decoding threads busy
     workers = max(1, min(4, cores // (2 * distributed.local_world_size())))
-    log.info("num_workers %d: %d cores for %d processes", workers, cores, distributed.local_world_size())
+    log.info("num_workers %d (CPUs: %d, ranks on this machine: %d)", workers, cores, distributed.local_world_size())
     return workers
