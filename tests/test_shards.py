@@ -396,6 +396,75 @@ def test_any_damage_is_an_error_or_none(tmp_path_factory, data):
         pass
 
 
+def header(kind, size, name=b"x"):
+    """A header with a checksum that fits; ``size`` as its 12 bytes say it."""
+    head = bytearray(512)
+    head[: len(name)], head[124:136], head[156:157], head[257:265] = name, size, kind, b"ustar\x0000"
+    head[148:156] = b"%06o\0 " % (sum(head) + 8 * 32)
+    return bytes(head)
+
+
+def steps(data, most):
+    """Members of these bytes, or why there are none, and how many reads it took; more than ``most`` is an error."""
+    reads = 0
+
+    def read(at, size):
+        nonlocal reads
+        reads += 1
+        assert reads <= most, "the reader does not end"
+        assert at >= 0 <= size
+        return data[at : at + size]
+
+    try:
+        return list(members(read, len(data), place="x")), reads
+    except SourceError as error:
+        return error, reads
+
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, -1, 511, 512, -512, -1024, 65536, 65537, 1 << 62, -(1 << 62), (1 << 88) - 1, -(1 << 95)]),
+    st.integers(-4096, 4096),
+)
+
+
+def octal_or_binary(number, binary):
+    return number.to_bytes(12, "big", signed=True) if binary or abs(number) >= 8**10 else b"%011o\0" % number
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                lambda kind, number, binary, text: (
+                    header(kind, octal_or_binary(number, binary)) + text.ljust(512, b"\0")
+                ),
+                st.sampled_from([b"L", b"K", b"x", b"g", b"0", b"5", b"S", b"\0", b"Z"]),
+                NUMBERS,
+                st.booleans(),
+                st.sampled_from([b"", b"13 size=-512\n", b"12 size=512\n", b"-9 a=b\n", b"6 a=b\n" * 80, b"y.jpg"]),
+            ),
+            st.binary(min_size=512, max_size=512),
+            st.binary(max_size=30),
+        ),
+        max_size=12,
+    ).map(b"".join)
+)
+@settings(max_examples=400, deadline=None)
+def test_any_bytes_are_done_with_in_bounded_steps(data):
+    found, _ = steps(data, 2 * len(data) // 512 + 2)
+    if isinstance(found, list):
+        assert [m.offset for m in found] == sorted({m.offset for m in found})
+
+
+@pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g", b"0", b"5"])
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("number", [-1, -512, -1024, -(1 << 33)])
+def test_headers_never_lead_backwards(kind, binary, number):
+    data = header(b"0", b"%011o\0" % 0, b"a.jpg") + header(kind, octal_or_binary(number, binary)) + bytes(1024)
+    error, _ = steps(data, 12)
+    assert f"a size of {number} bytes at byte 512 of 2048" in str(error)
+
+
 def test_a_shard_that_is_cut_later_costs_its_samples_only(shards, caplog):
     source = ShardSource(shards)
     with open(shards / "train-001.tar", "r+b") as file:
