@@ -145,7 +145,7 @@ def test_columns(tmp_path, caplog):
     assert ParquetSource(path, label="none")[0] == (data[0], None)
     with pytest.raises(SourceError, match="are null, the first in row 2"):
         ParquetSource(path, label="day")
-    with pytest.raises(SourceError, match=r"source\.label.*Found 'nothing'"):
+    with pytest.raises(SourceError, match=r"source\.label.*Found no 'nothing' among: labels, age"):
         ParquetSource(path, label="nothing")
     with pytest.raises(SourceError, match=r"source\.image.*Found 'age'"):
         ParquetSource(path, image="age")
@@ -289,6 +289,46 @@ def test_datasets_of_hugging_face(tmp_path, caplog):
     overrides = ["source=parquet", f"source.root={tmp_path / 'x'}", "augment=flip", "device=cpu", "num_workers=1"]
     with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
         assert sum(len(batch) for batch in loader) == len(local)
+
+
+def test_labels_of_another_name_are_asked_for(tmp_path):
+    import datasets
+
+    from gpuaug.source import DatasetSource
+
+    names = datasets.ClassLabel(names=["a", "b"])
+    image, rows = datasets.Image(decode=False), [{"bytes": b"x", "path": None}] * 3
+
+    def both(**columns):
+        """The same rows as a Dataset and as what it writes."""
+        features = datasets.Features({"image": image, **{name: kind for name, (kind, _) in columns.items()}})
+        values = {"image": rows, **{name: value for name, (_, value) in columns.items()}}
+        dataset = datasets.Dataset.from_dict(values, features=features)
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"
+        dataset.to_parquet(path)
+        return (lambda **more: DatasetSource(dataset, **more)), (lambda **more: ParquetSource(path, **more)), dataset
+
+    text = datasets.Value("string")
+    *makers, dataset = both(fine_label=(names, [0, 1, 1]), coarse_label=(names, [1, 0, 0]), caption=(text, ["x"] * 3))
+    with pytest.raises(SourceError, match=r"no label or labels among: fine_label, coarse_label, caption.*label='none'"):
+        adapt(dataset)
+    for make in makers:
+        with pytest.raises(SourceError, match=r"no label or labels among: fine_label, coarse_label, caption"):
+            make()
+        with pytest.raises(SourceError, match=r"no 'fine' among: fine_label"):
+            make(label="fine")
+        assert make(label="fine_label").labels.tolist() == [0, 1, 1]
+        assert make(label="coarse_label").classes == ["a", "b"]
+        assert make(label="caption").classes == ["x"]
+        for none in (None, "none"):
+            assert make(label=none).labels is make(label=none)[0][1] is None
+    for make in both(caption=(text, ["x", "y", "x"]), kind=(names, [1, 0, 1]))[:2]:
+        assert make().labels.tolist() == [1, 0, 1]  # the only one with classes
+    for make in both(caption=(text, ["x", "y", "x"]))[:2]:
+        with pytest.raises(SourceError, match="among: caption"):
+            make()
+    for make in both()[:2]:
+        assert make().labels is None  # images alone: nothing is left aside
 
 
 def test_without_pyarrow(monkeypatch, tmp_path):

@@ -7,8 +7,8 @@ from typing import Any
 
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.index import Names
+from gpuaug.source.labels import label_column
 from gpuaug.source.listed import Listed
-from gpuaug.source.parquet import LABELS
 from gpuaug.source.remote import Storage, is_url, read_file
 
 
@@ -22,14 +22,17 @@ def is_dataset(candidate: Any) -> bool:
 class DatasetSource(Listed):
     """Rows of a ``datasets.Dataset`` with one column of images (``Image(decode=False)``, or binary), by their number.
 
-    The label is the column ``label`` or ``labels``, or the only ClassLabel; without one there are no labels. For other
-    columns select and rename them first.
+    A Loader makes one of a Dataset by itself; for a label of another name, or none, make it here.
+
+    Args:
+        dataset: with one column of images; select others away first.
+        label: the column of the labels; ``auto``: ``label`` or ``labels``, or the only ClassLabel; ``none``: no labels.
 
     Raises:
-        SourceError: if there is no such column of images, or it decodes.
+        SourceError: if there is no such column of images or labels, or the images are decoded.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, label: str | None = "auto") -> None:
         self.root = "datasets.Dataset"
         self._storage = Storage()
         features = dataset.features
@@ -47,7 +50,9 @@ class DatasetSource(Listed):
             )
         plain = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-        label = next((name for name in LABELS if name in features), named[0] if len(named) == 1 else None)
+        columns = [name for name in features if name != self._image]
+        remedy = "Name one: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
+        label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
         self._names = _Numbers(len(dataset))
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
+
+log = logging.getLogger("gpuaug")
 
 
 def class_mapping(classes: Any) -> dict[str, int]:
@@ -43,6 +46,35 @@ def class_mapping(classes: Any) -> dict[str, int]:
     if len(set(names)) != len(names) or not names:
         raise SourceError(f"`source.classes` must name every class once. Found {len(names)} names: {some(names)}.")
     return dict(zip(names, numbers, strict=True))
+
+
+def label_column(
+    label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], place: str, remedy: str
+) -> str | None:
+    """The column of the labels; None: no labels.
+
+    Args:
+        label: its name; ``auto``: ``label`` or ``labels``, else the only one of ``with_classes``; ``none`` or None.
+        columns: all that hold no images.
+        with_classes: those of them whose values are names of classes by number.
+        place, remedy: for errors.
+
+    Raises:
+        SourceError: if there is no such column, or ``auto`` does not find it among several.
+    """
+    if label in (None, "none") or (label == "auto" and not columns):
+        return None
+    known = [label] if label != "auto" else ["label", "labels", *(with_classes if len(with_classes) == 1 else ())]
+    found = next((name for name in known if name in columns), None)
+    if found is None:
+        wanted = "label or labels" if label == "auto" else repr(label)
+        among = ", ".join(columns)
+        raise SourceError(
+            f"`source.label` must be a column of {place}, or none. Found no {wanted} among: {among:.1000}. {remedy}"
+        )
+    if label == "auto":
+        log.info("source %s: labels from the column %r", place, found)
+    return found
 
 
 def encode(

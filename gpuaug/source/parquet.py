@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.index import Names, share
-from gpuaug.source.labels import some
+from gpuaug.source.labels import label_column, some
 from gpuaug.source.listed import Classes, Listed, Subset
 from gpuaug.source.places import common_folder, places_of
 from gpuaug.source.remote import Found, Range, Remote, Storage, is_url, shown
@@ -32,7 +32,6 @@ OPEN_FILES = 64  # footers that a process keeps
 TAIL = 1 << 16  # bytes at the end that are read first, as pyarrow does
 WAVE = 64 << 20  # bytes of remote row groups that are held at a time
 LARGEST_GROUP = 4 << 30  # bytes of a row group, unpacked
-LABELS = ("label", "labels")
 
 
 class ParquetSource(Listed):
@@ -45,8 +44,8 @@ class ParquetSource(Listed):
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
         image: the column of the images: binary, or structs with ``bytes``; None: the only one that can be.
-        label: the column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels`` where
-            there is one; ``none``: no labels. Names of classes in the files' metadata are taken.
+        label: the column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
+            only ClassLabel of ``datasets``; ``none``: no labels. Names of classes in the files' metadata are taken.
         classes, subset, exclude: as in :class:`FolderSource`.
         row_groups: how many of the last ones each process keeps.
         remote: how to read from URLs.
@@ -79,7 +78,10 @@ class ParquetSource(Listed):
             metadata = list(pool.map(lambda file: _metadata(file, self._storage), files))
             schema = metadata[0].schema.to_arrow_schema()
             self._column = _image_column(schema, image, shown(files[0].key))
-            column = _label_column(schema, label, shown(files[0].key))
+            columns = [field.name for field in schema if _leaf(field) is None]
+            named = [name for name in columns if _names_of(schema, name)]
+            remedy = "Set it to one of them, or to none for no labels."
+            column = label_column(label, columns, with_classes=named, place=repr(shown(files[0].key)), remedy=remedy)
             for file, meta in zip(files, metadata, strict=True):
                 _check(file, meta, schema, [self._column.split(".")[0], *([column] if column else [])])
             if column is not None:
@@ -337,18 +339,7 @@ def _check(file: Found, meta: Any, schema: Any, columns: list[str]) -> None:
 
 def _image_column(schema: Any, name: str | None, place: str) -> str:
     """The leaf column that holds the bytes, as ``image.bytes``."""
-    types = arrow().types
-
-    def is_bytes(kind: Any) -> bool:
-        return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-
-    def leaf(field: Any) -> str | None:
-        if is_bytes(field.type):
-            return str(field.name)
-        inside = {part.name: part.type for part in field.type} if types.is_struct(field.type) else {}
-        return f"{field.name}.bytes" if "bytes" in inside and is_bytes(inside["bytes"]) else None
-
-    found = {field.name: leaf(field) for field in schema if leaf(field) is not None}
+    found = {field.name: leaf for field in schema if (leaf := _leaf(field)) is not None}
     columns = some([f"{field.name}: {field.type}" for field in schema])
     if name is not None and name not in found:
         raise SourceError(f"`source.image` must be a column of bytes in {place!r}. Found {name!r} among {columns}.")
@@ -357,16 +348,17 @@ def _image_column(schema: Any, name: str | None, place: str) -> str:
     return str(found[name] if name is not None else next(iter(found.values())))
 
 
-def _label_column(schema: Any, name: str | None, place: str) -> str | None:
-    if name in (None, "none"):
-        return None
-    if name == "auto":
-        found = next((x for x in LABELS if x in schema.names), None)
-        log.info("source %s: %s", place, f"labels from the column {found!r}" if found else "no column of labels")
-        return found
-    if name not in schema.names:
-        raise SourceError(f"`source.label` must be a column of {place!r}. Found {name!r} among {some(schema.names)}.")
-    return name
+def _leaf(field: Any) -> str | None:
+    """The path of the bytes in a column that can be one of images."""
+    types = arrow().types
+
+    def is_bytes(kind: Any) -> bool:
+        return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+
+    if is_bytes(field.type):
+        return str(field.name)
+    inside = {part.name: part.type for part in field.type} if types.is_struct(field.type) else {}
+    return f"{field.name}.bytes" if "bytes" in inside and is_bytes(inside["bytes"]) else None
 
 
 def _names_of(schema: Any, column: str) -> list[str] | None:

@@ -30,8 +30,8 @@ class Member(NamedTuple):
 def members(read: Callable[[int, int], bytes], size: int, *, place: str) -> Iterator[Member]:
     """The regular files of an uncompressed tar (ustar, GNU, pax), in order; folders are passed over.
 
-    A tar without its end, cut off between two members, gives those that are there, and the log says so. Each header lies
-    behind the one before, so no bytes take more than two reads for every 512 of them.
+    A tar without its end, cut off between two members, gives those that are there, and the log says so. Each header
+    lies behind the one before, so no bytes take more than two reads for every 512 of them.
 
     Args:
         read: bytes of (offset, at most so many).
