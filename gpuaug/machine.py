@@ -81,6 +81,13 @@ def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
     return min(found, default=None)
 
 
+def memory_left() -> tuple[int, str] | None:
+    """Bytes of memory that this process can still get, and what says so: the machine, or a control group above it."""
+    known = memory()
+    told = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
+    return min(((left, by) for left, by in told if left is not None), default=None)
+
+
 def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """CPUs' worth of time that the tightest control group allows; None without a quota."""
     found: list[float] = []

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug import size
+from gpuaug import machine, size
 from gpuaug.errors import ConfigError
 from gpuaug.read import Reader
 from gpuaug.source import adapt, node
@@ -49,6 +49,30 @@ class Counted:
 
 def third(index):
     return index % 3
+
+
+def test_the_bound_is_half_of_what_the_tightest_control_group_leaves(tmp_path, monkeypatch, caplog):
+    """A job's group below the root of the file system, as Slurm makes it, without a namespace of its own."""
+    job = tmp_path / "sys" / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    (tmp_path / "proc").write_text("0::/slurm/job_7/step_0\n")
+    for name, text in (
+        ("max", f"{96 << 20}"),
+        ("current", f"{80 << 20}"),
+        ("stat", f"anon 1\ninactive_file {48 << 20}"),
+    ):
+        (job / f"memory.{name}").write_text(text + "\n")
+    left = machine.cgroup_left
+    monkeypatch.setattr(machine, "cgroup_left", lambda: left(proc=str(tmp_path / "proc"), root=str(tmp_path / "sys")))
+    with caplog.at_level(logging.INFO, "gpuaug"):
+        source = RamCache().open(adapt(Counted()))
+    assert source.capacity == (96 - 80 + 48) // 2 << 20  # files that were read and can be dropped are no use of memory
+    assert "half of the memory available (limit of the control group)" in caplog.text
+    monkeypatch.setattr(machine, "memory", lambda: None)
+    assert RamCache().open(adapt(Counted())).capacity == source.capacity
+    monkeypatch.setattr(machine, "cgroup_left", lambda: None)
+    with pytest.raises(ConfigError, match=r"cache\.max_bytes"):
+        RamCache().open(adapt(Counted()))
 
 
 def batches(numbers, size=4):

@@ -649,15 +649,10 @@ class Machine:
     @staticmethod
     def here(device: torch.device | None = None) -> Machine:
         """What this machine, or this container, has left now."""
-        found: list[tuple[int, str]] = []
-        if (memory := machine.memory()) is not None:
-            found.append((memory[1], "MemAvailable"))
-        if (left := machine.cgroup_left()) is not None:
-            found.append((left, "limit of the control group"))
-        host = min(found, default=None)
+        host, host_by = machine.memory_left() or (None, "")
         shm = machine.shared_memory()
         free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
-        return Machine(None if host is None else host[0], "" if host is None else host[1], shm and shm[1], free)
+        return Machine(host, host_by, shm and shm[1], free)
 
 
 def fit(

@@ -394,7 +394,6 @@ class Profiler:
 
     def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
         """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
-        from gpuaug.source.cache import _available
         from gpuaug.source.node import SUPPORTED
 
         source = self.loader.source
@@ -409,7 +408,8 @@ class Profiler:
                 self._read(notes, reader, _again(_numbered(self.encoded)))
             kept = notes.cost()
         needed = m.bytes_per_image * len(source)
-        share = min(1.0, _available() / 2 / max(needed, 1.0))  # `cache.max_bytes` by default
+        left, _ = machine.memory_left() or (0, "")
+        share = min(1.0, left / 2 / max(needed, 1.0))  # `cache.max_bytes` by default
         wall, cpu = (share * a + (1 - share) * b for a, b in ((kept.wall, m.read.wall), (kept.cpu, m.read.cpu)))
         return replace(m, read=Cost(wall, cpu)), needed, share
 

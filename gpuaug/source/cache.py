@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import reduction
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import distributed, size
+from gpuaug import distributed, machine, size
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source import Source, node
 
@@ -242,8 +241,11 @@ class CachedSource:
     def _bound(self) -> int:
         if self.settings.max_bytes is not None:
             return size.parse(self.settings.max_bytes, key="cache.max_bytes")
-        bound = max(1 << 20, _available() // 2)
-        log.info("cache ram: at most %s, half of the memory available", size.text(bound))
+        left = machine.memory_left()
+        if left is None:
+            raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
+        bound = max(1 << 20, left[0] // 2)
+        log.info("cache ram: at most %s, half of the memory available (%s)", size.text(bound), left[1])
         return bound
 
     def _what(self) -> str:
@@ -359,20 +361,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _available() -> int:
-    """Bytes of memory that this machine, or this container, has left."""
-    left = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            left.append(int(line.split()[1]) * 1024)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # "max", or no such file
-            continue
-    return max(0, min(left))
