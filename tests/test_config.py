@@ -49,7 +49,10 @@ def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
         assert cfg[key] == words.get(parameters[key].default, parameters[key].default), key
 
 
-@pytest.mark.parametrize("path", ["source/folder", "order/weighted", "order/repeated", "decode/default",
+SOURCES = sorted(f"source/{path.stem}" for path in (CONF / "gpuaug" / "source").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*SOURCES, "order/weighted", "order/repeated", "decode/default",
                                   "faults/default", "mix/mixup"])  # fmt: skip
 def test_every_key_of_a_stage_stands_in_its_group_with_its_default(path):
     node = OmegaConf.load(CONF / "gpuaug" / f"{path}.yaml")
@@ -181,6 +184,21 @@ def test_shuffle_is_another_word_for_the_order():
     assert compose("train", ["shuffle=false", "order=sequential"]).order._target_ == "gpuaug.Sequential"
     assert "`order` (gpuaug.Weighted)" in refused("shuffle=false", "order=weighted")
     assert "`shuffle` must be true, false or null. Found: 'maybe'" in refused("shuffle=maybe")
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_what_sources_share_is_overridden_alike(path):
+    name = path.removeprefix("source/")
+    chosen = [f"source={name}", "source.root=s3://bucket/x", "source.subset=0.5", "source.exclude=bad.jsonl"]
+    source = compose("train", chosen).source
+    assert (source.root, source.subset, source.exclude) == ("s3://bucket/x", 0.5, "bad.jsonl")
+    if name == "materialized":  # chunks are mapped into memory, so they are always local
+        assert "remote" not in source
+        return
+    changed = ["source.remote.cache=/tmp/x", "source.remote.tries=7", "source.remote.options={anon: true}"]
+    remote = build(compose("train", [*chosen, *changed]).source.remote)
+    assert remote == gpuaug.Remote(cache="/tmp/x", tries=7, options={"anon": True})
+    assert build(source.remote) == gpuaug.Remote()
 
 
 @pytest.mark.parametrize("command", ["train", "preview"])
