@@ -259,6 +259,86 @@ def test_an_index_of_somebody_else_cannot_lead_outside(shards, caplog):
         assert list(again) == list(source)
 
 
+def rewritten(path, change):
+    """An index file whose header was changed, with a checksum that fits."""
+    import hashlib
+
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[16:24], "little")
+    head = json.loads(whole[40 : 40 + length])
+    change(head)
+    text = json.dumps(head).encode()
+    body = text + whole[40 + length :]
+    return whole[:16] + len(text).to_bytes(8, "little") + hashlib.blake2b(body, digest_size=16).digest() + body
+
+
+def test_an_index_with_wrong_fields_is_made_again(shards, caplog):
+    source = ShardSource(shards)
+    (path,) = shards.glob(".gpuaug-*.index")
+    whole = path.read_bytes()
+    values = [None, True, -1, 1.5, 1 << 80, "x", "", [], {}, [None], [[]], [-1, 3], [0, -1], [0, 1 << 80], ["x"]]
+    entry = json.loads(whole[40 : 40 + int.from_bytes(whole[16:24], "little")])["shards"][1]
+    places = [["rule"], ["shards"], ["shards", 1], *(["shards", 1, name] for name in entry)]
+    places += [["shards", 1, "arrays", k] for k in range(6)] + [["shards", 1, "arrays", 2, k] for k in range(2)]
+    remade = 0
+    for place in places:
+        for value in [*values, "gone"]:
+
+            def change(head, place=place, value=value):
+                for step in place[:-1]:
+                    head = head[step]
+                if value == "gone":
+                    del head[place[-1]]
+                else:
+                    head[place[-1]] = value
+
+            path.write_bytes(rewritten(path, change))
+            count, again = looked_at(caplog, shards)
+            assert list(again) == list(source), (place, value)
+            assert keys(again) == keys(source), (place, value)
+            assert again.num_classes == 3
+            remade += count > 0
+            path.write_bytes(whole)
+    # what is left is a word or a number that only messages show
+    assert remade >= len(places) * (len(values) + 1) - 8
+    path.write_bytes(rewritten(path, lambda head: head["shards"][0]["arrays"].__setitem__(4, [0, 0])))
+    assert looked_at(caplog, shards)[0] == 3  # labels for none of its samples
+    far = (1 << 63) - 8
+    body = whole.replace(source._offsets.numpy()[:1].tobytes(), far.to_bytes(8, "little"), 1)
+    path.write_bytes(body)
+    path.write_bytes(rewritten(path, lambda head: None))
+    assert looked_at(caplog, shards)[0] == 3
+    assert "outside" in caplog.text
+
+
+@pytest.mark.parametrize("dali", [False, True])
+def test_samples_of_one_name_have_keys_of_their_own(tmp_path, caplog, dali):
+    entries = []
+    for label, name in enumerate(["a", "b", "a", "./a", "c", "a"]):
+        entries += [(f"{name}.jpg", b"%d" % (label + 1)), (f"{name}.cls", b"%d" % label)]
+    entries[6:8] = [("x.txt", b""), *entries[6:8]]  # members between: else it would be the same sample
+    path = write(tmp_path / "x.tar", entries)
+    if dali:
+        subprocess.run([Path(sys.executable).parent / "wds2idx", path], check=True, capture_output=True)
+    with caplog.at_level(logging.INFO, "gpuaug"):
+        source = ShardSource(path)
+    assert ("idx is used" in caplog.text) == dali
+    assert "1 names more than once, such as 'a.jpg': the second sample's key is 'a.jpg#2'" in caplog.text
+    assert keys(source) == [f"x.tar/{name}" for name in ("a.jpg", "b.jpg", "a.jpg#2", "a.jpg#3", "c.jpg", "a.jpg#4")]
+    assert list(source) == [(b"%d" % (i + 1), i) for i in range(6)]
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "x.tar/a.jpg"}) + "\n")
+    assert ShardSource(path, exclude=tmp_path / "bad.jsonl").indices.tolist() == [1, 2, 3, 4, 5]
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "x.tar/a.jpg#3"}) + "\n")
+    assert ShardSource(path, exclude=tmp_path / "bad.jsonl").indices.tolist() == [0, 1, 2, 4, 5]
+
+
+def test_a_suffix_never_makes_the_name_of_another_sample(tmp_path):
+    names = ["a.jpg", "b.jpg", "a.jpg#2", "b.jpg", "a.jpg", "c.jpg", "a.jpg#2"]
+    path = write(tmp_path / "x.tar", [(name, b"%d" % i) for i, name in enumerate(names)])
+    found = keys(ShardSource(path, labels="none", extensions=["jpg", "jpg#2"]))
+    assert len(set(found)) == len(found) == 7
+
+
 def test_index_of_a_read_only_folder_goes_to_the_cache(shards, caplog, home, monkeypatch):
     import tempfile
 

@@ -42,7 +42,8 @@ class ShardSource(Listed):
 
     Where its bytes are is found once and kept in an index file; a shard whose size, time or ETag differs is looked at
     again, and only this one. An index file of DALI's ``wds2idx`` beside a shard (``train-000.idx``) is used where there
-    is one. Members that are hidden, and samples without image or label, are left out with one warning.
+    is one. Members that are hidden, and samples without image or label, are left out with one warning. Samples of one
+    name that are apart from each other in a shard have keys of their own: ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
 
     Args:
         root: shards: a path or URL with braces (``data/train-{000..099}.tar``), a list of them, or a folder of .tar.
@@ -208,6 +209,7 @@ def _look(shard: Found, rule: _Rule, storage: Storage) -> _Part:
     keys: list[bytes] = []
     images: list[Member] = []
     labels: list[bytes | Member] = []
+    times: dict[bytes, int] = {}
     for key, sample in _samples(listed, shown(shard.key)):
         chosen = next((sample[x] for x in rule.extensions if x in sample), None)
         label = None
@@ -222,10 +224,15 @@ def _look(shard: Found, rule: _Rule, storage: Storage) -> _Part:
             continue
         if chosen.size > LARGEST_FILE or (label is not None and label.size > PIECE):
             raise SourceError(f"shard {shown(shard.key)!r}: {chosen.name!r} or its label is too large to be one.")
-        keys.append(chosen.name)
+        keys.append(_unique(chosen.name, times))
         images.append(chosen)
         if label is not None:
             labels.append(label if found is not None else reader.read(label.offset, label.size))
+    if more := [name for name, count in times.items() if count > 1]:
+        log.warning(
+            "shard %r has %d names more than once, such as %r: the second sample's key is %r",
+            shown(shard.key), len(more), os.fsdecode(more[0]), os.fsdecode(more[0] + b"#2"),
+        )  # fmt: skip
     if found is not None and labels:  # nothing of the images needs to be transferred
         ranges = [Range(shard.key, label.offset, label.size) for label in labels if isinstance(label, Member)]
         texts = storage.read(ranges)
@@ -238,6 +245,16 @@ def _look(shard: Found, rule: _Rule, storage: Storage) -> _Part:
     part.sizes = np.array([image.size for image in images], dtype=np.int32)
     part.labels = Names.of([[text for text in labels if isinstance(text, bytes)]])
     return part
+
+
+def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
+    """A key that no sample of the shard has yet; ``times`` says how often each name was given one."""
+    key = name
+    while key in times:
+        times[name] += 1
+        key = b"%b#%d" % (name, times[name])
+    times[key] = 1
+    return key
 
 
 def _samples(listed: Iterator[Member], place: str) -> Iterator[tuple[bytes, dict[str, Member]]]:
@@ -350,10 +367,12 @@ def _load(files: list[str], rule: _Rule) -> dict[str, _Part]:
             header, arrays = json.loads(body[:length]), io.BytesIO(body[length:])
             if header["rule"] != json.loads(json.dumps(rule)):
                 raise ValueError("it was made with other extensions")
-            return {entry["stamp"]: _read_part(entry, arrays) for entry in header["shards"]}
+            return {
+                entry["stamp"]: _read_part(entry, arrays, labelled=rule.label is not None) for entry in header["shards"]
+            }
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             log.warning("index: %s cannot be used, and is made again: %s", path, error)
     return {}
 
@@ -397,10 +416,14 @@ def _write_array(file: io.BytesIO, array: NDArray[Any]) -> list[int]:
     return [file.tell() - array.nbytes, len(array)]
 
 
-def _read_part(entry: dict[str, Any], arrays: io.BytesIO) -> _Part:
+def _read_part(entry: dict[str, Any], arrays: io.BytesIO, *, labelled: bool) -> _Part:
+    """The samples of a shard; ValueError, TypeError, LookupError or OverflowError where a field is wrong."""
+
     def array(place: list[int], dtype: Any) -> NDArray[Any]:
-        found = np.frombuffer(arrays.getbuffer(), dtype=dtype, count=place[1], offset=place[0])
-        return found.copy()
+        begin, count = place
+        if type(begin) is not int or type(count) is not int or begin < 0 or count < 0:
+            raise ValueError(f"an array is at {place!r:.100}")
+        return np.frombuffer(arrays.getbuffer(), dtype=dtype, count=count, offset=begin).copy()
 
     def names(blob: list[int], offsets: list[int]) -> Names:
         at = array(offsets, np.int64)
@@ -408,18 +431,27 @@ def _read_part(entry: dict[str, Any], arrays: io.BytesIO) -> _Part:
             raise ValueError("its names are in disorder")
         return Names(torch.from_numpy(array(blob, np.uint8)), torch.from_numpy(at))
 
+    lists = [entry["left_out"], entry["other"], [entry["shard"]]]
+    if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists):
+        raise ValueError("its texts are none")
+    if type(entry["dropped"]) is not int or entry["dropped"] < 0:
+        raise ValueError(f"it counts {entry['dropped']!r:.100} samples left out")
     part = _Part(entry["shard"], left_out=entry["left_out"], dropped=entry["dropped"])
     offsets, sizes, key_blob, key_offsets, label_blob, label_offsets = entry["arrays"]
     part.offsets, part.sizes = array(offsets, np.int64), array(sizes, np.int32)
     part.keys, part.labels = names(key_blob, key_offsets), names(label_blob, label_offsets)
     part.other = set(entry["other"])
-    if not len(part.offsets) == len(part.sizes) == len(part.keys):
+    labels = len(part.keys) if labelled else 0
+    if not len(part.offsets) == len(part.sizes) == len(part.keys) or len(part.labels) != labels:
         raise ValueError("its arrays differ in length")
     _, size, _ = json.loads(entry["stamp"])
-    if ((part.offsets < 0) | (part.sizes < 0) | (part.offsets + part.sizes > size)).any():
+    if ((part.offsets < 0) | (part.sizes < 0) | (part.offsets > size - part.sizes)).any():
         raise ValueError("samples lie outside of their shard")
-    if any(name.startswith(b"/") or b".." in name.split(b"/") for name in part.keys):
+    keys = list(part.keys)
+    if any(key.startswith(b"/") or b".." in key.split(b"/") for key in keys):
         raise ValueError("names lead outside")
+    if len(set(keys)) < len(keys):
+        raise ValueError("two samples have one name")
     return part
 
 
