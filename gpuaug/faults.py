@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal
 
 from gpuaug.batch import Fault
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError
+from gpuaug.source.remote import LARGEST_FILE, check_regular
 
 log = logging.getLogger("gpuaug")
 
@@ -176,7 +177,8 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
     path = os.path.abspath(os.path.expanduser(os.fspath(file)))
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        made = not os.path.exists(path)
+        if not (made := not os.path.exists(path)):
+            check_regular(os.stat(path), path, most=LARGEST_FILE)  # as what stands in it is read
         with open(path, "ab"):
             pass
         if made:

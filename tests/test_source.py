@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -339,6 +340,16 @@ def test_a_counted_subset_is_evenly_spread(total, data):
     assert len(np.unique(numbers)) == count
     steps = np.diff(np.append(numbers, total + numbers[0]))
     assert steps.max() - steps.min() <= 1
+
+
+def test_what_is_no_file_is_refused_by_name(tmp_path):
+    worker = Path(__file__).with_name("no_file_worker.py")
+    run = subprocess.run([sys.executable, worker, tmp_path], capture_output=True, text=True, timeout=300)
+    *lines, last = run.stdout.splitlines() or [""]
+    tried = [json.loads(line) for line in lines]
+    assert [line for line in tried if line[2] != "refused"] == []
+    assert last == "done", f"it ended after {tried[-1:]} with {run.returncode}: {run.stderr[-500:]}"
+    assert len(tried) == 17 * 4 - 2
 
 
 def test_exclude_takes_a_record_of_faults(tree, tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from torch import Tensor
 from gpuaug import distributed
 from gpuaug.errors import SourceError
 from gpuaug.source import node
+from gpuaug.source.remote import open_text, read_file
 
 log = logging.getLogger("gpuaug")
 
@@ -106,13 +108,11 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
     path = os.path.expanduser(os.fspath(file))
     try:
         if path.endswith(".npy"):
-            values = np.load(path, allow_pickle=False)
+            values = np.lib.format.read_array(io.BytesIO(read_file(path)), allow_pickle=False)  # np.load opens zips
         elif path.endswith(".json"):
-            with open(path, encoding="utf-8") as text:
-                values = np.asarray(json.load(text))
+            values = np.asarray(json.load(open_text(path)))
         else:
-            with open(path, encoding="utf-8") as text:
-                values = np.array(text.read().split(), dtype=dtype)
+            values = np.array(open_text(path).read().split(), dtype=dtype)
         if values.ndim != 1 or values.dtype.kind not in ("iu" if np.dtype(dtype).kind == "i" else "iuf"):
             raise ValueError(f"it holds {values.dtype} of shape {values.shape}")
     except NO_ARRAY as error:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
+from gpuaug.source.remote import open_text
 
 log = logging.getLogger("gpuaug")
 
@@ -23,8 +24,7 @@ def class_mapping(classes: Any) -> dict[str, int]:
         path = os.path.expanduser(os.fspath(classes))
         found = path
         try:
-            with open(path, encoding="utf-8", errors="surrogateescape") as text:
-                lines = text.read()
+            lines = open_text(path, errors="surrogateescape").read()
             classes = (
                 json.loads(lines) if path.endswith(".json") else list(filter(None, map(str.strip, lines.split("\n"))))
             )

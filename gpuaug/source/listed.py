@@ -18,7 +18,7 @@ from torch import Tensor
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import labels as label_rules
 from gpuaug.source.index import outside, read_numbers, share
-from gpuaug.source.remote import Range, Storage, is_url, shown
+from gpuaug.source.remote import Range, Storage, is_url, open_text, shown
 
 log = logging.getLogger("gpuaug")
 
@@ -255,7 +255,7 @@ def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
     path = os.path.expanduser(os.fspath(file))
     keys = set()
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open_text(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

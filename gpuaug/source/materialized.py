@@ -34,6 +34,7 @@ from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import adapt
 from gpuaug.source.index import NO_ARRAY, Names, outside, share
 from gpuaug.source.listed import Subset, active
+from gpuaug.source.remote import check_regular, open_text
 
 log = logging.getLogger("gpuaug")
 
@@ -232,6 +233,7 @@ class Rows:
         file = chunk_file(Path(self.root), self.manifest, slot, number)
         rows = chunk_rows(self.manifest, slot, number)
         try:
+            check_regular(os.stat(file), file)
             samples = np.lib.format.open_memmap(file, mode="r")
             faults = {int(fault.pop("row")): fault for fault in read_marker(file, rows=rows)["faults"]}
             if samples.dtype != self.record or samples.shape != (rows,):
@@ -300,7 +302,7 @@ def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
     Raises:
         OSError, ValueError: if it is not done, or the note is damaged.
     """
-    found = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+    found = json.load(open_text(str(file.with_suffix(".json"))))
     if not isinstance(found, dict) or found.get("rows") != rows or not isinstance(found.get("faults"), list):
         raise ValueError(f"its note is {str(found)[:100]}")
     for fault in found["faults"]:
@@ -318,7 +320,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
         SourceError: if there is none, or one of another version.
     """
     try:
-        found = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        found = json.load(open_text(str(root / MANIFEST)))
     except FileNotFoundError as error:
         if (root / PLAN).exists():
             raise SourceError(
@@ -353,6 +355,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
 def _loaded(file: Path, *, dtype: Any) -> NDArray[Any]:
     """A list of numbers, mapped."""
     try:
+        check_regular(os.stat(file), file)
         found: NDArray[Any] = np.lib.format.open_memmap(file, mode="r")
         if found.dtype != dtype or found.ndim != 1:
             raise ValueError(f"it holds {found.dtype} of shape {found.shape}")

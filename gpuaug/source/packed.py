@@ -8,6 +8,7 @@ import io
 import json
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.index import NO_ARRAY, Names, share
 from gpuaug.source.listed import Classes, Listed, Subset
-from gpuaug.source.remote import Range, Remote, Storage, is_url, join, locate, shown
+from gpuaug.source.remote import Range, Remote, Storage, is_url, join, locate, read_file, shown
 
 MANIFEST = "manifest.json"  # written last: without it a folder is not finished
 KIND, VERSION = "gpuaug pack", 1
@@ -74,8 +75,12 @@ class PackedSource(Listed):
         self._total = int(self.manifest["samples"])
         counts = self.manifest["shards"]
         self._first = np.cumsum([0, *counts])  # int64 [shards + 1], number of each shard's first sample
+        try:
+            keys = self._load("index/keys.bin", most=sys.maxsize)
+        except OSError as error:
+            raise SourceError(f"index/keys.bin in {shown(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
         self._names = Names(
-            share(torch.from_numpy(np.frombuffer(self._load("index/keys.bin"), dtype=np.uint8).copy())),
+            share(torch.from_numpy(np.frombuffer(keys, dtype=np.uint8).copy())),
             share(torch.from_numpy(self._array("index/keys.npy", np.int64, self._total + 1))),
         )
         self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self._used()}
@@ -194,18 +199,13 @@ class PackedSource(Listed):
                     raise SourceError(f"{name} in {self.root!r} {text}. {_REPAIR}")
         return manifest
 
-    def _load(self, name: str) -> bytes:
-        if not is_url(self.root):
-            with open(os.path.join(self.root, name), "rb") as file:
-                return file.read()
-        (found,) = self._storage.read([Range(join(self.root, name))])
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def _load(self, name: str, *, most: int | None = None) -> bytes:
+        place = join(self.root, name)
+        return self._storage.whole(place) if is_url(place) else read_file(place, most=most)
 
     def _array(self, name: str, dtype: Any, shape: int | tuple[int, ...] | None) -> NDArray[Any]:
         try:
-            found = np.load(io.BytesIO(self._load(name)), allow_pickle=False)
+            found = np.lib.format.read_array(io.BytesIO(self._load(name, most=sys.maxsize)), allow_pickle=False)
         except NO_ARRAY as error:
             raise SourceError(f"{name} in {shown(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
         wanted = found.shape if shape is None else (shape,) if isinstance(shape, int) else shape

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from gpuaug.source.index import Names, share
 from gpuaug.source.labels import some
 from gpuaug.source.listed import Classes, Listed, Subset, extensions_of
 from gpuaug.source.places import common_folder, places_of
-from gpuaug.source.remote import LARGEST_FILE, Found, Range, Remote, Storage, is_url, join, shown, split
+from gpuaug.source.remote import LARGEST_FILE, Found, Range, Remote, Storage, is_url, join, read_file, shown, split
 from gpuaug.source.tar import BLOCK, Member, members
 
 log = logging.getLogger("gpuaug")
@@ -356,8 +357,7 @@ def _load(files: list[str], rule: _Rule) -> dict[str, _Part]:
     """Shards that an index file knows; nothing where it is missing, of another version, or damaged."""
     for path in files:
         try:
-            with open(path, "rb") as file:
-                data = file.read()
+            data = read_file(path, most=sys.maxsize)
             if not data.startswith(_MAGIC):
                 raise ValueError("it does not begin as one")
             length = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 8], "little")
@@ -372,7 +372,7 @@ def _load(files: list[str], rule: _Rule) -> dict[str, _Part]:
             }
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             log.warning("index: %s cannot be used, and is made again: %s", path, error)
     return {}
 
