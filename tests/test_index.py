@@ -85,3 +85,7 @@ def test_subset(images: Path, tmp_path: Path) -> None:
     file = tmp_path / "numbers" / "subset.npy"
     np.save(file, np.array([1, 4]))
     attack(tmp_path / "numbers", lambda: read_all(gpuaug.FolderSource(images, subset=file)))
+    with open(file, "wb") as zipped:  # numpy takes an archive under this name for several arrays
+        np.savez(zipped, numbers=np.array([1, 4]))
+    with pytest.raises(gpuaug.SourceError, match=r"`source.subset` must be a file of numbers.*subset\.npy"):
+        gpuaug.FolderSource(images, subset=file)

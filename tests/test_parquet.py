@@ -145,6 +145,10 @@ def test_columns(tmp_path, caplog):
     assert ParquetSource(path, label="none")[0] == (data[0], None)
     with pytest.raises(SourceError, match="are null, the first in row 2"):
         ParquetSource(path, label="day")
+    large = table(data, label=pa.array([1 << 63, 0, 1, 2], pa.uint64()))
+    pq.write_table(large, tmp_path / "large.parquet")
+    with pytest.raises(SourceError, match="must be below 2\\*\\*63"):
+        ParquetSource(tmp_path / "large.parquet")
     with pytest.raises(SourceError, match=r"source\.label.*Found no 'nothing' among: labels, age"):
         ParquetSource(path, label="nothing")
     with pytest.raises(SourceError, match=r"source\.image.*Found 'age'"):

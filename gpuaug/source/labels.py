@@ -68,7 +68,7 @@ def label_column(
     found = next((name for name in known if name in columns), None)
     if found is None:
         wanted = "label or labels" if label == "auto" else repr(label)
-        among = ", ".join(columns)
+        among = ", ".join(columns) or "none"
         raise SourceError(
             f"`source.label` must be a column of {place}, or none. Found no {wanted} among: {among:.1000}. {remedy}"
         )

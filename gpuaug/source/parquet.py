@@ -393,7 +393,10 @@ def plain(column: Any, place: str) -> Any:
             f"{column.null_count} labels in {place!r} are null, the first in row {row}. Give them a value."
         )
     if types.is_integer(column.type) or types.is_boolean(column.type):
-        return np.array(column.cast("int64").to_numpy())
+        try:
+            return np.array(column.cast("int64").to_numpy())
+        except arrow().ArrowInvalid as error:  # uint64
+            raise SourceError(f"labels in {place!r} must be below 2**63: {error}.") from error
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
