@@ -11,6 +11,10 @@ class ConfigError(GpuaugError, ValueError):
     """A configuration or an argument that cannot work, of a constructor or a method; names the full key."""
 
 
+class ReadOnlyError(ConfigError, AttributeError):
+    """An assignment to a setting that is fixed; says how to get an object with another one."""
+
+
 class SourceError(GpuaugError, ValueError):
     """A source as a whole cannot be used: missing root, no images, a class mapping that does not fit."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import queue
 import threading
@@ -11,10 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,10 +28,10 @@ from gpuaug.augment.mix import Mix
 from gpuaug.augment.recipe import Augment, Drawn, MultiView
 from gpuaug.batch import Batch, EncodedBatch, Fault
 from gpuaug.decode import Decode, Decoder
-from gpuaug.errors import ConfigError, GpuaugError, StateError
+from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.faults import Faults
 from gpuaug.offline.replay import Replay
-from gpuaug.order import EpochOrder
+from gpuaug.order import EpochOrder, Last
 from gpuaug.read import Reader
 from gpuaug.source.cache import CachedSource, RamCache
 from gpuaug.state import State, differences, plain
@@ -52,9 +53,10 @@ class Loader:
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (what None means), ``"sequential"``, an order of :mod:`gpuaug.order`, or a torch Sampler.
         shuffle: True and False are other words for the first two orders.
-        last: what to do with samples that do not fill a batch on every rank. ``uneven`` keeps them (under DDP a rank
-            may then wait for ever in a collective), ``drop`` leaves them out, ``pad`` repeats samples with ``valid``
-            False.
+        last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
+            False, so that all ranks have equally many batches. ``drop`` leaves samples out. ``uneven`` keeps every
+            sample once; ranks may then differ by a batch, and DDP waits for ever for the missing one. None: ``pad``
+            with several ranks, as torch's DistributedSampler does, and ``uneven`` with one.
         drop_last: True means ``last="drop"``.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
@@ -77,7 +79,11 @@ class Loader:
     Attributes:
         waited: seconds that the consumer waited for batches in the current pass.
 
-    Iterating gives every :class:`~gpuaug.Batch` of an epoch, and the next pass is the next epoch.
+    Iterating gives every :class:`~gpuaug.Batch` of an epoch, and the next pass is the next epoch, also where a pass was
+    left early (``break``). To go on inside an epoch use ``load_state_dict`` or ``start_at``, to repeat one
+    ``set_epoch``. After an error of the loader itself the next pass goes on with the next sample.
+
+    Settings are fixed: :meth:`replace` makes a loader with others.
 
     Raises:
         DataError, FaultBudgetError: while iterating, as ``faults`` say.
@@ -112,12 +118,13 @@ class Loader:
         world_size: int | None = None,
         limit_batches: int | None = None,
     ) -> None:
+        self._given = {name: value for name, value in locals().items() if name not in ("self", "source")}
         if not isinstance(augment, Augment | MultiView):
             raise ConfigError(
                 f"`augment` must be a gpuaug.Augment or gpuaug.MultiView. Found: {type(augment).__name__}."
             )
         for name, value, kind in (
-            ("mix", mix, Mix), ("decode", decode, Decode), ("cache", cache, RamCache), ("faults", faults, Faults),
+            ("mix", mix, Mix), ("decode", decode, Decode), ("cache", getattr(cache, "settings", cache), RamCache), ("faults", faults, Faults),
         ):  # fmt: skip
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"`{name}` must be a gpuaug.{kind.__name__} or None. Found: {value!r:.200}.")
@@ -130,11 +137,11 @@ class Loader:
         self.augment = augment
         self.batch_size = batch_size
         self.order = orders.adapt(order)
-        if last is not None:
-            orders.check_last(last)
-        if _flag("drop_last", drop_last) and last not in (None, "drop"):
-            raise ConfigError(f"`drop_last=true` means `last=drop`, and `last` is {last!r}. Set one of them.")
-        self.last = orders.check_last(last or ("drop" if drop_last else "uneven"))
+        if _flag("drop_last", drop_last):
+            if last not in (None, "drop"):
+                raise ConfigError(f"`drop_last=true` means `last=drop`, and `last` is {last!r}. Set one of them.")
+            last = "drop"
+        self._last = None if last is None else orders.check_last(last)
         self.mix = mix
         self.faults = faults or Faults()
         self.device = _device(device)
@@ -150,8 +157,9 @@ class Loader:
         self.waited = 0.0
         self._rank, self._world_size = rank, world_size
         self._epoch, self._position, self._resumes = 0, 0, list[int]()
-        self._keep_position = False  # the next iter() goes on at the position instead of restarting
+        self._next_pass: Literal["here", "again", "next epoch"] = "here"  # where it begins, if none has finished
         self._finished = False  # the epoch's last batch was handed out
+        self._said_last = False
         self._cached_order: tuple[int, orders.Ordered] | None = None
         self._fingerprint: dict[str, Any] | None = None
         distributed.rank_and_world(rank, world_size)
@@ -165,7 +173,9 @@ class Loader:
             encoded = self._replay.rows
         self._cached: CachedSource | None = None
         if cache is not None and self._replay is None:
-            self._cached = encoded = cache.open(sources.adapt(encoded))
+            # an open one comes from `replace`: what it holds is not read again
+            opened = cache if isinstance(cache, CachedSource) else cache.open(sources.adapt(encoded))
+            self._cached = encoded = opened
         elif cache is not None:
             log.info("cache ram is not used: stored epochs are mapped into memory as they are")
         reader = Reader(encoded, num_workers=self.num_workers, timeout=timeout, start_method=start_method)
@@ -174,10 +184,61 @@ class Loader:
         weakref.finalize(self, self._live.close)
         self.augment.to(self.device)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_live" in vars(self) and name in SETTINGS:
+            raise ReadOnlyError(
+                f"`{name}` of a loader cannot be set: what runs already would not follow. "
+                f"Use `loader = loader.replace({name}=...)`."
+            )
+        super().__setattr__(name, value)
+
+    def replace(self, **changes: Any) -> Loader:
+        """A loader with other settings, which begins where the next pass of this one would; this one is closed.
+
+        ``loader = loader.replace(augment=larger, mix=None)`` between two epochs, for example. Source, faults and what
+        ``cache`` holds are handed on.
+
+        Args:
+            changes: arguments of the constructor, except ``source``.
+
+        Raises:
+            ConfigError: as the constructor does; this loader is then as it was.
+            StateError: if the next pass would go on inside an epoch, which the change makes another one.
+        """
+        self._live.check_open()
+        if "source" in changes:
+            raise ConfigError("`replace` keeps the source. Build a new loader for another one.")
+        given = {**self._given, "device": self.device, "num_workers": self.num_workers}
+        for pair in (("order", "shuffle"), ("last", "drop_last")):  # two names of one setting: what is set anew counts
+            if changes.keys() & pair:
+                given = {name: value for name, value in given.items() if name not in pair}
+        if self._cached is not None:
+            given["cache"] = self._cached
+        made = type(self)(self.source, **{**given, **changes})
+        closed = made
+        try:
+            self._live.stop()
+            self._begin()
+            if self._position:
+                made.load_state_dict(self.state_dict())
+            else:
+                made.set_epoch(self._epoch)
+            closed = self
+        finally:
+            if made._cached is self._cached:
+                closed._live.cached = None  # it is the other one's
+            closed.close()
+        return made
+
     @property
     def epoch(self) -> int:
-        """The epoch that is, or is about to be, iterated."""
+        """The epoch that is, or is about to be, iterated; after a pass that was left early still the one of that."""
         return self._epoch
+
+    @property
+    def last(self) -> Last:
+        """What becomes of samples that do not fill a batch on every rank: ``uneven``, ``drop`` or ``pad``."""
+        return self._last or ("pad" if distributed.rank_and_world(self._rank, self._world_size)[1] > 1 else "uneven")
 
     @property
     def num_classes(self) -> int | None:
@@ -194,17 +255,14 @@ class Loader:
         return self._limited(len(self._plan(0)), 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go through the epoch; an iterator that was left unfinished ends.
+        """Go through an epoch; an iterator that was left unfinished ends.
 
         Raises:
             ConfigError: if the ranks of torch.distributed disagree about what the epoch is.
         """
         self._live.check_open()
         self._live.stop()
-        self._advance()
-        if not self._keep_position:
-            self._position, self._resumes = 0, []
-        self._keep_position = False
+        self._begin()
         plan = self._plan(self._position)
         if self._rank is None:
             shared = {
@@ -218,6 +276,7 @@ class Loader:
                 "faults.policy": self.faults.policy,
             }
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
+        self._say_last(plan)
         if self._cached is not None and self._cached.settings.fill == "ahead":
             numbers = self._numbers(self._epoch) or (lambda indices, *_: indices)
             shown = [numbers(*asked) for asked in islice(iter(self._plan(0)), len(self))]
@@ -225,12 +284,14 @@ class Loader:
         return _Pass(self, plan, self._limited(len(plan), self._position))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to ``epoch``, 0 or larger; naming the one that is already loaded keeps the position in it."""
+        """Go to the beginning of ``epoch``, 0 or larger; naming one that a state was loaded of keeps its position."""
         _epoch(epoch)
         self._advance()
         if epoch != self._epoch:
             self._live.stop()
-            self._epoch, self._position, self._resumes, self._keep_position = epoch, 0, [], False
+            self._epoch, self._position, self._resumes, self._next_pass = epoch, 0, [], "here"
+        elif self._next_pass == "next epoch":
+            self._next_pass = "again"
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin inside ``epoch``, after ``position`` samples of its order (of all ranks together)."""
@@ -241,7 +302,7 @@ class Loader:
             )
         self._live.stop()
         self._epoch, self._position, self._resumes = epoch, position, []
-        self._keep_position, self._finished = True, False
+        self._next_pass, self._finished = "here", False
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is, as small JSON: the next sample after the last batch that was handed out."""
@@ -354,7 +415,17 @@ class Loader:
         """After a finished pass the next epoch begins."""
         if self._finished:
             self._epoch, self._position, self._resumes = self._epoch + 1, 0, []
-            self._finished = self._keep_position = False
+            self._next_pass, self._finished = "here", False
+
+    def _begin(self) -> None:
+        """Go to where the next pass begins."""
+        self._advance()
+        if self._next_pass == "next epoch":
+            left = self._limited(len(self._plan(self._position)), self._position)
+            log.info("epoch %d was left %d batches before its end: epoch %d begins", self._epoch, left, self._epoch + 1)
+            self._epoch += 1
+        if self._next_pass != "here":
+            self._position, self._resumes, self._next_pass = 0, [], "here"
 
     def _ordered(self, epoch: int | None = None) -> orders.Ordered:
         epoch = self._epoch if epoch is None else epoch
@@ -392,13 +463,37 @@ class Loader:
     def _plan(self, start: int) -> EpochOrder:
         rank, world_size = distributed.rank_and_world(self._rank, self._world_size)
         if world_size > 1 and self.faults.policy == "drop" and self.last != "uneven":
+            default = "" if self._last else ", which several ranks have by default"
             raise ConfigError(
                 "`faults.policy=drop` shortens batches on one rank alone, which contradicts "
-                f"`last={self.last}`. Set `faults.policy=blank`, or `last=uneven` where no collective waits."
+                f"`last={self.last}`{default}. Set `faults.policy=blank`, or `last=uneven` where no collective waits."
             )
         return EpochOrder(
             self._ordered(), start=start, rank=rank, world_size=world_size, batch_size=self.batch_size, last=self.last
         )
+
+    def _say_last(self, plan: EpochOrder) -> None:
+        """Say once, on rank 0, what `last` does where the samples do not fill a batch on every rank."""
+        if self._said_last or plan.rank or plan.world_size == 1:
+            return
+        most, least = (
+            self._limited(len(replace(plan, rank=rank)), self._position) for rank in (0, plan.world_size - 1)
+        )
+        more = plan.batch_size * plan.world_size * most - plan.remaining
+        if most != least:
+            log.warning(
+                "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. Where every step waits for all ranks, "
+                "as with DDP, the run hangs at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
+                most, least, plan.world_size - 1,
+            )  # fmt: skip
+        elif self._last is None and more > 0:
+            log.info(
+                "last pad: %d samples come again, so that each of %d ranks has %d full batches; `batch.valid` is False "
+                "there", more, plan.world_size, most,
+            )  # fmt: skip
+        else:
+            return
+        self._said_last = True
 
     def _numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """What the reader asks the source for, where that is not the samples' numbers."""
@@ -411,6 +506,9 @@ class Loader:
         _, world_size = distributed.rank_and_world(self._rank, self._world_size)
         behind = -(-position // (self.batch_size * world_size))
         return max(0, min(batches, self.limit_batches - behind))
+
+
+SETTINGS = frozenset(inspect.signature(Loader).parameters)
 
 
 class Inside:
@@ -548,12 +646,14 @@ class _Pass(Iterator[Batch]):
                     raise GpuaugError(f"reading ended after {self._done} of {self._count} batches.")
                 if isinstance(item, Decoded):
                     item = stages.finish(item, loader._epoch)
-            except BaseException:
+            except BaseException as error:
                 loader._live.stop()
+                if isinstance(error, Exception) and loader._next_pass == "next epoch":  # not left by the consumer
+                    loader._next_pass, loader._resumes = "here", [*loader._resumes, loader._position]
                 raise
             loader.waited += time.perf_counter() - begin
             self._done += 1
-            loader._position = self._plan.position(self._done)
+            loader._position, loader._next_pass = self._plan.position(self._done), "next epoch"
             loader._finished = self._done == self._count
             if loader._cached is not None:
                 loader._cached.tell()

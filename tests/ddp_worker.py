@@ -20,7 +20,8 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--state", type=Path)
     parser.add_argument("--kill-after", type=int, help="SIGKILL this rank after so many batches")
-    parser.add_argument("--last", default="uneven")
+    parser.add_argument("--last")
+    parser.add_argument("--faults", default="raise")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed-of-rank-1", type=int, default=5)
     parser.add_argument("--subset-of-rank-1", type=int)
@@ -35,6 +36,7 @@ def main():
         augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops=ops, backend="kornia"),
         batch_size=args.batch_size,
         last=args.last,
+        faults=gpuaug.Faults(policy=args.faults),
         seed=args.seed_of_rank_1 if rank == 1 else 5,
         device="cpu",
         num_workers=1,

@@ -11,9 +11,9 @@ import pytest
 WORKER = Path(__file__).with_name("ddp_worker.py")
 
 
-def run(world_size, *args, check=True):
+def run(world_size, *args, check=True, patience=900):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = subprocess.run([*command, str(WORKER), *map(str, args)], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*command, str(WORKER), *map(str, args)], capture_output=True, text=True, timeout=patience)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -40,11 +40,30 @@ def whole(photos, tmp_path_factory):
     return found
 
 
-def test_two_ranks_see_every_sample_once(photos, whole, tmp_path):
-    run(2, photos, tmp_path)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_take_equally_many_steps_by_default(photos, whole, tmp_path, world_size):
+    """A collective after each batch ends, though 65 samples in batches of 4 do not divide; every sample counts once."""
+    run(world_size, photos, tmp_path, "--collective", patience=300)
+    assert seen(tmp_path) == whole
+    steps = {2: 9, 3: 6}[world_size]
+    assert [len(list(tmp_path.glob(f"state{rank}_*"))) for rank in range(world_size)] == [steps] * world_size
+    assert seen(tmp_path, valid=False).total() == steps * world_size * 4
+
+
+def test_uneven_ranks_see_every_sample_once_and_are_told_of(photos, whole, tmp_path):
+    done = run(2, photos, tmp_path, "--last", "uneven")
     assert seen(tmp_path) == whole
     assert len(list(tmp_path.glob("state0_*"))) == 9  # 33 and 32 samples in batches of 4
     assert len(list(tmp_path.glob("state1_*"))) == 8
+    assert done.stderr.count("this epoch has 9 batches on rank 0 and 8 on rank 1") == 1
+    assert "Set `last=pad` or `last=drop`" in done.stderr
+
+
+def test_ranks_that_may_lose_batches_are_refused_by_default(photos, tmp_path):
+    run(2, photos, tmp_path, "--faults", "drop")
+    for rank in range(2):
+        assert "`faults.policy=blank`, or `last=uneven`" in (tmp_path / f"error{rank}.txt").read_text()
+    assert not seen(tmp_path)
 
 
 def test_ranks_that_disagree_find_out_at_the_start(photos, tmp_path):

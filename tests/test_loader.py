@@ -201,6 +201,7 @@ def test_breaking_out_and_starting_again(photos, expected, num_workers):
         for _ in range(3):
             for _batch in ours:
                 break
+        ours.set_epoch(0)
         assert pixels(ours) == expected
     assert ended(set(threading.enumerate()) - others) == []
     assert not set(multiprocessing.active_children()) - processes
@@ -213,7 +214,9 @@ def test_a_second_iterator_ends_the_first(photos, expected):
         second = iter(ours)
         with pytest.raises(GpuaugError, match="iterator has ended"):
             next(first)
-        assert pixels(second) == expected
+        again = pixels(second)
+    assert again.keys() == expected.keys()
+    assert not set(again.values()) & set(expected.values())  # of the next epoch
 
 
 def ended(threads):
@@ -275,6 +278,7 @@ def test_state_of_another_recipe_is_refused_inside_an_epoch(photos, caplog):
     with loader(photos) as ours:
         next(iter(ours))
         inside = ours.state_dict()
+        ours.set_epoch(0)
         list(ours)
         boundary = ours.state_dict()
     other = recipe(jitter=K.ColorJitter(0.5, 0.3, 0.3, 0.1, p=0.8))
@@ -315,6 +319,185 @@ def test_set_epoch_keeps_a_loaded_position(photos, expected):
         assert len(pixels(ours)) == 65
 
 
+def test_a_pass_after_one_that_was_left_is_the_next_epoch(photos, expected, caplog):
+    caplog.set_level("INFO", logger="gpuaug")
+    with loader(photos) as whole:
+        list(whole)
+        second = pixels(whole)
+    with loader(photos) as ours:
+        iter(ours)
+        iter(ours)  # nothing was taken of them
+        assert ours.epoch == 0
+        batches = iter(ours)
+        begun = pixels([next(batches), next(batches)])
+        inside = ours.state_dict()
+        assert (inside["epoch"], inside["position"]) == (0, 14)
+        assert "epoch 0 was left" not in caplog.text
+        assert pixels(ours) == second
+        assert caplog.text.count("epoch 0 was left 8 batches before its end: epoch 1 begins") == 1
+        ours.load_state_dict(inside)
+        iter(ours)  # keeps the place too
+        assert begun | pixels(ours) == expected
+        ours.start_at(0, 14)
+        next(iter(ours))
+        ours.set_epoch(0)  # names the one that is there, whose beginning is wanted
+        assert pixels(ours) == expected
+
+
+def test_the_state_of_a_pass_that_was_left_says_where_it_was(photos, expected):
+    with loader(photos) as ours:
+        for step, batch in enumerate(ours):
+            seen = pixels([batch]) if not step else seen | pixels([batch])
+            if step == 2:
+                break
+        ours.set_epoch(0)  # as frameworks say before each epoch; it moves nobody who has not begun
+        state = ours.state_dict()
+        ours.load_state_dict(state)
+        assert seen | pixels(ours) == expected
+
+
+@pytest.mark.parametrize("longer", ["first", "second"])
+def test_zip_moves_on_to_the_next_epoch(photos, longer):
+    with loader(photos, last="drop") as ours:
+        for epoch in range(3):
+            other = range(len(ours) if longer == "second" else 2)
+            pairs = zip(ours, other, strict=False) if longer == "first" else zip(other, ours, strict=False)
+            assert len([0 for _ in pairs]) == len(other)
+            assert ours.epoch == epoch
+
+
+def test_after_an_error_the_next_pass_goes_on(photos, expected, tmp_path):
+    import shutil
+
+    root = tmp_path / "damaged"
+    shutil.copytree(photos, root)
+    file = root / "china" / "004.jpg"
+    data = file.read_bytes()
+    file.write_bytes(b"")
+    seen = {}
+    with loader(root, batch_size=1) as ours:
+        with pytest.raises(DataError, match="china/004.jpg"):
+            for batch in ours:
+                seen |= pixels([batch])
+        file.write_bytes(data)
+        assert 0 < len(seen) < 64
+        assert not seen.keys() & (rest := pixels(ours)).keys()
+        assert seen | rest == expected
+
+
+def test_settings_cannot_be_assigned(photos):
+    import inspect
+
+    with loader(photos) as ours:
+        for name in inspect.signature(gpuaug.Loader).parameters:
+            before = getattr(ours, name, None)
+            with pytest.raises(AttributeError, match=rf"`{name}` .*loader\.replace\({name}=") as info:
+                setattr(ours, name, None)
+            assert isinstance(info.value, ConfigError)
+            assert getattr(ours, name, None) is before
+
+
+def test_replace_changes_settings_between_epochs(photos, expected):
+    with loader(photos, num_workers=1, drop_last=True, shuffle=True, dtype="bfloat16") as before:
+        list(before)
+        small = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24), backend="kornia")
+        after = before.replace(augment=small, mix=Mix(mixup_alpha=1.0), order="sequential", last="pad", batch_size=30)
+        with pytest.raises(GpuaugError, match="closed"):
+            iter(before)
+    with after:
+        assert (after.epoch, after.last, after.seed, after.dtype) == (1, "pad", 3, torch.bfloat16)
+        batches = list(after)
+        assert [tuple(b.images.shape) for b in batches] == [(30, 3, 24, 24)] * 3
+        assert batches[0].indices.tolist() == list(range(30))
+        assert batches[0].labels.shape == (30, 5)
+        again = after.replace(augment=recipe(), mix=None, shuffle=True, dtype=torch.float32)
+        with again:
+            assert again.epoch == 2
+            again.set_epoch(0)
+            assert pixels(again) == expected
+    assert not multiprocessing.active_children()
+
+
+def test_replace_begins_where_the_next_pass_would(photos, expected):
+    with loader(photos) as whole:
+        list(whole)
+        second = pixels(whole)
+    ours = loader(photos)
+    next(iter(ours))
+    with ours.replace(batch_size=5) as left:  # inside a pass: the next one is the next epoch
+        assert pixels(left) == second
+    ours = loader(photos)
+    batches = iter(ours)
+    seen = pixels([next(batches), next(batches)])
+    ours.load_state_dict(ours.state_dict())
+    other = recipe(jitter=K.ColorJitter(0.5, 0.3, 0.3, 0.1, p=0.8))
+    with pytest.raises(StateError, match="jitter"):  # the rest of an epoch is of the same recipe
+        ours.replace(augment=other)
+    with ours.replace(batch_size=5, num_workers=1) as rest:
+        assert rest.state_dict()["position"] == 14
+        assert seen | pixels(rest) == expected
+        with rest.replace(augment=other) as last, loader(photos, augment=other) as truth:
+            truth.set_epoch(1)
+            state = last.state_dict()
+            assert pixels(last) == pixels(truth)
+            truth.load_state_dict(state)  # a resume knows the new recipe
+            assert truth.epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"batch_size": 0}, ConfigError),
+        ({"source": []}, ConfigError),
+        ({"order": "sequential", "shuffle": True}, ConfigError),
+        ({"batchsize": 3}, TypeError),
+    ],
+)
+def test_a_replace_that_is_refused_changes_nothing(photos, expected, changes, error):
+    with loader(photos) as ours:
+        batches = iter(ours)
+        seen = pixels([next(batches)])
+        with pytest.raises(error, match=next(iter(changes))):
+            ours.replace(**changes)
+        assert seen | pixels(batches) == expected
+
+
+def test_replace_hands_on_what_the_cache_holds(photos):
+    from gpuaug.loader import Inside
+
+    class Counting:
+        def __init__(self):
+            self.files, self.read = sorted(photos.rglob("*.jpg")), 0
+
+        def __len__(self):
+            return len(self.files)
+
+        def __getitem__(self, i):
+            self.read += 1
+            assert self.read <= len(self.files)  # in workers too, which begin with a copy of this
+            return self.files[i].read_bytes(), i % 3
+
+    source = Counting()
+    settings = {"augment": recipe(), "num_workers": 0, "device": "cpu", "cache": gpuaug.RamCache(max_bytes="64MiB")}
+    ours = gpuaug.Loader(source, **settings)
+    list(ours)
+    assert source.read == 65
+    small = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24), backend="kornia")
+    for workers in (0, 2):
+        ours = ours.replace(augment=small, num_workers=workers)
+        assert sum(map(len, ours)) == 65
+        assert Inside(ours).cached.samples == 65
+    assert source.read == 65
+    held = Inside(ours).cached
+    with pytest.raises(StateError):  # a loader that was made in vain leaves them too
+        ours.start_at(3, 7)
+        ours.replace(seed=8)
+    assert held.samples == 65
+    ours.replace(cache=None).close()
+    assert held.samples == 0  # given back
+    assert source.read == 65
+
+
 def test_last(photos):
     for last, steps, samples in [("uneven", {5, 6}, 65), ("drop", {5}, 60), ("pad", {6}, 65)]:
         seen, counts = {}, []
@@ -330,6 +513,40 @@ def test_last(photos):
         assert set(counts) <= steps
     with loader(photos, drop_last=True) as ours:
         assert ours.last == "drop"
+
+
+def test_ranks_have_equally_many_batches_by_default(photos, caplog):
+    caplog.set_level("INFO", logger="gpuaug")
+    with loader(photos) as alone:
+        assert alone.last == "uneven"
+        assert sum(map(len, alone)) == 65
+    seen, counts = {}, set()
+    for rank in range(3):
+        with loader(photos, batch_size=4, rank=rank, world_size=3) as ours:
+            assert ours.last == "pad"
+            batches = list(ours)
+            list(ours)
+            counts.add((len(ours), len(batches)))
+            seen |= pixels(batches)
+    assert counts == {(6, 6)}
+    assert len(seen) == 65
+    assert caplog.text.count("7 samples come again, so that each of 3 ranks has 6 full batches") == 1
+    with loader(photos, batch_size=4, rank=0, world_size=2, last="uneven") as ours:
+        list(ours)
+        list(ours)
+    said = "this epoch has 9 batches on rank 0 and 8 on rank 1"
+    assert caplog.text.count(said) == 1
+    assert "`last=pad`" in caplog.text
+    caplog.clear()
+    with loader(photos, batch_size=4, rank=0, world_size=2, last="uneven", limit_batches=8) as ours:
+        list(ours)  # as many on both
+    assert "this epoch has" not in caplog.text
+    lost = gpuaug.Faults(policy="drop")
+    with (
+        loader(photos, rank=0, world_size=2, faults=lost) as ours,
+        pytest.raises(ConfigError, match=r"`last=pad`, which several ranks have by default.*faults.policy=blank"),
+    ):
+        iter(ours)
 
 
 def test_mix_gives_soft_labels(photos):
