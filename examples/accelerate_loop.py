@@ -18,8 +18,7 @@ def train(overrides: list[str], *, epochs: int = 3, checkpoint: Path = CHECKPOIN
     """Train a small network; where ``checkpoint`` exists, go on from there. ``settings`` are Accelerator's."""
     accelerator = Accelerator(**settings)
     # The loader finds rank and world size itself and puts batches on the device: `prepare` is for model and optimizer.
-    # last=pad gives all ranks equally many batches, as every loop with collectives needs.
-    cfg = gpuaug.compose("train", [*overrides, f"device={accelerator.device}", "last=pad"])
+    cfg = gpuaug.compose("train", [*overrides, f"device={accelerator.device}"])
     with gpuaug.build(cfg) as loader:
         net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 16, 7, stride=8),

@@ -30,8 +30,7 @@ class Images(lightning.LightningDataModule):
         device = "cpu" if self.trainer is None else self.trainer.strategy.root_device
         for name, overrides in self.overrides.items():
             if name not in self.loaders:
-                cfg = gpuaug.compose(name, [*overrides, f"device={device}", "last=pad"])  # equally many on every rank
-                self.loaders[name] = gpuaug.build(cfg)
+                self.loaders[name] = gpuaug.build(gpuaug.compose(name, [*overrides, f"device={device}"]))
 
     def train_dataloader(self) -> Iterable[gpuaug.Batch]:
         """Batches of ``(images, labels)``, with ``valid``, ``indices`` and ``keys``."""

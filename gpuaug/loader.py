@@ -124,7 +124,8 @@ class Loader:
                 f"`augment` must be a gpuaug.Augment or gpuaug.MultiView. Found: {type(augment).__name__}."
             )
         for name, value, kind in (
-            ("mix", mix, Mix), ("decode", decode, Decode), ("cache", getattr(cache, "settings", cache), RamCache), ("faults", faults, Faults),
+            ("mix", mix, Mix), ("decode", decode, Decode), ("cache", getattr(cache, "settings", cache), RamCache),
+            ("faults", faults, Faults),
         ):  # fmt: skip
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"`{name}` must be a gpuaug.{kind.__name__} or None. Found: {value!r:.200}.")
@@ -482,7 +483,7 @@ class Loader:
         more = plan.batch_size * plan.world_size * most - plan.remaining
         if most != least:
             log.warning(
-                "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. Where every step waits for all ranks, "
+                "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. Where a step waits for all ranks, "
                 "as with DDP, the run hangs at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
                 most, least, plan.world_size - 1,
             )  # fmt: skip

@@ -173,6 +173,19 @@ def test_lightning_resumes_inside_an_epoch(overrides: list[str], trainer: Any, t
     assert not data.loaders
 
 
+def test_lightning_sees_other_samples_after_a_limited_epoch(overrides: list[str], trainer: Any) -> None:
+    module, net = example("lightning_datamodule"), model()
+    held_out = [overrides[0], "batch_size=16", "num_workers=0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        limits = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+        trainer(max_epochs=3, **limits).fit(net, module.Images(overrides, held_out))
+    with gpuaug.build(gpuaug.compose("train", [*overrides, "limit_batches=2"])) as loader:
+        expected = [index for _ in range(3) for batch in loader for index in batch.indices.tolist()]
+    assert net.trained == expected
+    assert net.held_out == list(range(16)) * 4
+
+
 def test_lightning_augments_after_the_transfer(trainer: Any, photo_batch: torch.Tensor) -> None:
     module = example("lightning_datamodule")
     images = photo_batch.permute(0, 3, 1, 2)

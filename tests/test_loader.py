@@ -346,10 +346,9 @@ def test_a_pass_after_one_that_was_left_is_the_next_epoch(photos, expected, capl
 
 def test_the_state_of_a_pass_that_was_left_says_where_it_was(photos, expected):
     with loader(photos) as ours:
-        for step, batch in enumerate(ours):
-            seen = pixels([batch]) if not step else seen | pixels([batch])
-            if step == 2:
-                break
+        for batch in ours:
+            seen = pixels([batch])
+            break
         ours.set_epoch(0)  # as frameworks say before each epoch; it moves nobody who has not begun
         state = ours.state_dict()
         ours.load_state_dict(state)

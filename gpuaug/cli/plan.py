@@ -54,13 +54,9 @@ def main(request: Request) -> int:
         planned = plan.predict(loader, sizes, base=base, worker=worker)
         report.add("images", asdict(sizes), _images(sizes))
         _say(report, planned, here, measured_worker=worker is not None)
-        try:
-            changes, line = plan.fit(loader, here=here, sizes=sizes)
-            text = "yes" if line is None else f"not as it is; `gpuaug train` would say: {line}"
-            report.add("fits", line is None, text)
-            report.values["changes"] = {k: str(v) for k, v in changes.items()}
-        except ConfigError as error:
-            report.add("fits", False, f"no: {error}")
+        short = plan.shortage(loader, here=here, sizes=sizes, prefix="" if request.at is None else f"{request.at}.")
+        report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
+        report.values["overrides"] = [] if short is None else list(short.overrides)
         if settings.measure:
             _compare(report, loader, planned, seconds=settings.seconds)
     report.write()
@@ -120,34 +116,31 @@ def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -
     report.add("measured_over", peak.batches, text)
 
 
-def fitted(
-    request: Request,
-    config: Any,
+def check(
     loader: Loader,
     *,
+    prefix: str = "",
     beside: Sequence[Loader] = (),
     also: Callable[[plan.Sizes], Sequence[plan.Term]] | None = None,
-    **rule: Any,
-) -> Loader:
-    """The loader, or one built anew with settings that fit this machine, saying which in one line.
+) -> None:
+    """Refuse a run that clearly needs more memory than there is left, and warn of one that may; nothing is changed.
 
     Args:
-        request: what was asked for.
-        config: the loader's part of it.
-        loader: as it is described there.
+        loader: of the run.
+        prefix: of its keys on the command line.
         beside: loaders that run at the same time.
         also: what else will be held then, given the sizes of the images.
-        rule: arguments that the loader was built with beside the configuration.
+
+    Raises:
+        ConfigError: with the numbers, and the overrides to copy.
     """
     decoder: Any = Inside(loader).stages.decoder
     plan.warm(loader)
-    changes, line = plan.fit(loader, beside=beside, also=also)
+    short = plan.shortage(loader, beside=beside, also=also, prefix=prefix)
     for count in ("rescued", "truncated"):  # what was looked at beforehand is no part of an epoch
         if hasattr(decoder, count):
             setattr(decoder, count, 0)
-    if line is None:
-        return loader
-    log.warning(line)
-    loader.close()
-    made: Loader = request.build(config, **{**rule, **changes, "source": loader.source})
-    return made
+    if short is not None and short.clear:
+        raise ConfigError(f"{short.text} `check_memory=false` starts it all the same.")
+    if short is not None:
+        log.warning("memory may not suffice: %s", short.text)

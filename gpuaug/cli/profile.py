@@ -117,18 +117,18 @@ def main(request: Request) -> int:
     return 0
 
 
-def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings, **rule: Any) -> None:
+def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings) -> None:
     """Profile the first batches of a training that is about to begin, with a loader and a model of its own.
 
     Nothing of the training changes, generators of random numbers included.
     """
     quiet = os.environ.get("RANK", "0") != "0"
-    same = {name: getattr(loader, name) for name in ("num_workers", "prefetch", "ahead", "source")}
+    same = {name: getattr(loader, name) for name in ("num_workers", "source")}
     if Inside(loader).cached is not None:  # the first batches again and again: no need for a second cache of full size
         same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
-    with _same_random(loader.device), request.build(config, **{**same, **rule}) as twin:
+    with _same_random(loader.device), request.build(config, **same) as twin:
         classes = loader.num_classes or CLASSES
         model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
         step = training_step(twin, model, replace(settings, lr=1e-5))

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,34 +25,32 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     train = request.loader()
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    rule: dict[str, Any] = {}
-    if under_torchrun and train.get("last") is None and not train.get("drop_last"):
-        rule = {"last": "pad"}
-        log.info("last=pad: under DDP every rank needs as many batches as the others")
+    if under_torchrun and train.get("last") == "uneven":
+        raise ConfigError(
+            "`last=uneven` gives the ranks unequal numbers of batches, and DDP would wait for ever for the missing "
+            "one. Set `last=pad` or `last=drop`."
+        )
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
-        first: Loader = stack.enter_context(request.build(train, **rule))
-        if first.num_classes is None:
+        loader: Loader = stack.enter_context(request.build(train))
+        if loader.num_classes is None:
             raise ConfigError("`gpuaug train` needs labels, and this source has none.")
-        model = build_model(request, settings.model, num_classes=first.num_classes, seed=first.seed)
-        step = step_memory(model, settings, first)
-        loader: Loader = stack.enter_context(plan.fitted(request, train, first, also=step, **rule))
+        model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
+        step = step_memory(model, settings, loader)
+        if settings.check_memory:
+            plan.check(loader, also=step, prefix="" if request.at is None else f"{request.at}.")
         if settings.profiling:
-            profile.inside(request, train, loader, settings, **rule)
+            profile.inside(request, train, loader, settings)
         if under_torchrun:
-            if loader.last == "uneven":
-                raise ConfigError(
-                    "`last=uneven` gives the ranks unequal numbers of batches, and DDP would wait for ever for the "
-                    "missing one. Set `last=pad` or `last=drop`."
-                )
             stack.enter_context(_process_group(loader.device))
         held_out = request.held_out(train, at=settings.val)
         val: Loader | None = None
         if held_out is None:
             log.info("no held-out images: val.source.root is not set")
         else:
-            built = request.build_held_out(held_out, classes=loader.source.classes)
-            val = stack.enter_context(plan.fitted(request, held_out, built, beside=(loader,), also=step))
+            val = stack.enter_context(request.build_held_out(held_out, classes=loader.source.classes))
+            if settings.check_memory:
+                plan.check(val, beside=(loader,), also=step, prefix=f"{settings.val or 'val'}.")
             if val.source.classes != loader.source.classes:
                 raise ConfigError(
                     f"the held-out images must have the training's classes, {loader.source.classes}. "

@@ -58,10 +58,13 @@ class Settings:
     out: str = "outputs/train"
     resume: str | None = None
     val: str | None = None
+    check_memory: bool = True
     profiling: bool | int = False
     json: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.check_memory, bool):
+            raise ConfigError(f"`check_memory` must be true or false. Found: {self.check_memory!r}.")
         if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
             raise ConfigError(
                 f"`profiling` must be true, false, or how many batches, at least 1. Found: {self.profiling!r}."
@@ -276,7 +279,7 @@ class Training:
         if not whole:
             raise ConfigError(
                 f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}` on "
-                f"{self.ranks} ranks, `last={loader.last}`. Make `batch_size` smaller or set `last=uneven`."
+                f"{self.ranks} ranks, `last={loader.last}`. Make `batch_size` smaller or set `last=pad`."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
         self.each.train()

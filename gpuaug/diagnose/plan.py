@@ -34,7 +34,6 @@ from gpuaug.batch import EncodedBatch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader import Inside, Loader
 from gpuaug.read import Reader
-from gpuaug.source.cache import RamCache
 from gpuaug.verdicts import folder, version
 
 log = logging.getLogger("gpuaug")
@@ -47,6 +46,7 @@ SAMPLED = 128  # images whose sizes stand for all
 # torch (the others; where it cannot be measured: Python 3.11, torch 2.13 without CUDA). bench/plan.py has the figures
 FORKED, IMPORTED = 13 * MIB, 147 * MIB
 SPARE = 0.1  # share of what is available that is left to others, and to what is predicted too low
+CLEARLY = 1.15  # of what is available, from which on a run is refused: predictions are within 15 % (tests/test_plan.py)
 # Pages of this process that it has written to since its workers were forked: the old ones stay, for all of them once
 INHERITED = 4 * MIB
 # Python's and torch's own objects, stacks and small buffers, of this process and of each thread that decodes
@@ -131,7 +131,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What of a loader decides its memory, and can be made smaller without changing a pixel."""
+    """What of a loader decides its memory, and may be smaller without changing a pixel."""
 
     num_workers: int
     prefetch: int
@@ -655,41 +655,49 @@ class Machine:
         return Machine(host, host_by, shm and shm[1], free)
 
 
-def fit(
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a run needs beyond what this machine has left.
+
+    Attributes:
+        text: the numbers, and what to set.
+        clear: whether that is more than a prediction is ever wrong by.
+        overrides: with which it would fit; () if only a smaller batch helps.
+    """
+
+    text: str
+    clear: bool
+    overrides: tuple[str, ...]
+
+
+def shortage(
     loader: Loader,
     *,
     here: Machine | None = None,
     sizes: Sizes | None = None,
     beside: Sequence[Loader] = (),
     also: Callable[[Sizes], Sequence[Term]] | None = None,
-) -> tuple[dict[str, Any], str | None]:
-    """Settings with which a loader fits this machine, and the line to log; nothing and None where it fits as it is.
+    prefix: str = "",
+) -> Shortage | None:
+    """Whether a loader needs more memory than this machine has left; None where it fits. Nothing of it changes.
 
-    Where memory of the host lacks, ``ahead``, the cache, ``prefetch`` and ``num_workers`` are made smaller, in this
-    order; where /dev/shm does, ``num_workers``; where the device's, ``prefetch``; never the batch size. All ranks of a
-    machine are taken to be alike.
+    All ranks of a machine are taken to be alike.
 
     Args:
         loader: not yet iterated.
         here: what the machine has left.
         sizes: of the images; None: looks at some.
-        beside: loaders that will run at the same time and fit already; not yet iterated.
+        beside: loaders that will run at the same time; not yet iterated.
         also: what else will be held then, given the sizes of this loader's images.
-
-    Returns:
-        arguments of :class:`~gpuaug.Loader` to build it anew with, and what to say about them.
-
-    Raises:
-        ConfigError: if it does not fit whatever is made smaller.
+        prefix: of the loader's keys in overrides, as ``val.``.
     """
     found = sizes or look(loader)
     more = Plan(terms=() if also is None else tuple(also(found)), base=NOTHING)
     here = here or Machine.here(loader.device)  # only now: looking has imported and opened what decodes
     ranks = distributed.local_world_size()
     others = [predict(other, look(other), base=NOTHING) for other in beside]
-    wanted = now = Settings.of(loader)
 
-    def lacks(settings: Settings) -> dict[str, str]:
+    def lacks(settings: Settings, *, share: float) -> dict[str, str]:
         planned = [predict(loader, found, settings=settings, base=NOTHING), *others, more]
         needs: list[tuple[Place, str, int, int | None, str]] = [
             ("host", "", sum(p.more * ranks - _once(p, ranks) for p in planned), here.host, here.host_by),
@@ -699,31 +707,24 @@ def fit(
         return {
             place: f"{size.text(need)} of {kind}memory, and {by} has {size.text(left)}"
             for place, kind, need, left, by in needs
-            if left is not None and need > (1 - SPARE) * left
+            if left is not None and need > share * left
         }
 
-    first = lacking = lacks(now)
-    while lacking:
-        smaller = _smaller(now, lacking, batch=found.batch(loader.batch_size))
-        if smaller is None:
-            ahead = "no `ahead`" if now.ahead is None else f"ahead {size.text(now.ahead)}"
-            cache = "no cache" if now.cache is None else f"a cache of {size.text(now.cache)}"
-            step = max(more.more, more.total("device"))
-            of_it = f" A step of the model takes {size.text(step)} of it." if step else ""
-            raise ConfigError(
-                f"this run needs {'; '.join(first.values())}.{of_it} Even with num_workers={now.num_workers}, prefetch="
-                f"{now.prefetch}, {ahead} and {cache} it needs {'; '.join(lacking.values())}. Make `batch_size` "
-                f"smaller, now {loader.batch_size}, or give it more; `gpuaug plan` shows what takes it."
-            )
-        now = smaller
-        lacking = lacks(now)
+    wanted = Settings.of(loader)
+    first = lacks(wanted, share=1 - SPARE)
     if not first:
-        return {}, None
-    longer = replace(now, prefetch=wanted.prefetch)  # it may not be needed any more once something else is smaller
-    now = now if lacks(longer) else longer
-    changes = _changes(loader, wanted, now)
-    said = ", ".join(f"{name} {before} -> {after}" for name, before, after in _words(wanted, now))
-    return changes, f"memory: made smaller to fit this machine: {said} (needed {'; '.join(first.values())})"
+        return None
+    smaller: Settings | None = wanted
+    while smaller is not None and (lacking := lacks(smaller, share=1 - SPARE)):
+        smaller = _smaller(smaller, lacking, batch=found.batch(loader.batch_size))
+    overrides = () if smaller is None else tuple(prefix + text for text in _overrides(wanted, smaller))
+    step = max(more.more, more.total("device"))
+    of_it = f" A step of the model takes {size.text(step)} of it." if step else ""
+    remedy = f"Make `{prefix}batch_size` smaller, now {loader.batch_size}: nothing else suffices"
+    if overrides:
+        remedy = f"Set `{' '.join(overrides)}`, which fits"
+    text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}; `gpuaug plan` shows what takes it."
+    return Shortage(text, bool(lacks(wanted, share=CLEARLY)), overrides)
 
 
 def _once(planned: Plan, ranks: int) -> int:
@@ -742,42 +743,23 @@ def _smaller(now: Settings, lacking: Container[str], *, batch: int) -> Settings 
     host = "host" in lacking
     if host and now.ahead is not None:
         return replace(now, ahead=now.ahead // 2 if now.ahead // 2 > 2 * batch else None)
-    if host and now.cache is not None:
-        return replace(now, cache=now.cache // 2 if now.cache // 2 > 4 * batch else None)
+    if host and now.cache is not None and now.cache > 8 * batch:
+        return replace(now, cache=now.cache // 2)
     prefetch = host or "device" in lacking
     workers = host or "shared" in lacking
-    if prefetch and now.prefetch > 1:
-        return replace(now, prefetch=now.prefetch - 1)
-    if workers and now.num_workers > 1:
-        return replace(now, num_workers=now.num_workers - 1)
-    if prefetch and now.prefetch:
-        return replace(now, prefetch=0)
-    if workers and now.num_workers:
-        return replace(now, num_workers=0)
+    for least in (1, 0):
+        if prefetch and now.prefetch > least:
+            return replace(now, prefetch=now.prefetch - 1)
+        if workers and now.num_workers > least:
+            return replace(now, num_workers=now.num_workers - 1)
     return None
 
 
-def _changes(loader: Loader, before: Settings, after: Settings) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
-    for name in ("num_workers", "prefetch", "ahead"):
-        if getattr(before, name) != getattr(after, name):
-            changes[name] = getattr(after, name)
-    if before.cache != after.cache:
-        cached = Inside(loader).cached
-        assert cached is not None
-        fill = cached.settings.fill
-        changes["cache"] = None if after.cache is None else RamCache(max_bytes=after.cache, fill=fill)
-    return changes
-
-
-def _words(before: Settings, after: Settings) -> list[tuple[str, str, str]]:
-    def text(name: str, value: int | None) -> str:
-        if value is None:
-            return "none"
-        return size.text(value) if name in ("ahead", "cache") else str(value)
-
-    pairs = [(n, getattr(before, n), getattr(after, n)) for n in ("ahead", "cache", "prefetch", "num_workers")]
-    return [(n, text(n, a), text(n, b)) for n, a, b in pairs if a != b]
+def _overrides(before: Settings, after: Settings) -> list[str]:
+    """The words of a command line that make one out of the other."""
+    keys = {"ahead": "ahead", "cache": "cache.max_bytes", "prefetch": "prefetch", "num_workers": "num_workers"}
+    values = {key: getattr(after, name) for name, key in keys.items() if getattr(before, name) != getattr(after, name)}
+    return [f"{key}={'null' if value is None else value}" for key, value in values.items()]
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
