@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -187,6 +187,10 @@ def field(keys: Tensor, count: int) -> Tensor:
         keys: int64 [B, 2], from :func:`sample_keys`.
         count: how many values per sample.
     """
+    return _by_rows(_field, keys, count)
+
+
+def _field(keys: Tensor, count: int) -> Tensor:
     blocks = -(-count // 4)
     c0 = torch.arange(blocks, device=keys.device)[None, :].expand(len(keys), -1)
     c1 = c2 = c3 = torch.zeros_like(c0)
@@ -201,11 +205,27 @@ def field(keys: Tensor, count: int) -> Tensor:
 
 def normal_field(keys: Tensor, count: int) -> Tensor:
     """Standard normal values, float32 ``[B, count]``, by Box-Muller from :func:`field`."""
-    u = field(keys, 2 * (-(-count // 2)))
+    return _by_rows(_normal_field, keys, count)
+
+
+def _normal_field(keys: Tensor, count: int) -> Tensor:
+    u = _field(keys, 2 * (-(-count // 2)))
     half = u.shape[1] // 2
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * torch.pi * u[:, half:]
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count]
+
+
+_AT_ONCE = 2**21  # values: what is made on the way, 64-bit words above all, takes some 40 bytes each
+
+
+def _by_rows(of: Callable[[Tensor, int], Tensor], keys: Tensor, count: int) -> Tensor:
+    """``of`` for some samples at a time."""
+    values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
+    rows = max(1, _AT_ONCE // max(count, 1))
+    for some, out in zip(keys.split(rows), values.split(rows), strict=True):
+        out.copy_(of(some, count))
+    return values
 
 
 def scale(u: Float, low: float, high: float) -> Float:

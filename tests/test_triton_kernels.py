@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_fused import NORMALIZE, POINTWISE, SPACE, SPATIAL, draw, photographs
+from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows
 
 import gpuaug
-from gpuaug.augment import batched, fused
+from gpuaug.augment import batched, fused, native
 from gpuaug.augment.prepare import prepare
+from gpuaug.augment.reference import ReferenceBackend
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import build  # noqa: E402
 
 from gpuaug.augment import triton_kernels  # noqa: E402
 
@@ -61,6 +69,187 @@ def test_cuda_equals_the_cpu_without_waiting_for_the_device() -> None:
     assert (found.cpu() - expected).abs().max() <= SPACE
 
 
+def _no_compiler(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("CC", raising=False)
+    patch.setenv("PATH", "")
+    build._build("probe", str(folder / "probe.c"), str(folder), [], [], [], [])
+
+
+def _no_headers(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    patch.delenv("CC", raising=False)
+    paths = sysconfig.get_paths()
+    patch.setattr(sysconfig, "get_paths", lambda *args, **kwargs: {**paths, "include": str(folder)})
+    (folder / "probe.c").write_text("#include <Python.h>\n")
+    build._build("probe", str(folder / "probe.c"), str(folder), [], [], [], [])
+
+
+def _no_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "cache"))
+    _compile(_wrong, 90)
+
+
+def _no_driver(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    _wrong[(1,)](torch.zeros(1))
+
+
+def _no_libcuda(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    triton.backends.nvidia.driver.libcuda_dirs()
+
+
+def _out_of_resources(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+
+
+def _not_allowed(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    raise PermissionError(13, "Permission denied", "/root/.triton")
+
+
+@triton.jit
+def _wrong(dst):  # type: ignore[no-untyped-def]
+    tl.store(dst, no_such_name)  # type: ignore[name-defined]  # noqa: F821
+
+
+@triton.jit
+def _right(dst):  # type: ignore[no-untyped-def]
+    tl.store(dst, 1.0)
+
+
+@triton.jit
+def _trap(dst):  # type: ignore[no-untyped-def]
+    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, is_pure=False, pack=1)
+
+
+def _compile(kernel: Any, capability: int) -> None:
+    source = triton.compiler.ASTSource(kernel, {"dst": "*fp32"}, {}, {})
+    triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32))
+
+
+FAILURES = {
+    "no C compiler": (_no_compiler, RuntimeError),
+    "no headers": (_no_headers, subprocess.CalledProcessError),
+    "no folder": (_no_folder, OSError),
+    "a folder of another's": (_not_allowed, PermissionError),
+    "no driver": (_no_driver, RuntimeError),
+    "no libcuda": (_no_libcuda, AssertionError),
+    "a GPU that ptxas does not know": (lambda folder, patch: _compile(_right, 999), triton.runtime.errors.PTXASError),
+    "another language": (lambda folder, patch: _compile(_wrong, 90), triton.CompilationError),
+    "a smaller GPU": (_out_of_resources, triton.runtime.errors.OutOfResources),
+}
+
+
+class Failing:
+    """In the place of a kernel: fails when it is launched."""
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self.fail, self.launches = fail, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.launches += 1
+            self.fail()
+
+        return launch
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_without_triton_a_recipe_runs_operation_by_operation(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """What Triton itself raises, from its own functions where that can be had; never twice, and the log says why."""
+    fail, kind = FAILURES[name]
+    raised = []
+
+    def failing() -> None:
+        with monkeypatch.context() as patch:
+            try:
+                fail(tmp_path, patch)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
+    kernel = Failing(failing)
+    for kernel_name in (*KERNELS, "_normal_kernel"):
+        monkeypatch.setattr(triton_kernels, kernel_name, kernel)
+    monkeypatch.setattr(fused, "_no_triton", [])
+    real = fused._triton_kernels
+    monkeypatch.setattr(fused, "_triton_kernels", lambda device: real(torch.device("cuda")))
+    monkeypatch.setattr(native, "library", lambda: None)
+    ops = {"jitter": POINTWISE["jitter"](), "noise": POINTWISE["noise"](), "blur": SPATIAL["blur"]()}
+    prepared = [prepare(key, op) for key, op in ops.items()]
+    images = photographs(24)
+    chosen = [draw(p, len(images), (24, 24), k) for k, p in enumerate(prepared)]
+    backend = fused.FusedBackend(prepared, NORMALIZE)
+    with caplog.at_level(logging.WARNING, logger="gpuaug"):
+        found = [backend(images, chosen) for _ in range(2)]
+    assert isinstance(raised[0], kind)
+    assert kernel.launches == 1
+    (message,) = [r.message for r in caplog.records if "operation by operation" in r.message]
+    assert type(raised[0]).__name__ in message
+    expected = ReferenceBackend(prepared, NORMALIZE)(images, chosen)
+    assert all((x - expected).abs().max() <= SPACE for x in found)
+
+
+def test_an_error_of_the_device_is_not_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton says RuntimeError whatever is wrong; whether the device is sick only the device can say."""
+
+    def sick(device: Any = None) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def launch() -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    with pytest.raises(triton_kernels.CannotRunError, match="RuntimeError: Triton Error"):
+        triton_kernels._queue(Failing(launch), (1,), torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", sick)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        triton_kernels._queue(Failing(launch), (1,), torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_broken_context_is_named_as_such() -> None:
+    """In a process of its own, whose context a kernel breaks."""
+    code = (
+        "import torch, triton, gpuaug, test_triton_kernels as t\n"
+        "import kornia.augmentation as K\n"
+        "images = torch.zeros((2, 8, 8, 3), dtype=torch.uint8, device='cuda')\n"
+        "augment = gpuaug.Augment(ops={'jitter': K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=1.0)})\n"
+        "augment(images)\n"
+        "t._trap[(1,)](torch.zeros(1, device='cuda'))\n"
+        "try:\n"
+        "    augment(images)\n"
+        "    torch.cuda.synchronize()\n"
+        "except torch.AcceleratorError:\n"
+        "    print('the device')\n"
+    )
+    folder = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.stdout.strip() == "the device", done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", [*KNOWN, *POLICIES])
+def test_on_cuda_a_sample_does_not_depend_on_its_batch(name: str) -> None:
+    prepared = [prepare(name, (KNOWN | POLICIES)[name]())]
+    images = photographs(64).repeat(3, 1, 1, 1).cuda()
+    (chosen,) = (draw(p, len(images), (64, 64), 1) for p in prepared)
+    backend = fused.FusedBackend(prepared, NORMALIZE)
+    whole = backend(images, [chosen])
+    for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
+        assert torch.equal(backend(images[torch.from_numpy(index).cuda()], [rows(chosen, index)]), whole[index])
+
+
 class Compiler:
     """In the place of a kernel: compiles what would be launched, with Triton's own compiler, for some GPU."""
 
@@ -83,7 +272,7 @@ class Compiler:
                 signature[name] = TYPES[value.dtype]
                 assert value.data_ptr() % 16 == 0, name  # another alignment would be another compilation
                 attributes[(k,)] = [["tt.divisibility", 16]]
-                if name in ("dst", "mid", "between"):
+                if name in ("dst", "mid"):
                     value.zero_()
                 continue
             signature[name] = "i32"
@@ -124,7 +313,7 @@ def compiled(
             code, args = part.lowering.program([chosen[n] for n in part.numbers], size)
             if not part.numbers:
                 code, args = np.zeros((batch, 0), dtype=np.int32), np.zeros((batch, 0, 1), dtype=np.float32)
-            fields = fused._fields(part.lowering, chosen, code, size, x.device)
+            fields = fused._fields(part.lowering, chosen, code, size, x.device, triton_kernels.normal_field)
             ramps = fused.warp_ramps(size)
             program = triton_kernels.upload(code, args, ramps, (1.0,) * 3, (0.0,) * 3, x.device)
             options = {"dtype": torch.bfloat16, "channels_last": False, **options}
@@ -171,7 +360,7 @@ def _no_interpreter() -> None:
 @pytest.mark.parametrize("recipe", ["standard", "simclr"])
 def test_kernels_compile_without_a_device(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made, launches = compiled(monkeypatch, recipe, 90)
-    assert launches == {"standard": 2, "simclr": 6}[recipe]  # for all views of a batch
+    assert launches == {"standard": 2, "simclr": 8}[recipe]  # for all views of a batch
     assert len(made) == launches // {"standard": 1, "simclr": 2}[recipe]
     check(made, tmp_path)
 
@@ -181,6 +370,28 @@ def test_another_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) ->
     for batch in (1, 7, 37, 64):
         made, _ = compiled(monkeypatch, "standard", 90, batch=batch)
         assert made.keys() <= known.keys()
+
+
+CAPABILITIES = [75, 80, 86, 89, 90, 100, 120]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_noise_compiles_for_every_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: dict[Any, Any] = {}
+    kernel = Compiler(triton_kernels._normal_kernel, capability, made)
+    monkeypatch.setattr(triton_kernels, "_normal_kernel", kernel)
+    for pixels in (224 * 224, 17 * 23):
+        triton_kernels.normal_field(torch.zeros((2, 2), dtype=torch.int64), 3 * pixels)
+    assert len(made) == 2
+    check(made, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c != 90])
+def test_kernels_compile_for_every_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made, _ = compiled(monkeypatch, "simclr", capability)
+    assert {key[0] for key in made} == set(KERNELS)
+    check(made, tmp_path)
 
 
 @pytest.mark.long

@@ -8,6 +8,8 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_fused import (
     JUMPS,
     KNOWN,
@@ -22,6 +24,7 @@ from test_fused import (
     photographs,
 )
 
+from gpuaug import draw as draws
 from gpuaug.augment import fused, triton_kernels
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -43,7 +46,7 @@ def run(
         images.to(DEVICE),
         code,
         args,
-        fields=fused._fields(part.lowering, chosen, code, size, DEVICE),
+        fields=fused._fields(part.lowering, chosen, code, size, DEVICE, triton_kernels.normal_field),
         ramps=fused.warp_ramps(size),
         scale=scale,
         shift=shift,
@@ -110,6 +113,33 @@ def test_dtypes_and_memory_formats(last: str, dtype: torch.dtype, channels_last:
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     assert (found.float() - plain).abs().max() <= (0 if dtype == torch.float32 else 0.02)
+
+
+@triton.jit
+def _words(keys, dst, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    seed = tl.load(keys) | (tl.load(keys + 1) << 32)
+    tl.store(dst + at, triton_kernels._philox(seed, at))
+
+
+@pytest.mark.parametrize("words", [(0, 0), (1, 2), (2**32 - 1, 2**31), (0x243F6A88, 0x85A308D3)])
+def test_random_words_are_the_hosts(words: tuple[int, int]) -> None:
+    keys = torch.tensor(words, dtype=torch.int64)
+    found = torch.empty(256, dtype=torch.int32, device=DEVICE)
+    _words[(1,)](keys.to(DEVICE), found, N=256)
+    zero, key = np.zeros(1, dtype=np.uint64), keys.numpy().astype(np.uint64)
+    expected = draws.philox((np.arange(64, dtype=np.uint64), zero, zero, zero), (key[:1], key[1:]))
+    assert (found.cpu().numpy().view(np.uint32) == np.stack(np.broadcast_arrays(*expected), axis=1).ravel()).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 3 * 17 * 23, 3 * 64 * 64])
+def test_noise_is_the_hosts(count: int) -> None:
+    """Each value is rounded by other functions: logarithm, square root, cosine."""
+    keys = torch.tensor([(0, 0), (5, 2**32 - 1), (2**31, 7)])
+    found = triton_kernels.normal_field(keys.to(DEVICE), count)
+    assert found.shape == (3, count)
+    assert (found.cpu() - draws.normal_field(keys, count)).abs().max() <= 1e-5
+    assert torch.equal(triton_kernels.normal_field(keys[1:2].to(DEVICE), count), found[1:2])
 
 
 def test_no_operations() -> None:

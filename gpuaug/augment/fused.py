@@ -13,10 +13,10 @@ runs through Kornia between two such passes; the log says so once.
 from __future__ import annotations
 
 import logging
-import subprocess
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from gpuaug.augment import batched, native, reference
 from gpuaug.augment.lower import Code, Lowered, Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.parameters import Chosen, Prepared, Size, noise
-from gpuaug.draw import Float
+from gpuaug.draw import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
 
@@ -93,7 +93,7 @@ class FusedBackend:
         if not own:
             code, args = np.zeros((len(x), 0), dtype=np.int32), np.zeros((len(x), 0, 1), dtype=np.float32)
         known = part.lowering.codes
-        fields = _fields(part.lowering, own, code, size, x.device) if Code.NOISE in known else {}
+        fields = partial(_fields, part.lowering, own, code, size, x.device)
         warps = Code.WARP in known and (code == Code.WARP).any()
         library = native.library() if x.device.type == "cpu" else None
         if library is not None:
@@ -103,7 +103,7 @@ class FusedBackend:
                 x,
                 code,
                 args,
-                tables=[*_noise_tables(fields, code), *(_blur_tables(code, args) if Code.BLUR in known else ())],
+                tables=[*_noise_tables(fields(), code), *(_blur_tables(code, args) if Code.BLUR in known else ())],
                 ramps=warp_ramps(size) if warps else None,
                 scale=scale,
                 shift=shift,
@@ -111,7 +111,7 @@ class FusedBackend:
                 channels_last=memory_format == torch.channels_last,
             )
             return y.to(dtype)
-        kernels = _triton_kernels() if x.device.type == "cuda" else None
+        kernels = _triton_kernels(x.device)
         if kernels is not None:
             ramps = warp_ramps(size) if warps else np.zeros(1, dtype=np.float32)
             try:
@@ -119,51 +119,43 @@ class FusedBackend:
                     x,
                     code,
                     args,
-                    fields=fields,
+                    fields=fields(normal=kernels.normal_field),
                     ramps=ramps,
                     scale=scale,
                     shift=shift,
                     dtype=dtype,
                     channels_last=memory_format == torch.channels_last,
                 )
-            except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-                if not cannot_build(error):
-                    raise
-                _unbuilt(f"{type(error).__name__}: {error}")
-        return _batched(x, code, args, size, fields, scale, shift).to(dtype=dtype, memory_format=memory_format)
+            except kernels.CannotRunError as error:
+                _without_triton(str(error))
+        return _batched(x, code, args, size, fields(), scale, shift).to(dtype=dtype, memory_format=memory_format)
 
 
-@lru_cache(maxsize=1)
-def _triton_kernels() -> Any:
-    """The module of CUDA kernels, or None where there is no Triton or nothing that builds its launchers."""
-    if _no_triton:
+_no_triton: list[str] = []  # why, once Triton has failed
+
+
+def _triton_kernels(device: torch.device) -> Any:
+    """The module of CUDA kernels, or None: for another device, and where Triton cannot be imported or has failed."""
+    if device.type != "cuda" or _no_triton:
         return None
     try:
         from gpuaug.augment import triton_kernels
-    except ImportError as error:
-        logger.warning("augment on cuda runs operation by operation: no Triton (%s). Install triton.", error)
+    except Exception as error:  # a library or a folder that Triton lacks, as well as Triton itself
+        _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
 
 
-_no_triton: list[str] = []  # why, once Triton has failed to build
-
-
-def cannot_build(error: Exception) -> bool:
-    """Whether Triton failed for want of a C compiler or of Python's headers, which its launchers are built with."""
-    return isinstance(error, subprocess.CalledProcessError | FileNotFoundError) or "C compiler" in str(error)
-
-
-def _unbuilt(why: str) -> None:
-    """From now on without Triton; says so once."""
+def _without_triton(why: str) -> None:
+    """Go on without Triton in this process; says so once."""
     if not _no_triton:
         logger.warning(
-            "augment on cuda runs operation by operation: Triton cannot build (%s). Install gcc and Python's headers "
-            "(python3-dev), or set CC.",
-            why,
+            "augment on cuda runs operation by operation, many times slower: Triton cannot run (%s). It needs gcc (or "
+            "CC) and Python's headers (python3-dev), libcuda.so.1 among the libraries of `ldconfig -p`, a folder to "
+            "write to (TRITON_CACHE_DIR), and a release that knows this GPU.",
+            textwrap.shorten(why, 500),
         )
     _no_triton.append(why)
-    _triton_kernels.cache_clear()
 
 
 def _batched(
@@ -211,25 +203,33 @@ def say(name: str, kind: str, why: str) -> None:
 
 
 def _fields(
-    lowering: Lowering, chosen: list[Chosen], code: NDArray[np.int32], size: Size, device: torch.device
+    lowering: Lowering,
+    chosen: list[Chosen],
+    code: NDArray[np.int32],
+    size: Size,
+    device: torch.device,
+    normal: Callable[[Tensor, int], Tensor] = normal_field,
 ) -> dict[int, Tensor]:
     """Per column with noise, the values to add to its rows: float32 [rows, 3, H, W] on the device."""
-    fields = {}
-    for column in lowering.columns:
+    fields: dict[int, Tensor] = {}
+    for column in lowering.columns if Code.NOISE in lowering.codes else ():
         op, c = lowering.ops[column.op], chosen[column.op]
-        rows = np.flatnonzero(code[:, column.start] == Code.NOISE) if Code.NOISE in column.table else np.empty(0)
+        rows = np.flatnonzero(code[:, column.start] == Code.NOISE)
         if not len(rows):
             continue
         assert c.keys is not None
-        values = torch.empty((len(rows), 3, *size), dtype=torch.float32, device=device)
         for alternative, module in enumerate(op.slots[column.slot]):
             of = np.flatnonzero(c.choice[rows, column.slot] == alternative)
             if len(of) and column.table[alternative, 0] == Code.NOISE:
+                # keys and an index that are not on the device yet would be waited for
                 keys = torch.from_numpy(c.keys[rows[of]]).to(device, non_blocking=True)
-                drawn = noise(module, keys, size)["gaussian_noise"]
-                # an index that is not on the device yet would be waited for
-                values.index_copy_(0, torch.from_numpy(of).to(device, non_blocking=True), drawn)
-        fields[column.start] = values
+                drawn = noise(module, keys, size, normal)["gaussian_noise"]
+                if len(of) == len(rows):
+                    fields[column.start] = drawn
+                    break
+                if column.start not in fields:
+                    fields[column.start] = drawn.new_empty((len(rows), *drawn.shape[1:]))
+                fields[column.start].index_copy_(0, torch.from_numpy(of).to(device, non_blocking=True), drawn)
     return fields
 
 

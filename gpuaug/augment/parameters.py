@@ -331,15 +331,20 @@ def needs_noise(op: nn.Module) -> bool:
     return type(op) in (K.RandomGaussianNoise, K.RandomElasticTransform)
 
 
-def noise(op: nn.Module, keys: Tensor, size: Size) -> dict[str, Tensor]:
-    """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); {} for most."""
+def noise(
+    op: nn.Module, keys: Tensor, size: Size, normal: Callable[[Tensor, int], Tensor] = normal_field
+) -> dict[str, Tensor]:
+    """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); {} for most.
+
+    ``normal`` draws standard normal values as :func:`gpuaug.draw.normal_field` does.
+    """
     import kornia.augmentation as K
 
     height, width = size
     if type(op) is K.RandomGaussianNoise:
         generator: Any = op._param_generator
-        values = normal_field(keys, 3 * height * width).view(-1, 3, height, width)
-        return {"gaussian_noise": generator.mean + values * generator.std}
+        values = normal(keys, 3 * height * width).view(-1, 3, height, width)
+        return {"gaussian_noise": values.mul_(generator.std).add_(generator.mean)}  # as large as the batch
     if type(op) is K.RandomElasticTransform:
         return {"noise": field(keys, 2 * height * width).view(-1, 2, height, width) * 2 - 1}
     return {}

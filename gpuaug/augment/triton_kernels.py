@@ -2,7 +2,7 @@
 
 takes: uint8 [B, H, W, 3] (or float32 [B, 3, H, W]) on the device, and the program of every sample on the host.
 does: one upload; then per stretch of colours one kernel (two where a contrast needs the mean gray of the image at that
-point), reading the pixels once and writing them once; per blur one kernel, over the samples that have it; other steps
+point), reading the pixels once and writing them once; per blur two kernels, over the samples that have it; other steps
 through torch over the rows that have them. Nothing waits for the device.
 gives: [B, 3, H, W], normalised.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -409,37 +410,90 @@ def _blurred(plane, y, x, height, width, taps, ratio, border, VERTICAL: tl.const
 
 @triton.jit(do_not_specialize=["column", "steps"])
 def _blur_kernel(  # type: ignore[no-untyped-def]
-    mid, between, dst, samples, args, ends, height, width, column, steps,
-    CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    src, dst, samples, args, ends, height, width, column, steps,
+    VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A channel of a sample: rows of ``mid`` to ``between``, and columns of that to ``dst`` with ``ends``.
-
-    Both in one program, which waits for itself only; the plane between them stays in the cache.
-    """
-    place, channel = tl.program_id(0) // 3, tl.program_id(0) % 3
-    sample = tl.load(samples + place)
-    a = args + (sample * steps + column) * _ARGS
-    taps_x, taps_y = tl.load(a).to(tl.int32), tl.load(a + 1).to(tl.int32)
-    twice, border = 2.0 * tl.load(a + 2) * tl.load(a + 2), tl.load(a + 3).to(tl.int32)
-    ratio = tl.where(twice == 0.0, 0.0, tl.exp(-1.0 / tl.maximum(twice, 1e-30)))
-    scale, shift = tl.load(ends + channel), tl.load(ends + 3 + channel)
-    pixels = height * width
-    plane = tl.program_id(0).to(tl.int64) * pixels
+    """A tile of a channel of a sample, one way: rows of ``src`` to planes, then columns of those with ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
-    for tile in range(0, tiles):
-        y = (tile // across * R + tl.arange(0, R))[:, None]
-        x = (tile % across * C + tl.arange(0, C))[None, :]
-        value, inside = _blurred(mid + plane, y, x, height, width, taps_x, ratio, border, False)
-        tl.store(between + plane + y * width + x, value, inside)
-    tl.debug_barrier()
-    for tile in range(0, tiles):
-        y = (tile // across * R + tl.arange(0, R))[:, None]
-        x = (tile % across * C + tl.arange(0, C))[None, :]
-        value, inside = _blurred(between + plane, y, x, height, width, taps_y, ratio, border, True)
-        value = (value * scale + shift).to(dst.dtype.element_ty)
+    plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    sample, channel = tl.load(samples + plane // 3), plane % 3
+    a = args + (sample * steps + column) * _ARGS
+    taps = tl.load(a + (1 if VERTICAL else 0)).to(tl.int32)
+    twice, border = 2.0 * tl.load(a + 2) * tl.load(a + 2), tl.load(a + 3).to(tl.int32)
+    ratio = tl.where(twice == 0.0, 0.0, tl.exp(-1.0 / tl.maximum(twice, 1e-30)))
+    pixels = height * width
+    y = (tile // across * R + tl.arange(0, R))[:, None]
+    x = (tile % across * C + tl.arange(0, C))[None, :]
+    start = plane.to(tl.int64) * pixels
+    value, inside = _blurred(src + start, y, x, height, width, taps, ratio, border, VERTICAL)
+    if VERTICAL:
+        value = value * tl.load(ends + channel) + tl.load(ends + 3 + channel)
+        start = sample.to(tl.int64) * pixels * 3
         to = (y * width + x) * 3 + channel if CHANNELS_LAST else channel * pixels + y * width + x
-        tl.store(dst + sample.to(tl.int64) * pixels * 3 + to, value, inside)
+    else:
+        to = y * width + x
+    tl.store(dst + start + to, value.to(dst.dtype.element_ty), inside)
+
+
+@triton.jit
+def _uniforms(words):  # type: ignore[no-untyped-def]
+    return ((words >> 8).to(tl.float32) + 0.5) * (2.0**-24)
+
+
+@triton.jit
+def _philox(seed, position):  # type: ignore[no-untyped-def]
+    """Value ``position`` of a sample's stream, as uint32: one word of the block of four that it is in."""
+    block = (position // 4).to(tl.uint32)
+    zero = block * 0
+    w0, w1, w2, w3 = tl.philox(seed, block, zero, zero, zero)
+    lane = position % 4
+    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+
+
+@triton.jit
+def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """gpuaug.draw.normal_field: ``keys`` int64 [B, 2] to ``dst`` float32 [B, count]; half = (count + 1) // 2."""
+    row = tl.program_id(1)
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    mask = at < half
+    seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
+    radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
+    angle = 6.283185307179586 * _uniforms(_philox(seed, half + at))
+    to = dst + row.to(tl.int64) * count
+    tl.store(to + at, radius * tl.cos(angle), mask)
+    tl.store(to + half + at, radius * tl.sin(angle), mask & (half + at < count))
+
+
+class CannotRunError(Exception):
+    """Triton cannot compile, load or launch a kernel here; nothing is wrong with the device."""
+
+
+def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+    """Launch a kernel.
+
+    Raises:
+        CannotRunError: whatever Triton raised: errors of its own, of the compiler it runs, of its folders, of libcuda.
+        torch.AcceleratorError: the device's own error, from now on that of every call.
+    """
+    try:
+        kernel[grid](*args, enable_fp_fusion=True, **constants)
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+            raise
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises what is wrong with the device, which Triton calls a RuntimeError
+        raise CannotRunError(f"{type(error).__name__}: {error}") from error
+
+
+def normal_field(keys: Tensor, count: int) -> Tensor:
+    """:func:`gpuaug.draw.normal_field` in one kernel: its bits until they are floats, within 1e-5 of its values."""
+    values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
+    half = -(-count // 2)
+    with torch.cuda.device(keys.device) if keys.device.type == "cuda" else nullcontext():
+        grid = (triton.cdiv(half, BLOCK), len(keys))
+        _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,22 +615,26 @@ def launch(
             x = x.view(-1).view(torch.int64) if kind == 2 else x
         layout = (2 if eights else 1) if final and channels_last else 0
         if stretch.contrast:
-            _mean_kernel[grid](
-                x, program.code, program.args, part.flips, part.sums, height, width,
-                stretch.first, stretch.last, steps, KIND=kind, N=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
+            _queue(
+                _mean_kernel, grid, x.device, x, program.code, program.args, part.flips, part.sums, height, width,
+                stretch.first, stretch.last, steps, KIND=kind, N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         mid = planes(len(part.rows[0])) if stretch.blur else y
-        _points_kernel[grid](
-            x, y, mid, program.code, program.args, part.flips, part.sums, part.places, ends, height, width,
-            stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout, MEAN=stretch.contrast, BLUR=stretch.blur,
-            N=BLOCK, num_warps=WARPS, enable_fp_fusion=True,
+        _queue(
+            _points_kernel, grid, x.device, x, y, mid, program.code, program.args, part.flips, part.sums, part.places,
+            ends, height, width, stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout, MEAN=stretch.contrast,
+            BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         x = y
         if stretch.blur:
-            _blur_kernel[(len(mid) * 3,)](
-                mid, torch.empty_like(mid), y, part.rows[0], program.args, ends, height, width, stretch.last - 1,
-                steps, CHANNELS_LAST=layout > 0, R=TILE[0], C=TILE[1], num_warps=BLUR_WARPS, enable_fp_fusion=True,
-            )  # fmt: skip
+            tiles = (len(mid) * 3 * triton.cdiv(height, TILE[0]) * triton.cdiv(width, TILE[1]),)
+            between = torch.empty_like(mid)
+            for src, dst, vertical in ((mid, between, False), (between, y, True)):
+                _queue(
+                    _blur_kernel, tiles, x.device, src, dst, part.rows[0], program.args, ends, height, width,
+                    stretch.last - 1, steps, VERTICAL=vertical, CHANNELS_LAST=vertical and layout > 0,
+                    R=TILE[0], C=TILE[1], num_warps=BLUR_WARPS,
+                )  # fmt: skip
         elif stretch.rest:
             x = batched.run(x, stretch.rest, program.args, part.rows, fields=fields, ramps=program.ramps)
     return x
