@@ -125,7 +125,13 @@ def test_on_cuda(photos, tmp_path, backend, dtype):
     rounded = stored(photos, tmp_path / "rounded", epochs=1, store="uint8", **settings)
     with loader(photos, **settings) as live, loader(source, **settings) as a, loader(rounded, **settings) as b:
         for expected, found, near in zip(live, a, b, strict=True):
-            same(expected, found)
+            if backend == "fused":
+                same(expected, found)
+            else:  # chunks are other batches: within 2e-6 before normalization, and what a cast makes of it
+                assert found.indices.tolist() == expected.indices.tolist()
+                assert torch.equal(found.labels, expected.labels)
+                tolerance = {"rtol": 0, "atol": 1e-5} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-5}
+                assert torch.allclose(found.images, expected.images, **tolerance)
             if dtype == "float32":
                 off = (expected.images - near.images).abs() * torch.tensor(STD, device="cuda").view(3, 1, 1) * 255
                 assert off.max() <= 0.5 + 1e-3

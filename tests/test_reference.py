@@ -1,4 +1,4 @@
-"""The reference backend: Kornia's pixels, bit for bit the same whatever samples share a batch."""
+"""The reference backend: Kornia's pixels, the same whatever samples share a batch: to the bit, on CUDA within 2e-6."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import noise, tensors
 from gpuaug.augment.policy import OneOf
@@ -281,11 +283,59 @@ def test_on_a_gpu_pixels_do_not_depend_on_the_batch_and_agree_with_the_cpu(name:
     state = torch.cuda.get_rng_state()
     whole = on(x.cuda(), list(range(11)))
     for rows in ([0], [3], [5, 1], [2, 4, 0, 10, 7]):
-        assert torch.equal(on(x[rows].cuda(), rows), whole[rows])
+        assert (on(x[rows].cuda(), rows) - whole[rows]).abs().max() <= 2e-6
     assert torch.equal(torch.cuda.get_rng_state(), state)
     if not recipe.main_thread:  # a generator of the device draws other values than the CPU's
         # a value next to a threshold (posterize, solarize, equalize, an edge of a warp) may fall on its other side
         assert (whole.cpu() - on(x, list(range(11)))).abs().gt(1e-3).float().mean() < 2e-3
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of all matrix products and convolutions that torch carries out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in func.__name__ for word in ("mm.", "bmm", "convolution", "addmm", "linear.", "dot.")):
+            self.dtypes += [a.dtype for a in args if isinstance(a, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+MULTIPLIES = {"boxblur", "jpeg", "affine all", "blur", "perspective", "rotation", "shear", "translate"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_products_that_tf32_could_shorten_are_float64(name: str) -> None:
+    """What an image on CUDA goes through, here on the CPU: no float32 product is left, and the pixels agree."""
+    x = images(5, (24, 20))
+    expected = run({name: ALL[name](p=0.9)}, x, list(range(5)))
+    with reference._Float64Products(), Products() as products:
+        found = run({name: ALL[name](p=0.9)}, x, list(range(5)))
+    assert torch.float32 not in products.dtypes
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().gt(1e-4).float().mean() <= 2e-3  # a value next to a threshold or an edge
+    assert name not in MULTIPLIES or products.dtypes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+@pytest.mark.parametrize("name", ["medianblur", "jpeg", "affine all", "perspective", "blur"])
+def test_tf32_of_the_user_reaches_no_pixel(name: str, backend: str) -> None:
+    x = images(5, (96, 80)).cuda()
+    augment = Augment(ops={name: ALL[name](p=0.9)}, backend=backend)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    found = []
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+            found.append(augment(x, seed=5, indices=range(5)))
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])

@@ -6,7 +6,7 @@ one cast, by the chosen backend.
 gives: float [B, 3, H, W] per view.
 
 A sample's pixels depend on its own draws only: never on which samples share its batch, on other views or on other
-operations of the recipe.
+operations of the recipe. That holds to the last bit, but for ``backend="kornia"`` on CUDA, where it holds within 2e-6.
 """
 
 from __future__ import annotations

@@ -5,22 +5,29 @@ does: float32 in 0..1, [B, 3, H, W]; per operation, slot and alternative the cho
 module and are put back; then normalization and one cast.
 gives: [B, 3, H, W].
 
-It is the reference: slow, and bit for bit independent of which samples share a batch. A group is never a single row:
-with one row torch takes other paths (a mean over one output is split over threads, a convolution of one small image
-takes another kernel), and the last bits differ. So a lone row is doubled. Gamma is the opposite, always row by row:
-torch's ``pow`` rounds the last pixels of a stretch of memory otherwise than the rest, and where stretches end depends
-on the size of the batch (6e-8 in one of some hundred batches).
+It is the reference: slow, and on the CPU bit for bit independent of which samples share a batch. A group is never a
+single row: with one row torch takes other paths (a mean over one output is split over threads, a convolution of one
+small image takes another kernel), and the last bits differ. So a lone row is doubled. Gamma is the opposite, always row
+by row: torch's ``pow`` rounds the last pixels of a stretch of memory otherwise than the rest, and where stretches end
+depends on the size of the batch (6e-8 in one of some hundred batches).
+
+On CUDA samples are independent of their batch within 2e-6: torch adds up the mean of an image in an order that depends
+on the number of images. Products of matrices and convolutions are taken in float64 there: TF32, which convolutions use
+by default, leaves 10 bits of a pixel (5e-4 in a median blur). It is a setting of the whole process: switching it off for
+a moment would change what another thread trains.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.parameters import Chosen, Params, Prepared, noise, tensors
 from gpuaug.draw import Int
@@ -73,7 +80,8 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     """
     shape = list(x.shape)
     try:
-        return _applied(x, op, chosen)
+        with _Float64Products() if x.is_cuda else nullcontext():
+            return _applied(x, op, chosen)
     except Exception as error:
         kind = type(op.op)
         refused = isinstance(error, ImportError | RuntimeError | TypeError | ValueError)
@@ -85,6 +93,33 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
             f"`ops.{op.name}` ({kind.__name__}) cannot be applied to images of {shape[2]}x{shape[3]} pixels: "
             f"{str(error).rstrip('.')}. Change its settings, or the size of the crop."
         ) from error
+
+
+_PRODUCTS = frozenset(
+    (
+        "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "linear",
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    )
+)  # fmt: skip
+
+
+class _Float64Products(TorchFunctionMode):
+    """In this thread float32 products are taken in float64, and rounded once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        narrow = False
+
+        def wide(value: Any) -> Any:
+            nonlocal narrow
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                narrow = True
+                return value.double()
+            return [wide(v) for v in value] if isinstance(value, list | tuple) else value
+
+        y = func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+        return y.float() if narrow else y
 
 
 def _applied(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
