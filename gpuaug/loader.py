@@ -65,6 +65,8 @@ class Loader:
             no more than the workers' own.
         faults: what happens to samples that cannot be read or decoded.
         device: ``auto`` (CUDA where there is a device), ``cuda`` (``cuda:$LOCAL_RANK``), ``cpu``, or a torch.device.
+            On CUDA a thread of the loader allocates and launches: capture CUDA graphs before the loop over it, or with
+            ``capture_error_mode="thread_local"``.
         dtype: of the images; float32, bfloat16 or float16.
         memory_format: of the images; contiguous_format or channels_last.
         num_workers: processes that read bytes; 0 reads in this process; None: half of the cores, at most 4, and 0 for

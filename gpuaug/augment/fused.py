@@ -8,9 +8,6 @@ gives: [B, 3, H, W].
 
 On every device a sample's pixels are the same bits in every batch, except through Kornia on CUDA (reference.py).
 
-For a training step in a CUDA graph: a loader's thread allocates and launches meanwhile, which a capture by default does
-not allow. Capture before the loop over the loader, or with ``capture_error_mode="thread_local"``.
-
 Because the program is data, another order, gate, policy or batch size compiles nothing. An operation without a lowering
 runs through Kornia between two such passes; the log says so once.
 """

@@ -13,8 +13,8 @@ depends on the size of the batch (6e-8 in one of some hundred batches).
 
 On CUDA samples are independent of their batch within 2e-6: torch adds up the mean of an image in an order that depends
 on the number of images. Products of matrices and convolutions are taken in float64 there: TF32, which convolutions use
-by default, leaves 10 bits of a pixel (5e-4 in a median blur). It is a setting of the whole process: switching it off for
-a moment would change what another thread trains.
+by default, leaves 10 bits of a pixel (5e-4 in a median blur). It is a setting of the whole process: without it for a
+moment, another thread would train otherwise.
 """
 
 from __future__ import annotations
