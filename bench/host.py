@@ -1,0 +1,141 @@
+"""Time that the main process's own threads need for a batch, stage by stage, where pixels cost nothing.
+
+    python bench/host.py                                # standard and dino, B = 256, a few seconds
+    python bench/host.py --other ../other --json host.json   # another checkout too, in turns
+
+The images are of 8 x 8 pixels, the views of the recipe's own size, and the graph is the one for CUDA, run by DALI's
+operators for the CPU: what remains is Python. Times are those of the calling thread's CPU (`time.thread_time`), so a
+busy machine and DALI's own threads do not count. Launches of kernels are not part of it: they need a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent.parent
+DECODING = ("headers", "draw", "boxes", "plan", "feed")  # of the thread that decodes
+AUGMENTING = ("program",)  # of the thread that augments
+
+
+def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
+    """Stage to milliseconds of the thread's CPU, the median of ``rounds`` batches."""
+    import torch
+
+    import gpuaug
+    from gpuaug.batch import EncodedBatch
+    from gpuaug.decode import Decode, _Mixed
+    from PIL import Image
+
+    rng, encoded = np.random.default_rng(0), []
+    for _ in range(batch_size):
+        out = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(out, "JPEG")
+        encoded.append(out.getvalue())
+    batch = EncodedBatch(
+        data=torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8),
+        offsets=torch.tensor([0, *np.cumsum([len(e) for e in encoded]).tolist()]),
+        labels=None,
+        indices=torch.arange(batch_size),
+        repeats=torch.zeros(batch_size, dtype=torch.int64),
+        valid=torch.ones(batch_size, dtype=torch.bool),
+    )
+    augment: Any = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
+    decoder = Decode(backend="dali", num_threads=2).open("cpu")
+    graph: Any = _Mixed(decoder, device="cpu")
+    took: dict[str, list[float]] = {name: [] for name in (*DECODING, *AUGMENTING)}
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = time.thread_time()
+            result = work(*args)
+            took[name].append(1e3 * (time.thread_time() - begin))
+            return result
+
+        return call
+
+    run, graph.run = graph.run, timed("feed", graph.run)
+    decoder._dali = graph
+    sizes = []
+    for k in range(rounds + 3):
+        look = timed("headers", decoder.look)(batch)
+        drawn = timed("draw", lambda: augment.draw(seed=0, epoch=k, indices=np.arange(batch_size)))()  # noqa: B023
+        boxes = timed("boxes", augment.boxes)(drawn, look.height, look.width)
+        images, _ = timed("plan", decoder.pixels)(batch, look, boxes)
+        took["plan"][-1] -= took["feed"][-1]
+        sizes = [tuple(x.shape[1:3]) for x in images]
+        del images
+
+        def programs() -> None:
+            for view, size in zip(augment.views, sizes, strict=True):
+                ops, at = view.augment.prepared, (view.name, view.copy)
+                made = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in ops]  # noqa: B023
+                for part in executor(view.augment)._parts:
+                    if part.lowering is not None:
+                        part.lowering.program([made[number] for number in part.numbers], size)
+
+        timed("program", programs)()
+    decoder.close()
+    return {name: float(np.median(values[3:])) for name, values in took.items()}
+
+
+def executor(augment: Any) -> Any:
+    """The recipe's fused backend, which keeps the programs' tables."""
+    if augment._executor is None:
+        import torch
+
+        augment._executor = augment._open(torch.device("cpu"))
+    return augment._executor
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", nargs="+", default=["standard", "dino"])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=3, help="processes per checkout and recipe")
+    parser.add_argument("--other", type=Path, help="another checkout of gpuaug, measured in turns with this one")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        sys.path.insert(0, args.one)
+        print(json.dumps(measure(args.recipe[0], args.batch, args.rounds)))
+        return 0
+    places = {"here": HERE, **({"other": args.other.resolve()} if args.other else {})}
+    rows = []
+    for recipe in args.recipe:
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in places}
+        for _ in range(args.turns):
+            for name, place in places.items():
+                command = [sys.executable, __file__, "--one", str(place), "--recipe", recipe]
+                command += ["--batch", str(args.batch), "--rounds", str(args.rounds)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                if done.returncode:
+                    raise SystemExit(done.stderr)
+                turns[name].append(json.loads(done.stdout.splitlines()[-1]))
+        for name, found in turns.items():
+            stages = {stage: float(np.median([one[stage] for one in found])) for stage in found[0]}
+            threads = [sum(stages[stage] for stage in thread) for thread in (DECODING, AUGMENTING)]
+            rows.append({"recipe": recipe, "checkout": name, **stages, "busiest": max(threads)})
+    print(f"| recipe, B = {args.batch} | checkout | {' | '.join((*DECODING, *AUGMENTING))} | busiest thread, ms |")
+    print("|" + "---|" * (len(DECODING) + len(AUGMENTING) + 3))
+    for row in rows:
+        stages = " | ".join(f"{row[stage]:.2f}" for stage in (*DECODING, *AUGMENTING))
+        print(f"| {row['recipe']} | {row['checkout']} | {stages} | {row['busiest']:.2f} |")
+    if args.json:
+        args.json.write_text(json.dumps({"batch": args.batch, "results": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
