@@ -5,8 +5,9 @@ does: looks first (true shapes, faults), then decodes each image once, however m
 gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
 
 On the CPU, DALI decodes the smallest box that holds all views of an image and `resize` makes each view: DALI's own CPU
-resize is several times slower. On CUDA, DALI decodes (`mixed`), slices and resizes in one pipeline. Where DALI is not
-installed, Pillow decodes. Orientation is read by `header` and applied here for every codec alike.
+resize is several times slower. On CUDA, DALI decodes (`mixed`), slices and resizes in one pipeline, and every view is
+copied into torch's memory. Where DALI is not installed, Pillow decodes. Orientation is read by `header` and applied
+here for every codec alike.
 
 What a sample looks like never depends on the others of its batch. Nothing here is random.
 """
@@ -17,11 +18,15 @@ import io
 import logging
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -29,12 +34,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug import header, machine, resize
+from gpuaug import distributed, header, machine, recycled, resize
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, Int32, Int64
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
-from gpuaug.recycled import outputs
 from gpuaug.verdicts import verdict
 
 log = logging.getLogger("gpuaug")
@@ -95,18 +99,21 @@ class Decode:
         if not named or any(not isinstance(name, str) or name not in CODECS for name in self.codecs):
             raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
 
-    def open(self, device: torch.device | str = "auto", *, accept_truncated: bool = False) -> Decoder:
+    def open(
+        self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
+    ) -> Decoder:
         """A decoder for ``cpu`` or ``cuda``; ``auto`` takes CUDA where there is a device, and says so.
 
         Args:
-            device: where views arrive.
+            device: where views arrive; ``cuda`` is LOCAL_RANK's device where that is set, else torch's current one.
             accept_truncated: whether a JPEG without its end is shown as far as it goes, instead of being a fault.
+            batch_size: samples of a usual batch, so that on CUDA a smaller first one builds nothing that is too small.
         """
         if device == "auto":
             found = torch.cuda.is_available()
             log.info("decode on %s", "cuda" if found else "cpu: no CUDA device")
             device = "cuda" if found else "cpu"
-        return Decoder(self, torch.device(device), accept_truncated=accept_truncated)
+        return Decoder(self, torch.device(device), accept_truncated=accept_truncated, batch_size=batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +137,9 @@ class Look:
 
 
 class Decoder:
-    """Encoded batches to uint8 views on one device; made by :meth:`Decode.open`, used by one thread at a time.
+    """Encoded batches to uint8 views on one device; made by :meth:`Decode.open`.
+
+    One thread may look while another one decodes.
 
     Attributes:
         device: where views arrive.
@@ -140,20 +149,22 @@ class Decoder:
         truncated: samples without their end that were shown as far as they go.
     """
 
-    def __init__(self, settings: Decode, device: torch.device, *, accept_truncated: bool = False) -> None:
+    def __init__(
+        self, settings: Decode, device: torch.device, *, accept_truncated: bool = False, batch_size: int = 1
+    ) -> None:
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"`device` must be cpu or cuda for decoding. Found: {str(device)!r}. Use cpu.")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"`device` is {str(device)!r} and torch finds no CUDA device. Use device=cpu or auto.")
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cuda", distributed.cuda_device())
         self.device = device
         if settings.hardware_load and device.type == "cuda":
             settings = _without_engine(settings)
         self.settings = settings
         self.backend = _backend(settings.backend)
         self.num_threads = settings.num_threads or _threads()
-        self.accept_truncated = accept_truncated
+        self.accept_truncated, self.batch_size = accept_truncated, batch_size
         self.rescued = self.truncated = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -198,8 +209,7 @@ class Decoder:
     def pixels(self, batch: EncodedBatch, look: Look, boxes: Sequence[Boxes]) -> tuple[list[Tensor], list[Fault]]:
         """Every view of every image, each image decoded once.
 
-        On CUDA the work is queued on torch's current stream. The tensors may be DALI's own memory: whoever uses them on
-        another stream keeps them until that use has finished (``record_stream`` does not apply).
+        On CUDA the work is queued on torch's current stream of the device.
 
         Args:
             batch: encoded images.
@@ -209,7 +219,8 @@ class Decoder:
         Returns:
             uint8 [B, H, W, 3] per view on the device, zero where a row is bad; and the faults found only now.
         """
-        with self._lock:
+        # DALI takes a stream without the device that it belongs to: the current one's.
+        with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             return self._pixels(batch, look, boxes)
 
     def full(self, batch: EncodedBatch, look: Look) -> list[Tensor]:
@@ -287,7 +298,7 @@ class Decoder:
         chunks = [plan.take(k) for share in shares for k in _chunks(share, plan.stored, self.settings.max_bytes)]
         if isinstance(self._dali, _Mixed):
             return self._on_device(len(batch), plan, chunks, refused, faults)
-        images = _canvases(len(batch), boxes)
+        images = _canvases(len(batch), boxes, self.device)
         targets = [x.numpy() for x in images]
         for part, regions in self._decoded(chunks, plan, refused):
             self._paint(part, regions, targets)
@@ -298,7 +309,7 @@ class Decoder:
         painted[[fault.row for fault in faults]] = False
         for target in targets:
             target[~painted] = 0
-        return [x.to(self.device) for x in images], faults
+        return [recycled.to_device(x, self.device) for x in images], faults
 
     def _shares(self, rows: Int64, stored: Int64) -> list[Int64]:
         """Rows in equal parts that the CPU decodes one after the other: only one part's pixels are in memory."""
@@ -316,6 +327,8 @@ class Decoder:
                 assert self._dali is not None
                 result = self._dali.run(part)
             except RuntimeError as e:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # raises an error of the device itself: no sample is to blame
                 text = str(e)
                 match = _SAMPLE.search(text)
                 if "decoders.image" not in text and match is None:
@@ -390,7 +403,7 @@ class Decoder:
         refused: list[Any],
         faults: list[Fault],
     ) -> tuple[list[Tensor], list[Fault]]:
-        """The same on CUDA; where nothing is out of the ordinary the views are DALI's own memory, uncopied."""
+        """The same on CUDA; where nothing is out of the ordinary the views are as the pipeline gives them."""
         # A pipeline gives one canvas size, and rows stored lying down need theirs transposed.
         chunks = [c.take(k) for c in chunks for k in (np.flatnonzero(~c.swapped), np.flatnonzero(c.swapped)) if len(k)]
         images: list[Tensor] | None = None
@@ -400,22 +413,20 @@ class Decoder:
             if images is None:
                 images = [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
             for value in np.unique(part.orientation):
-                k = torch.from_numpy(np.flatnonzero(part.orientation == value))
-                # Pageable memory is staged before the call returns: nothing has to wait for the copy.
-                rows = torch.from_numpy(part.rows)[k].to(self.device, non_blocking=True)
-                at = k.to(self.device, non_blocking=True)
+                k = np.flatnonzero(part.orientation == value)
+                rows, at = (recycled.to_device(torch.from_numpy(x), self.device) for x in (part.rows[k], k))
                 for image, view in zip(images, views, strict=True):
                     image.index_copy_(0, rows, _oriented_batch(view[at], int(value)))
         if images is None:
             images = [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
         if refused:
             rest = plan.take(np.array(refused, dtype=np.int64))
-            host = [x.zero_() for x in _canvases(len(rest), plan.boxes)]
+            host = [x.zero_() for x in _canvases(len(rest), plan.boxes, self.device)]
             found = self._on_host(replace(rest, rows=np.arange(len(rest))), [x.numpy() for x in host])
             faults += [replace(fault, row=int(rest.rows[fault.row])) for fault in found]
-            rows = torch.from_numpy(rest.rows).to(self.device, non_blocking=True)
+            rows = recycled.to_device(torch.from_numpy(rest.rows), self.device)
             for image, view in zip(images, host, strict=True):
-                image.index_copy_(0, rows, view.to(self.device, non_blocking=True))
+                image.index_copy_(0, rows, recycled.to_device(view, self.device))
         return images, faults
 
     def _each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
@@ -572,8 +583,8 @@ class _Slices:
             self._capacity = 1 << max(5, (len(plan) - 1).bit_length())
             self._pipeline = self._build()
         self._pipeline.feed_input("encoded", plan.encoded)
-        self._pipeline.feed_input("start", list(np.ascontiguousarray(plan.read[:, :2])))
-        self._pipeline.feed_input("shape", list(np.ascontiguousarray(plan.read[:, 2:])))
+        self._pipeline.feed_input("start", _rows(plan.read[:, :2], np.int32))
+        self._pipeline.feed_input("shape", _rows(plan.read[:, 2:], np.int32))
         (regions,) = self._pipeline.run()
         # Through DLPack, because what DALI shows to numpy directly is read-only and would be copied for torch.
         return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
@@ -593,7 +604,8 @@ class _Slices:
                     adjust_orientation=False,
                 )
             )
-        pipeline.build()
+        with _host_codecs():
+            pipeline.build()
         return pipeline
 
     def close(self) -> None:
@@ -612,17 +624,18 @@ class _Mixed:
         self._cuda = decoder.device
         self._num_threads = decoder.num_threads
         self._hardware_load = float(decoder.settings.hardware_load)
+        self._batch_size = decoder.batch_size
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def accepts(self, data: bytes, found: Header) -> bool:
         return _parsed(data, found)
 
     def run(self, plan: _Plan) -> list[Tensor]:
-        """Per view uint8 [n, H, W, 3], stored orientation; zero copy, on torch's current stream."""
+        """Per view uint8 [n, H, W, 3], stored orientation, in torch's memory, on torch's current stream."""
         key = tuple((b.interpolation, b.fill) for b in plan.boxes)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:
-            capacity = 1 << max(5, (len(plan) - 1).bit_length())
+            capacity = max(self._batch_size, 1 << max(5, (len(plan) - 1).bit_length()))
             pipeline = self._build(capacity, plan.boxes)
             self._pipelines[key] = capacity, pipeline
         pipeline.feed_input("encoded", plan.encoded)
@@ -631,13 +644,24 @@ class _Mixed:
             swapped = plan.swapped[:, None]
             canvas = np.where(swapped, size[::-1], size)
             placed = _stored(np.concatenate([boxes.offset, boxes.resized], axis=1), canvas, plan.orientation)
-            pipeline.feed_input(f"start{v}", _list(part[:, :2], np.int32))
-            pipeline.feed_input(f"shape{v}", _list(part[:, 2:], np.int32))
-            pipeline.feed_input(f"size{v}", _list(placed[:, 2:], np.float32))
-            pipeline.feed_input(f"corner{v}", _list(-placed[:, :2], np.int32))
-            pipeline.feed_input(f"canvas{v}", _list(canvas, np.int32))
-        views = pipeline.run(None if self._device == "cpu" else torch.cuda.current_stream(self._cuda))
-        return [torch.from_dlpack(view.as_tensor()) for view in views]
+            pipeline.feed_input(f"start{v}", _rows(part[:, :2], np.int32))
+            pipeline.feed_input(f"shape{v}", _rows(part[:, 2:], np.int32))
+            pipeline.feed_input(f"size{v}", _rows(placed[:, 2:], np.float32))
+            pipeline.feed_input(f"corner{v}", _rows(-placed[:, :2], np.int32))
+            pipeline.feed_input(f"canvas{v}", _rows(canvas, np.int32))
+        stream = None if self._device == "cpu" else torch.cuda.current_stream(self._cuda)
+        return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
+
+    def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
+        """DALI's pixels in torch's memory.
+
+        Had torch taken them over by DLPack, DALI would free them after a cudaDeviceSynchronize in a thread of its own,
+        which spins for as long as the training keeps the device busy.
+        """
+        from nvidia.dali.plugin.pytorch import feed_ndarray
+
+        out = torch.empty(view.shape(), dtype=torch.uint8, device=self._cuda)
+        return feed_ndarray(view, out, cuda_stream=stream)
 
     def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
         Pipeline, fn, types = _dali()
@@ -679,7 +703,8 @@ class _Mixed:
                     )
                 )
             pipeline.set_outputs(*out)
-        pipeline.build()
+        with _loading:
+            pipeline.build()
         return pipeline
 
     def close(self) -> None:
@@ -692,13 +717,45 @@ def _parsed(data: bytes, found: Header) -> bool:
 
     It refuses what DALI would refuse without naming the sample.
     """
-    from nvidia.nvimgcodec import CodeStream
-
     try:
-        stream = CodeStream(data)
+        stream = _code_stream()(data)
         return bool(stream.height == found.height and stream.width == found.width)
     except RuntimeError:
         return False
+
+
+_loading = threading.Lock()  # while codecs are loaded: which ones is an environment variable
+
+
+@lru_cache(maxsize=1)
+def _code_stream() -> Any:
+    """nvImageCodec's parser, the one that DALI has."""
+    with _host_codecs():
+        from nvidia.nvimgcodec import CodeStream
+
+    return CodeStream
+
+
+@contextmanager
+def _host_codecs() -> Iterator[None]:
+    """Leave nvImageCodec's GPU codecs out of what is opened within: they ask for a JPEG engine as they are loaded.
+
+    That opens a CUDA context on the current device, for a parser or ``device=cpu``, which need none.
+    """
+    name = "NVIMGCODEC_EXTENSIONS_PATH"
+    found = find_spec("nvidia.nvimgcodec")
+    codecs = [Path(folder) / "extensions" for folder in (found and found.submodule_search_locations) or ()]
+    with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
+        for codec in (file for place in codecs for file in place.glob("*.so*")):
+            if not codec.name.startswith(("libnvjpeg", "libnvtiff")):
+                (Path(folder) / codec.name).symlink_to(codec)
+        own = os.environ.get(name)
+        os.environ[name] = folder if own is None else own
+        try:
+            yield
+        finally:
+            if own is None:
+                del os.environ[name]
 
 
 def _release() -> None:
@@ -714,8 +771,9 @@ def _dali() -> tuple[Any, Any, Any]:
     return Pipeline, fn, types
 
 
-def _list(array: NDArray[Any], dtype: Any) -> list[NDArray[Any]]:
-    return list(np.ascontiguousarray(array, dtype=dtype))
+def _rows(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """One array, which DALI takes as a batch of its rows: as a list of them it costs DALI 4 µs of Python each."""
+    return np.ascontiguousarray(array, dtype=dtype)
 
 
 # -- Pillow --
@@ -781,8 +839,9 @@ def _backend(wanted: Backend) -> str:
     if wanted == "pillow":
         return wanted
     try:
-        import nvidia.dali
-        import nvidia.nvimgcodec  # noqa: F401
+        import nvidia.dali  # noqa: F401
+
+        _code_stream()
     except (ImportError, OSError) as e:
         if wanted == "dali":
             raise ConfigError(
@@ -803,9 +862,8 @@ def _without_engine(settings: Decode) -> Decode:
 
 
 def _threads() -> int:
-    cpus = machine.usable_cpus()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    count = max(1, min(8, cpus // max(ranks, 1)))
+    cpus, ranks = machine.usable_cpus(), distributed.local_world_size()
+    count = max(1, min(8, cpus // ranks))
     log.info("decode with num_threads=%d (CPUs: %d, ranks on this machine: %d)", count, cpus, ranks)
     return count
 
@@ -849,9 +907,12 @@ def _chunks(rows: Int64, stored: Int64, max_bytes: int) -> list[Int64]:
     return [np.array(group, dtype=np.int64) for group in out]
 
 
-def _canvases(count: int, boxes: Sequence[Boxes]) -> list[Tensor]:
-    """uint8 [B, H, W, 3] per view, of any content."""
-    return [outputs.take((count, 3, *b.size), torch.uint8, channels_last=True).permute(0, 2, 3, 1) for b in boxes]
+def _canvases(count: int, boxes: Sequence[Boxes], device: torch.device) -> list[Tensor]:
+    """uint8 [B, H, W, 3] per view on the host, of any content; pinned where it goes to a device."""
+    if device.type == "cuda":
+        return [torch.empty((count, *b.size, 3), dtype=torch.uint8, pin_memory=True) for b in boxes]
+    taken = [recycled.outputs.take((count, 3, *b.size), torch.uint8, channels_last=True) for b in boxes]
+    return [x.permute(0, 2, 3, 1) for x in taken]
 
 
 def _cut(images: Sequence[Pixels], boxes: Int32) -> list[Pixels]:

@@ -9,9 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
@@ -27,12 +26,13 @@ from gpuaug.ahead import Ahead
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.recipe import Augment, Drawn, MultiView
 from gpuaug.batch import Batch, EncodedBatch, Fault
-from gpuaug.decode import Decode, Decoder
+from gpuaug.decode import Decode, Decoder, Look
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.faults import Faults
 from gpuaug.offline.replay import Replay
 from gpuaug.order import EpochOrder, Last
 from gpuaug.read import Reader
+from gpuaug.recycled import to_device
 from gpuaug.source.cache import CachedSource, RamCache
 from gpuaug.state import State, differences, plain
 
@@ -64,9 +64,9 @@ class Loader:
         ahead: bytes of encoded batches that wait in memory ahead of the training, as 2147483648 or ``"2GiB"``; None:
             no more than the workers' own.
         faults: what happens to samples that cannot be read or decoded.
-        device: ``auto`` (CUDA where there is a device), ``cuda`` (``cuda:$LOCAL_RANK``), ``cpu``, or a torch.device.
-            On CUDA a thread of the loader allocates and launches: capture CUDA graphs before the loop over it, or with
-            ``capture_error_mode="thread_local"``.
+        device: ``auto`` (CUDA where there is a device), ``cuda`` (``cuda:$LOCAL_RANK``, or torch's current device where
+            that is not set), ``cpu``, or a torch.device. On CUDA a thread of the loader allocates and launches: capture
+            CUDA graphs before the loop over it, or with ``capture_error_mode="thread_local"``.
         dtype: of the images; float32, bfloat16 or float16.
         memory_format: of the images; contiguous_format or channels_last.
         num_workers: processes that read bytes; 0 reads in this process; None: half of the cores, at most 4, and 0 for
@@ -567,11 +567,7 @@ class Inside:
 
 
 class Run(Iterator[Batch]):
-    """A pass as training makes it, with the loader's threads and workers; no state of the loader changes.
-
-    Attributes:
-        apart: whether decode and augment have a thread each.
-    """
+    """A pass as training makes it, with the loader's threads and workers; no state of the loader changes."""
 
     def __init__(self, loader: Loader, tasks: Iterator[Task], *, reader: Any, stages: Any) -> None:
         self._shell = copy.copy(loader)  # a pass notes its position in its loader: here in this one
@@ -579,8 +575,6 @@ class Run(Iterator[Batch]):
         self._shell._live = copy.copy(loader._live)
         self._shell._live.reader = reader
         self._pass = _Pass(self._shell, _Given(tasks), 2**62)
-        running = self._shell._live.running
-        self.apart = isinstance(running, _Background) and running.before is not None
 
     def __next__(self) -> Batch:
         return next(self._pass)
@@ -619,16 +613,21 @@ class _Pass(Iterator[Batch]):
         )
         if loader.ahead is not None:
             encoded = loader._live.ahead = Ahead(encoded, limit=loader.ahead)
-        decoded: Any = _decoded(encoded, loader._stages, loader._epoch)
+        looked: Any = _looked(encoded, loader._stages, loader._epoch)
         before: _Background | None = None
-        if loader.prefetch and loader.device.type == "cpu" and not loader._stages.augment.main_thread:
-            # one batch is decoded while the one before it is augmented: else cores idle where either is not parallel
-            before = decoded = _Background(decoded, ahead=1, name="gpuaug-decoding", start=False)
+        if loader.prefetch:
+            # a thread for each stage: headers are read while the batch before is decoded and the one before augmented
+            before = looked = _Background(looked, ahead=1, name="gpuaug-headers", device=loader.device)
+        decoded: Any = _decoded(looked, loader._stages)
+        if loader.prefetch and not loader._stages.augment.main_thread:
+            before = decoded = _Background(
+                decoded, ahead=1, before=before, name="gpuaug-decoding", device=loader.device
+            )
         items = _made(decoded, loader._stages, loader._epoch)
         if not loader.prefetch:
             self._items = loader._live.running = items
             return
-        self._items = _Background(items, ahead=loader.prefetch, before=before, start=False)
+        self._items = _Background(items, ahead=loader.prefetch, before=before, device=loader.device)
         loader._live.running = self._items  # before the first sample is read: who then ends the pass finds it
         self._items.start()
 
@@ -676,16 +675,27 @@ class _Pass(Iterator[Batch]):
             loader._live.stop()
 
 
-def _decoded(encoded: Any, stages: Stages, epoch: int) -> Iterator[Decoded]:
-    """Decoded batches.
+def _looked(encoded: Any, stages: Stages, epoch: int) -> Iterator[Looked]:
+    """Batches whose headers were read.
 
     No part of it refers to the pass or the loader: the thread that runs it must not keep them alive.
     """
     try:
         for batch in encoded:
-            yield stages.decode(batch, epoch)
+            yield stages.look(batch, epoch)
+            del batch
     finally:
         encoded.close()
+
+
+def _decoded(looked: Any, stages: Stages) -> Iterator[Decoded]:
+    """Decoded batches."""
+    try:
+        for batch in looked:
+            yield stages.pixels(batch)
+            del batch
+    finally:
+        looked.close()
 
 
 def _made(decoded: Any, stages: Stages, epoch: int) -> Iterator[Any]:
@@ -699,13 +709,24 @@ def _made(decoded: Any, stages: Stages, epoch: int) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Looked:
+    """Encoded images with what decoding needs: their headers, the draws, and the boxes of every view."""
+
+    encoded: EncodedBatch
+    look: Look
+    drawn: Drawn
+    boxes: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels before augmentation, with everything that augmentation needs."""
+    """Pixels before augmentation, with everything that it needs and, on CUDA, the event after which they are there."""
 
     encoded: EncodedBatch
     images: list[Tensor]  # uint8 [B, H, W, 3] per view, device
     drawn: Drawn
     faults: list[Fault]
+    ready: torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -717,7 +738,7 @@ class _Made:
 
 
 class Stages:
-    """Decode, augment and mix of one batch, on the loader's own stream where the device has streams."""
+    """Decode, augment and mix of one batch; on CUDA on two streams of the loader's own, one for decoding."""
 
     def __init__(self, loader: Loader, decode: Decode) -> None:
         # no reference to the loader: a thread that runs these stages must not keep it alive
@@ -728,16 +749,16 @@ class Stages:
         self.settings: Decode | Replay = loader._replay or decode
         self._decoder: Decoder | Replay | None = None
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
-        self._consumed: torch.cuda.Event | None = None  # what the consumer had queued when it took its last batch
-        self._alive: deque[tuple[torch.cuda.Event, Any]] = deque()  # DALI's memory, until its last reader is done
+        self.batch_size = loader.batch_size
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # of decoding, of augmenting
 
     @property
     def decoder(self) -> Decoder | Replay:
         """The decoder, opened at first use."""
         with self._lock:
             if self._decoder is None:
-                self._decoder = self.settings.open(self.device, accept_truncated=self.faults.truncated == "accept")
+                accept = self.faults.truncated == "accept"
+                self._decoder = self.settings.open(self.device, accept_truncated=accept, batch_size=self.batch_size)
             return self._decoder
 
     def close(self) -> None:
@@ -746,12 +767,14 @@ class Stages:
             if self._decoder is not None:
                 self._decoder.close()
                 self._decoder = None
-            self._alive.clear()
 
     def start_pass(self) -> None:
-        """Order the loader's stream behind what the consumer has queued so far."""
-        if self.device.type == "cuda":
-            self._consumed = torch.cuda.current_stream(self.device).record_event()
+        """Order the loader's streams behind what the consumer has queued so far, as the recipe's own tensors.
+
+        Once is enough: torch's allocator gives the memory of a batch back only after its last use on any stream.
+        """
+        for stream in self.streams or ():
+            stream.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def decoding_by(self, decoder: Decoder) -> Iterator[None]:
@@ -762,26 +785,47 @@ class Stages:
         finally:
             self._decoder = own
 
-    def on_stream(self) -> AbstractContextManager[Any]:
-        """The loader's stream is the current one within, behind what the consumer has queued; a CPU has none."""
+    @property
+    def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
+        """Those of decoding and augmenting; None on a CPU."""
         if self.device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        if self._consumed is not None:
-            self._stream.wait_event(self._consumed)
-        return torch.cuda.stream(self._stream)
+            return None
+        with self._lock:
+            if self._streams is None:
+                self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            return self._streams
+
+    @contextmanager
+    def on_stream(self, *, decoding: bool = False) -> Iterator[torch.cuda.Stream | None]:
+        """The loader's device and one of its streams are the current ones within; a CPU has none."""
+        if (streams := self.streams) is None:
+            yield None
+            return
+        stream = streams[0 if decoding else 1]
+        # the device first: to leave a stream alone opens a context on whichever device was current before
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield stream
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> Decoded:
         """Look at the headers, draw, and decode every image once, into one uint8 batch per view."""
-        indices = encoded.indices.numpy()
-        with self.on_stream():
-            look = self.decoder.look(encoded)
-            drawn = self.augment.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=encoded.repeats.numpy())
-            boxes = self.augment.boxes(drawn, look.height, look.width)
-            images, found = self.decoder.pixels(encoded, look, boxes)
-        faults = {fault.row: fault for fault in [*found, *look.faults, *encoded.faults]}
-        return Decoded(encoded, images, drawn, [faults[row] for row in sorted(faults)])
+        return self.pixels(self.look(encoded, epoch))
+
+    def look(self, encoded: EncodedBatch, epoch: int) -> Looked:
+        """Look at the headers, draw, and decide what is decoded; all on the host."""
+        look = self.decoder.look(encoded)
+        drawn = self.augment.draw(
+            seed=self.seed, epoch=epoch, indices=encoded.indices.numpy(), repeats=encoded.repeats.numpy()
+        )
+        return Looked(encoded, look, drawn, self.augment.boxes(drawn, look.height, look.width))
+
+    def pixels(self, looked: Looked) -> Decoded:
+        """Decode every image once, into one uint8 batch per view."""
+        encoded = looked.encoded
+        with self.on_stream(decoding=True) as stream:
+            images, found = self.decoder.pixels(encoded, looked.look, looked.boxes)
+            ready = None if stream is None else stream.record_event()
+        faults = {fault.row: fault for fault in [*found, *looked.look.faults, *encoded.faults]}
+        return Decoded(encoded, images, looked.drawn, [faults[row] for row in sorted(faults)], ready)
 
     def finish(self, decoded: Decoded, epoch: int, *, mix: bool = True) -> _Made | None:
         """Augment and mix; None where policy ``drop`` leaves nothing.
@@ -798,7 +842,11 @@ class Stages:
             samples=len(encoded),
             key_of=self.key_of,
         )
-        with self.on_stream():
+        with self.on_stream() as stream:
+            if stream is not None and decoded.ready is not None:
+                stream.wait_event(decoded.ready)
+                for view in decoded.images:
+                    view.record_stream(stream)  # allocated on the other stream
             images = self.augment.apply(
                 decoded.images, decoded.drawn, dtype=self.dtype, memory_format=self.memory_format
             )
@@ -806,19 +854,19 @@ class Stages:
                 bad = torch.tensor([fault.row for fault in faults])
                 valid = valid.index_fill(0, bad, False)
                 if self.faults.policy == "blank":
-                    images = [view.index_fill(0, bad.to(self.device), 0) for view in images]
+                    images = [view.index_fill(0, to_device(bad, self.device), 0) for view in images]
                 else:
                     keep = torch.ones(len(encoded), dtype=torch.bool).index_fill(0, bad, False).nonzero().flatten()
                     if not len(keep):
                         return None
                     images = [
-                        view.index_select(0, keep.to(self.device)).contiguous(memory_format=self.memory_format)
+                        view.index_select(0, to_device(keep, self.device)).contiguous(memory_format=self.memory_format)
                         for view in images
                     ]
                     valid, indices = valid[keep], indices[keep]
                     labels = None if labels is None else labels[keep]
             if labels is not None:
-                labels = labels.to(self.device, non_blocking=True)
+                labels = to_device(labels, self.device)
             if self.mix is not None and mix:
                 images, labels = self.mix(
                     images,
@@ -836,20 +884,10 @@ class Stages:
                 valid=valid,
                 key_of=self.key_of,
             )
-            return _Made(batch, self._keep_alive(decoded))
-
-    def _keep_alive(self, decoded: Decoded) -> torch.cuda.Event | None:
-        if self._stream is None:
-            return None
-        event = self._stream.record_event()
-        # torch's allocator does not know DALI's memory: hold it until the stream has passed its last reader
-        self._alive.append((event, decoded))
-        while self._alive and self._alive[0][0].query():
-            self._alive.popleft()
-        return event
+            return _Made(batch, None if stream is None else stream.record_event())
 
     def hand_over(self, made: _Made) -> Batch:
-        """Order the consumer's stream behind the batch, and the loader's stream behind what the consumer has queued."""
+        """Order the consumer's stream behind the batch."""
         if made.ready is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(made.ready)
@@ -857,7 +895,6 @@ class Stages:
             for tensor in [*images, made.batch.labels]:
                 if tensor is not None:
                     tensor.record_stream(current)  # allocated on the loader's stream, used on this one
-            self._consumed = current.record_event()
         return made.batch
 
 
@@ -869,7 +906,9 @@ class _Background:
         ahead: how many items wait at most.
         before: another one that `items` takes from, and that ends with this one.
         name: of the thread.
-        start: at once; else by :meth:`start`, or when the first item is asked for.
+        device: the thread's current one, where it is CUDA: of a new thread that is the first, whoever uses it.
+
+    It begins by :meth:`start`, or when the first item is asked for.
     """
 
     END = object()
@@ -881,16 +920,14 @@ class _Background:
         ahead: int,
         before: _Background | None = None,
         name: str = "gpuaug-loader",
-        start: bool = True,
+        device: torch.device,
     ) -> None:
-        self.before = before
+        self.before, self._device = before, device
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, args=(items,), name=name, daemon=True)
         self._started = False
-        if start:
-            self.start()
 
     @property
     def waiting(self) -> int:
@@ -904,6 +941,8 @@ class _Background:
 
     def _run(self, items: Iterator[Any]) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             for item in items:
                 if not self._put((item, None)):
                     return
@@ -1055,7 +1094,7 @@ def _device(device: str | torch.device) -> torch.device:
             log.info("device cpu: no CUDA device")
             return torch.device("cpu")
         device = "cuda"
-        log.info("device cuda:%d", distributed.local_rank())
+        log.info("device cuda:%d", distributed.cuda_device())
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
@@ -1066,7 +1105,7 @@ def _device(device: str | torch.device) -> torch.device:
                 f"`device` is {device!r}, and torch finds no CUDA device. Set `device=auto` or `device=cpu`."
             )
         if chosen.index is None:
-            chosen = torch.device("cuda", distributed.local_rank() % torch.cuda.device_count())
+            chosen = torch.device("cuda", distributed.cuda_device())
     elif chosen.type != "cpu":
         raise ConfigError(f"`device` must be a cpu or cuda device. Found: {device!r}.")
     return chosen

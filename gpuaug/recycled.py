@@ -85,5 +85,16 @@ def mapped(size: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on the device, without waiting for it.
+
+    On CUDA it goes through pinned memory, which torch uses again only once the copy is done: out of other memory the
+    copy may hold the thread until the device has finished all earlier work.
+    """
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 _SMALL = 1 << 20
 outputs = Outputs()

@@ -33,6 +33,8 @@ def main(request: Request) -> int:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
         loader: Loader = stack.enter_context(request.build(train))
+        if loader.device.type == "cuda":  # before anything is done on a device: the first one is another rank's
+            torch.cuda.set_device(loader.device)
         if loader.num_classes is None:
             raise ConfigError("`gpuaug train` needs labels, and this source has none.")
         model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
@@ -63,8 +65,6 @@ def main(request: Request) -> int:
 @contextlib.contextmanager
 def _process_group(device: torch.device) -> Iterator[None]:
     """torch.distributed as torchrun describes it: gloo for what is on the CPU, nccl for what is on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield

@@ -6,13 +6,12 @@ gives: :class:`Verdict`.
 
 Stages overlap, and on the CPU they share the cores, so their speeds do not add up. The model behind every prediction:
 
-    seconds per image = max(reading, making, model, CPU-seconds of all stages / cores)
+    seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
-where `reading` is what the workers need together, `making` what the one thread behind them needs (taking over, decode,
-augment, host), and `model` the training step; where decode and augment have a thread each, `making` is the longer of
-both. Without workers `reading` belongs to `making`; with ``prefetch=0`` the
-model waits for `making`, so both are added. So a second worker or thread gains what idle cores give, and no more. What
-the whole takes beyond that is kept as it is in every prediction: no change is credited with it.
+where `reading` is what the workers need together, the next three what a thread each needs behind them (taking over,
+headers, draws and crops; decode; augment and mix), and `model` the training step. Without workers `reading` belongs to
+`headers`; with ``prefetch=0`` all of them are added. So a second worker or thread gains what idle cores give, and no
+more. What the whole takes beyond that is kept as it is in every prediction: no change is credited with it.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Measured:
         cores: how many this process gets, by affinity, quota and what others leave.
         busy: share of reading a sample in which the reader computed; else it waited for bytes.
         device_type: cpu or cuda.
-        main_thread: augmentation runs on the thread that trains. apart: decode and augment have a thread each.
+        main_thread: augmentation runs on the thread that trains.
     """
 
     batch_size: int
@@ -103,7 +102,6 @@ class Measured:
     step: Cost | None
     whole: Cost | None
     cores: float
-    apart: bool = False
     busy: float = 1.0
     bytes_per_image: float = 0.0
 
@@ -224,34 +222,24 @@ class Trials(Protocol):
 def predict(m: Measured) -> Prediction:
     """Seconds per image that the parts explain; the formula stands at the top of this file."""
     step = m.step or FREE
-    reading, making = m.read.wall, [m.decode.wall]
-    names = ["decode"]
-    behind = [("augment", m.augment.wall), ("host", m.host.wall)]
-    training = [("model", step.wall)]
+    mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
+    taken = ("take over", m.take) if m.workers else ("read", m.read.wall)
+    augment, training = [("augment", m.augment.wall), ("mix", mix)], [("model", step.wall)]
+    threads = {"headers": [taken, ("host", m.host.wall - mix)], "decoding": [("decode", m.decode.wall)]}
     if m.main_thread:  # augmentation on the thread that trains
-        training = behind + training
+        training = augment + training
     else:
-        names += [name for name, _ in behind]
-        making += [value for _, value in behind]
-    if m.workers:
-        names, making = ["take over", *names], [m.take, *making]
-    else:
-        names, making = ["read", *names], [reading, *making]
-    terms: dict[str, float] = {"reading": reading} if m.workers else {}
-    lines = [f"reading {_ms(reading)}"] if m.workers else []
+        threads["augmenting"] = augment
+    terms: dict[str, float] = {"reading": m.read.wall} if m.workers else {}
+    lines = [f"reading {_ms(m.read.wall)}"] if m.workers else []
     if m.prefetch == 0:
-        names, making = names + [n for n, _ in training], making + [v for _, v in training]
-        terms["making and model"] = sum(making)
-        lines.append(f"making and model, one after the other: {_sum(names, making)}")
-    elif m.apart and not m.main_thread:
-        mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
-        making = [*making[:-2], m.host.wall - mix]
-        terms["decoding"], terms["augmenting"] = sum(making), m.augment.wall + mix
-        lines.append(f"decoding {_sum([*names[:-2], 'host'], making)}")
-        lines.append(f"augmenting {_sum(['augment', 'mix'], [m.augment.wall, mix])}")
+        parts = [part for thread in threads.values() for part in thread] + training
+        terms["making and model"] = sum(value for _, value in parts)
+        lines.append(f"making and model, one after the other: {_sum([n for n, _ in parts], [v for _, v in parts])}")
     else:
-        terms["making"] = sum(making)
-        lines.append(f"making {_sum(names, making)}")
+        for name, parts in threads.items():
+            terms[name] = sum(value for _, value in parts)
+            lines.append(f"{name} {_sum([n for n, _ in parts], [v for _, v in parts])}")
     if m.prefetch and (m.step is not None or m.main_thread):
         if m.device_type == "cuda" and not m.main_thread:
             training = [("augment", m.augment.wall), *training]  # they share the device

@@ -381,10 +381,8 @@ def _flight(loader: Loader, s: Settings, batches: int) -> _Flight:
         decoded, said, made = 1, "1 in hand", 2
     elif augment.main_thread:
         decoded, said, made = s.prefetch + 2, f"{s.prefetch} ahead + 1 in decode + 1 in augmentation", 2
-    elif loader.device.type == "cpu":
-        decoded, said, made = 3, "1 in augmentation + 1 waiting + 1 in decode", s.prefetch + 2
     else:
-        decoded, said, made = 2, "1 in the making + 1 in use", s.prefetch + 2
+        decoded, said, made = 3, "1 in augmentation + 1 waiting + 1 in decode", s.prefetch + 2
     if batches < decoded:
         said = f"all {batches} of an epoch"
     return _Flight(min(batches, decoded), said, min(batches, made))
@@ -429,7 +427,8 @@ def _reading(
         text = f"{getattr(loader.source, 'row_groups', 0)} kept, {READING} while one is read"
         add("row groups", "host", groups, text)
     waiting = s.num_workers * reader.prefetch_factor
-    behind = _flight(loader, s, batches).decoded  # each of these has its encoded images until it is augmented
+    # each of these has its encoded images until it is augmented; ahead of them one waits, and headers of one are read
+    behind = _flight(loader, s, batches).decoded + (2 if s.prefetch else 0)
     why = ""
     lent = not s.num_workers and s.ahead is None and bool(getattr(reader.source, "lends", False))
 

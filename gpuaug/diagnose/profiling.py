@@ -183,7 +183,6 @@ class Profiler:
             workers=loader.num_workers,
             prefetch=loader.prefetch,
             main_thread=bool(self.stages.augment.main_thread),
-            apart=self._apart,
             device_type=loader.device.type,
             source=costs["source"],
             read=costs["read"],
@@ -331,7 +330,7 @@ class Profiler:
 
     def _whole(self, notes: Notes) -> None:
         batches = None if self.batches is None else -(-self.batches // self.repeats)
-        self._apart = run_whole(notes, self.loader, self.tasks, self.step, seconds=2 * self.seconds, batches=batches)
+        run_whole(notes, self.loader, self.tasks, self.step, seconds=2 * self.seconds, batches=batches)
 
     def _starting(self) -> dict[str, Any]:
         return {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
@@ -530,11 +529,8 @@ def run_whole(
     *,
     seconds: float,
     batches: int | None = None,
-) -> bool:
-    """The loader as training runs it, and the steps, from when the first batches of all workers are through.
-
-    Gives whether decode and augment ran in a thread each.
-    """
+) -> None:
+    """The loader as training runs it, and the steps, from when the first batches of all workers are through."""
     inside = Inside(loader)
     run, reader, workers = inside.run(tasks), inside.reader, loader.num_workers
 
@@ -558,7 +554,6 @@ def run_whole(
                 break
         _sync(loader.device)
         notes.add(begin.since(reader.pids), count)
-        return run.apart
     finally:
         run.close()
 
@@ -957,4 +952,4 @@ def _rows(item: Decoded, count: int) -> Decoded:
             uniforms={k: v[:count] for k, v in drawn.uniforms.items()},
             keys={k: v[:count] for k, v in drawn.keys.items()},
         )
-    return Decoded(few, [x[:count] for x in item.images], drawn, [])
+    return replace(item, encoded=few, images=[x[:count] for x in item.images], drawn=drawn, faults=[])

@@ -139,7 +139,7 @@ class Replay:
 
     # -- in the place of Decode and its decoder
 
-    def open(self, device: torch.device, *, accept_truncated: bool = False) -> Replay:
+    def open(self, device: torch.device, *, accept_truncated: bool = False, batch_size: int = 1) -> Replay:
         """Itself, for one device."""
         self._device = device
         return self
@@ -165,7 +165,7 @@ class Replay:
             flat = torch.zeros((len(batch), size), dtype=torch.uint8)
             for row in np.flatnonzero(good).tolist():
                 flat[row] = batch.encoded(row)
-        flat = flat.to(self._device, non_blocking=True)
+        flat = recycled.to_device(flat, self._device)
         fields: Any = self.rows.record.fields
         views, dtype = [], _DTYPES[self._store]
         for number in range(len(self._last)):

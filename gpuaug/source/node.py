@@ -51,6 +51,7 @@ def once(what: str, make: Callable[[int], None]) -> Once:
         return Once(_memory("gpuaug", make), None)
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     run += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
+    run += [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
     name = "gpuaug-" + hashlib.blake2b(repr((os.getuid(), run, what)).encode(), digest_size=16).hexdigest()
     deadline, reason = time.monotonic() + PATIENCE, "no rank has it ready"
     while time.monotonic() < deadline:
