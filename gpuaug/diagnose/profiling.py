@@ -498,7 +498,7 @@ class Profiler:
         run = self.inside.run(
             self.tasks,
             reader=_Traced(self.reader, batches="read"),
-            stages=_Traced(self.stages, decode="decode", finish="augment"),
+            stages=_Traced(self.stages, look="headers", pixels="decode", finish="augment"),
         )
         try:
             for _ in range(2):
