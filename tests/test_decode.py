@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from PIL import Image, ImageOps
 from gpuaug import decode, header
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.crop import Boxes, RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
-from gpuaug.decode import Decode, Decoder, _Mixed
+from gpuaug.decode import Decode, Decoder, _Mixed, _Plan
 from gpuaug.errors import ConfigError, GpuaugError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -705,6 +706,88 @@ def test_cuda_graph_with_orientations_faults_and_rescues(dali, as_on_cuda):
         torch.equal(a, b)
         for a, b in zip(as_on_cuda.full(batch, as_on_cuda.look(batch)), dali.full(batch, dali.look(batch)), strict=True)
     )
+
+
+def test_the_cuda_graph_costs_no_python_per_sample_but_for_the_bytes(as_on_cuda, monkeypatch):
+    from nvidia.dali import Pipeline
+
+    fed, feed = {}, Pipeline.feed_input
+
+    def noted(pipeline, name, data):
+        fed[name] = type(data)
+        feed(pipeline, name, data)
+
+    monkeypatch.setattr(Pipeline, "feed_input", noted)
+    views(as_on_cuda, [KINDS["jpeg 4:2:0"]()] * 40, RandomResizedCrop(20), Resize((8, 8)))
+    assert len(fed) == 11
+    assert [name for name, kind in fed.items() if kind is not np.ndarray] == ["encoded"]
+
+
+def test_views_of_the_cuda_graph_are_torchs_own_memory(as_on_cuda):
+    """So that its allocator knows who still reads them, and DALI has its own back at once."""
+    batch = pack([KINDS["jpeg 4:2:0"]()] * 3)
+    look = as_on_cuda.look(batch)
+    boxes = [Resize((20, 30)).boxes(None, look.height, look.width)] * 2
+    found, _ = as_on_cuda.pixels(batch, look, boxes)
+    assert all(view.untyped_storage().resizable() for view in found)
+
+
+def test_the_cuda_graph_is_built_once_for_the_usual_batch(dali, monkeypatch):
+    decoder = Decode(backend="dali", num_threads=2).open("cpu", batch_size=80)
+    decoder._dali = graph = _Mixed(decoder, device="cpu")
+    built, build = [], graph._build
+    monkeypatch.setattr(graph, "_build", lambda capacity, boxes: (built.append(capacity), build(capacity, boxes))[1])
+    for count in (1, 80, 3, 33):
+        views(decoder, [KINDS["jpeg 4:2:0"]()] * count, Resize((8, 8)))
+    assert built == [80]
+    decoder.close()
+
+
+def test_an_error_of_the_device_is_no_sample_s(as_on_cuda, monkeypatch):
+    """After one everything fails, and every sample would look bad: torch is asked first."""
+
+    def raising(text):
+        def call(*_):
+            raise RuntimeError(text)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "synchronize", raising("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(as_on_cuda, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(as_on_cuda._dali, "run", raising("decoders.image: CUDA_ERROR_ILLEGAL_ADDRESS"))
+    batch = pack([KINDS["jpeg 4:2:0"]()] * 3)
+    look = as_on_cuda.look(batch)
+    plan = _Plan.of(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
+    refused: list[int] = []
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        list(as_on_cuda._decoded([plan], plan, refused))
+    assert not refused
+
+
+ON_CPU = """
+import sys
+from pathlib import Path
+import torch
+from gpuaug.crop import Resize
+from gpuaug.decode import Decode
+from test_decode import KINDS, pack
+
+batch = pack([KINDS[kind]() for kind in ("jpeg 4:2:0", "png", "webp", "bmp")])
+decoder = Decode(backend="dali", num_threads=2).open("cpu")
+look = decoder.look(batch)
+images, faults = decoder.pixels(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
+assert not faults and not decoder.rescued and images[0].any()
+print([line for line in Path("/proc/self/maps").read_text().splitlines() if "libnvjpeg" in line])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_decoding_on_the_cpu_loads_no_codec_of_the_gpu(dali):
+    """nvJPEG's opens a CUDA context as it is loaded, on a device that nobody asked for."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_CPU], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 # -- CUDA --

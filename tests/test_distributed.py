@@ -7,6 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+
+from gpuaug import distributed, machine
+from gpuaug.decode import Decode
+from gpuaug.loader import _device
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 
@@ -38,6 +43,48 @@ def whole(photos, tmp_path_factory):
     found = seen(out)
     assert len(found) == found.total() == 65
     return found
+
+
+STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("set_", "ranks"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "3"}, 3),
+        ({**STEP, "SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({**STEP, "SLURM_NTASKS_PER_NODE": "4(x2)"}, 4),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NTASKS_PER_NODE": "8"}, 3),
+        ({**STEP, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, 4),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun, started by Slurm
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 1),  # inside an allocation, and no task of it
+        (STEP, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+    ],
+)
+def test_ranks_of_a_machine_are_counted_as_the_launcher_says(monkeypatch, set_, ranks):
+    for name in (*STEP, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 24)
+    assert distributed.local_world_size() == ranks
+    decoder = Decode(backend="pillow").open("cpu")
+    assert decoder.num_threads == min(8, 24 // ranks)
+    decoder.close()
+
+
+def test_cuda_is_the_local_rank_s_device_or_torchs_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("SLURM_LOCALID", "1")  # Slurm may show each task one device only
+    assert _device("cuda") == _device("auto") == torch.device("cuda", 3)
+    assert _device("cuda:2") == torch.device("cuda", 2)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert _device("cuda") == _device("auto") == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

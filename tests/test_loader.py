@@ -13,6 +13,7 @@ import torch
 import gpuaug
 from gpuaug.augment.mix import Mix
 from gpuaug.errors import ConfigError, DataError, GpuaugError, StateError
+from gpuaug.loader import _Background
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -75,6 +76,48 @@ def test_workers_change_no_pixel(photos, expected, num_workers):
 def test_prefetch_changes_no_pixel(photos, expected, prefetch):
     with loader(photos, prefetch=prefetch) as ours:
         assert pixels(ours) == expected
+
+
+def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_augmented(photos, monkeypatch):
+    """Every stage waits for the one before it to begin with the next batch: in fewer threads nothing would come."""
+    begun, changed = {"look": 0, "pixels": 0}, threading.Condition()
+
+    def waiting(name, behind, work):
+        number = 0
+
+        def call(*args, **kwargs):
+            nonlocal number
+            number += 1
+            with changed:
+                if name in begun:
+                    begun[name] += 1
+                    changed.notify_all()
+                if number < 8:  # the last batches have none behind them
+                    assert changed.wait_for(lambda: behind is None or begun[behind] > number, timeout=30)
+            return work(*args, **kwargs)
+
+        return call
+
+    with loader(photos) as ours:
+        decoder = ours._stages.decoder
+        monkeypatch.setattr(decoder, "look", waiting("look", None, decoder.look))
+        monkeypatch.setattr(decoder, "pixels", waiting("pixels", "look", decoder.pixels))
+        monkeypatch.setattr(ours.augment, "apply", waiting("apply", "pixels", ours.augment.apply))
+        assert len(list(ours)) == 10
+
+
+def test_threads_set_their_device_before_they_touch_one(monkeypatch):
+    """A new thread's is the first, and using that opens a context there, on every rank."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((threading.current_thread().name, device)))
+
+    def items():
+        done.append("begun")
+        yield 1
+
+    assert list(_Background(items(), ahead=1, name="one", device=torch.device("cuda", 1))) == [1]
+    assert list(_Background(items(), ahead=1, name="two", device=torch.device("cpu"))) == [1]
+    assert done == [("one", torch.device("cuda", 1)), "begun", "begun"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
