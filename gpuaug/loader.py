@@ -617,7 +617,7 @@ class _Pass(Iterator[Batch]):
         before: _Background | None = None
         if loader.prefetch:
             # a thread for each stage: headers are read while the batch before is decoded and the one before augmented
-            before = looked = _Background(looked, ahead=1, name="gpuaug-headers", device=loader.device)
+            before = looked = _Background(looked, ahead=0, name="gpuaug-headers", device=loader.device)
         decoded: Any = _decoded(looked, loader._stages)
         if loader.prefetch and not loader._stages.augment.main_thread:
             before = decoded = _Background(
@@ -903,7 +903,7 @@ class _Background:
 
     Args:
         items: what is run.
-        ahead: how many items wait at most.
+        ahead: how many items wait at most, beside one that is in the making; with 0 that one waits itself.
         before: another one that `items` takes from, and that ends with this one.
         name: of the thread.
         device: the thread's current one, where it is CUDA: of a new thread that is the first, whoever uses it.
@@ -923,7 +923,8 @@ class _Background:
         device: torch.device,
     ) -> None:
         self.before, self._device = before, device
-        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
+        self._queue: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(ahead + 1)  # asked for before an item is made: it has memory from then on
         self._stop = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, args=(items,), name=name, daemon=True)
@@ -943,23 +944,24 @@ class _Background:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            for item in items:
-                if not self._put((item, None)):
-                    return
-            self._put((self.END, None))
+            while self._wait() and self._put(next(items, self.END)):
+                pass
         except BaseException as error:
-            self._put((self.END, error))
+            self._queue.put((self.END, error))
         finally:
             if (close := getattr(items, "close", None)) is not None:
                 close()
 
-    def _put(self, item: tuple[Any, BaseException | None]) -> bool:
+    def _put(self, item: Any) -> bool:
+        """Whether more may follow. Nothing here refers to an item afterwards: whoever takes it, frees it."""
+        self._queue.put((item, None))
+        return item is not self.END
+
+    def _wait(self) -> bool:
+        """For room; False if nobody wants another item."""
         while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
+            if self._room.acquire(timeout=0.1):
+                return True
         return False
 
     def __iter__(self) -> _Background:
@@ -981,6 +983,7 @@ class _Background:
             if error is not None:
                 raise error
             raise StopIteration
+        self._room.release()
         return item
 
     def stop(self) -> None:

@@ -186,9 +186,9 @@ def simulated(
         if workers:  # each reads every so many-th batch, at most two ahead of what was taken over
             asked = looking[n - 2 * workers] if n >= 2 * workers else 0.0
             free[n % workers] = ready = max(free[n % workers], asked) + workers * read
-        # between two threads one batch waits, and one is in hand
-        room = [at[n - 2] if prefetch and n > 1 else 0.0 for at in (decoding, augmenting)]
-        room.append(taken[n - prefetch - 1] if n > prefetch else 0.0)
+        # a batch whose headers are read is in hand; one that is decoded waits beside the one in hand
+        rooms = ((decoding, 1), (augmenting, 2), (taken, prefetch + 1))
+        room = [at[n - count] if prefetch and n >= count else 0.0 for at, count in rooms]
         looking[n] = max(looker, ready, room[0] if prefetch else trainer)
         looker = looking[n] + headers + (0.0 if workers else read)
         decoding[n] = max(decoder, looker, room[1])

@@ -427,8 +427,8 @@ def _reading(
         text = f"{getattr(loader.source, 'row_groups', 0)} kept, {READING} while one is read"
         add("row groups", "host", groups, text)
     waiting = s.num_workers * reader.prefetch_factor
-    # each of these has its encoded images until it is augmented; ahead of them one waits, and headers of one are read
-    behind = _flight(loader, s, batches).decoded + (2 if s.prefetch else 0)
+    # each of these has its encoded images until it is augmented; of the one behind them the headers are read
+    behind = _flight(loader, s, batches).decoded + (1 if s.prefetch else 0)
     why = ""
     lent = not s.num_workers and s.ahead is None and bool(getattr(reader.source, "lends", False))
 
@@ -438,7 +438,7 @@ def _reading(
 
     if s.ahead is not None:
         flight = _flight(loader, s, batches)
-        left = max(0, batches - flight.made - flight.decoded + 1)  # one of them is counted in both
+        left = max(0, batches - flight.made - behind + 1)  # one of them is counted in both
         whole = left * rows * sizes.encoded
         add("ahead", "host", min(s.ahead, whole),
             f"min(ahead {size.text(s.ahead)}, {left} batches of an epoch {size.text(whole)})")  # fmt: skip
