@@ -7,13 +7,14 @@ operation, a view or a sample moves nothing that others draw.
 
 A batch's uniforms come from draw.cpp where there is a C++ compiler, else from numpy: the same bits, ten times as long.
 
-No generator of torch, numpy or Python is read or moved.
+No generator of torch, numpy or Python is read or moved, but by :func:`seed_of_call`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,6 +58,18 @@ def key(seed: int, view: str, copy: int, op: str) -> tuple[int, int]:
     return value & _LOW, value >> 32
 
 
+def seed_of_call() -> int:
+    """A seed from torch's default CPU generator, which moves by one draw.
+
+    Mixed with the rank and the number of the DataLoader worker: their generators may be in one state.
+    """
+    value = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else os.environ.get("RANK", 0)
+    worker = torch.utils.data.get_worker_info()
+    text = f"{value} {rank} {None if worker is None else worker.id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
 def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
     """Philox 4x32-10: four 32-bit words from four counter words and two key words, all held in broadcastable uint64.
 
@@ -75,7 +89,8 @@ def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint6
 @lru_cache(maxsize=64)
 def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
     """Per block of four values: both key words, and the block's number within its stream; [3, blocks]."""
-    rows = [(*key(seed, s.view, s.copy, s.op), number) for s in streams for number in range(-(-s.count // 4))]
+    named = [(key(seed, s.view, s.copy, s.op), s.count) for s in streams]
+    rows = [(*words, number) for words, count in named for number in range(-(-count // 4))]
     return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
 
 

@@ -264,6 +264,7 @@ class Loader:
             ConfigError: if the ranks of torch.distributed disagree about what the epoch is.
         """
         self._live.check_open()
+        self.augment.check_unchanged()
         self._live.stop()
         self._begin()
         plan = self._plan(self._position)

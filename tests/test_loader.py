@@ -172,10 +172,8 @@ def test_a_later_operation_changes_nothing_before_it(photos):
     more = recipe(erase=K.RandomErasing(p=0.0))
     with loader(photos) as ours, loader(photos, augment=more) as longer:
         assert pixels(ours) == pixels(longer)
-    always = recipe(invert=K.RandomInvert(p=1.0))
-    always.normalize = None
-    plain = recipe()
-    plain.normalize = None
+    always = recipe(invert=K.RandomInvert(p=1.0)).replace(normalize=None)
+    plain = recipe().replace(normalize=None)
     with loader(photos, augment=plain) as ours, loader(photos, augment=always) as inverted:
         for a, b in zip(ours, inverted, strict=True):
             assert torch.equal(1 - a.images, b.images)

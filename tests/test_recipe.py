@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
+import os
 import pickle
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import kornia.augmentation as K
 import numpy as np
@@ -177,7 +181,8 @@ def test_channels_first_and_last_are_the_same_images(crop: object) -> None:
     x = images(4, (10, 12))
     first = x.permute(0, 3, 1, 2)
     for given_ in (first, first.contiguous(), x.contiguous()):
-        assert torch.equal(standard(crop=crop)(given_), standard(crop=crop)(x))
+        want = standard(crop=crop)(x, indices=range(4))
+        assert torch.equal(standard(crop=crop)(given_, indices=range(4)), want)
 
 
 @pytest.mark.parametrize(
@@ -197,19 +202,115 @@ def test_images_that_are_not_uint8_batches_of_rgb_are_refused(given_: object, wo
         standard()(given_)
 
 
-def test_without_indices_calls_differ_and_repeat_from_the_start() -> None:
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_without_indices_torch_decides_the_draws(backend: str) -> None:
     x = images(1, (12, 12)).expand(6, -1, -1, -1)
-    recipe, again = standard(), standard()
-    first, second = recipe(x), recipe(x)
-    assert not torch.equal(first, second)
-    assert torch.equal(again(x), first)
-    assert torch.equal(again(x[:3]), second[:3])
-    assert torch.equal(again(x[:3]), second[3:])
-    assert torch.equal(again(x, indices=[6, 7, 8, 9, 10, 11]), second)
-    assert torch.equal(again(x, indices=np.arange(6, 12)), second)
-    assert torch.equal(again(x, indices=torch.arange(6, 12), seed=0), second)
+    recipe, again = standard(backend=backend), standard(backend=backend)
+    torch.manual_seed(3)
+    calls = [recipe(x) for _ in range(3)]
+    assert len(torch.unique(torch.cat(calls).flatten(1), dim=0)) > 12  # samples of a call differ, and so do calls
+    torch.manual_seed(3)
+    with torch.inference_mode():
+        assert all(torch.equal(again(x), call) for call in calls)  # another instance goes on alike
+    torch.manual_seed(4)
+    assert not torch.equal(recipe(x), calls[0])
+    torch.manual_seed(3)
+    assert not torch.equal(recipe(x, epoch=1), calls[0])
+
+
+def test_without_indices_a_call_takes_one_draw_of_the_cpus_generator_and_of_nothing_else() -> None:
+    states = np.random.get_state()[1].copy(), random.getstate()
+    torch.manual_seed(3)
+    torch.randint(2**63 - 1, ())
+    want = torch.get_rng_state()
+    for recipe in (standard(), multi(), Augment(ops={"rain": K.RandomRain((10, 20), (2, 3), (1, 2))})):
+        torch.manual_seed(3)
+        recipe(images(2, (30, 30)))
+        assert torch.equal(torch.get_rng_state(), want)
+    assert (np.random.get_state()[1] == states[0]).all()
+    assert random.getstate() == states[1]
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Every item a small batch that a worker has augmented, each worker from one and the same state of torch."""
+
+    def __init__(self) -> None:
+        self.recipe = standard()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        torch.manual_seed(0)
+        return torch.utils.data.get_worker_info().id, self.recipe(images(4, (12, 12)))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_without_indices_workers_draw_for_themselves(start_method: str) -> None:
+    loader = torch.utils.data.DataLoader(
+        Augmented(), batch_size=None, num_workers=2, multiprocessing_context=start_method
+    )
+    first, again = list(loader), list(loader)
+    assert [worker for worker, _ in first] == [0, 1]
+    assert not torch.equal(first[0][1], first[1][1])
+    for (_, a), (_, b) in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from tests.test_recipe import images, standard
+if sys.argv[1] == "gloo":
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+print(standard()(images(4, (12, 12))).numpy().tobytes().hex())
+"""
+
+
+@pytest.mark.parametrize("group", ["gloo", "none"])
+def test_without_indices_ranks_draw_for_themselves(group: str, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir", str(tmp_path / "log")]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words, "--redirects=3", str(script), group]
+    subprocess.run(command, check=True, timeout=300, env=environment)
+    printed = [file.read_text() for file in (tmp_path / "log").rglob("stdout.log")]
+    assert len(printed) == 2
+    assert len(set(printed)) == 2
+    assert all(printed)
+
+
+def test_with_indices_torchs_generator_decides_nothing() -> None:
+    x = images(4, (12, 12))
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made.append(standard()(x, indices=[0, 1, 2, 3]))
+        assert torch.equal(made[0], standard()(x, indices=np.arange(4), seed=0))
+        assert torch.equal(made[0], standard()(x, indices=torch.arange(4)))
+    assert torch.equal(*made)
+
+
+def test_a_seed_without_indices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`seed` needs `indices`.*seed=5.*torch\.manual_seed"):
+        standard()(images(2, (8, 8)), seed=5)
     with pytest.raises(ConfigError, match="`indices`"):
-        recipe(x, indices=[1, 2])
+        standard()(images(6, (8, 8)), indices=[1, 2])
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_inside_a_compiled_model_the_pixels_are_the_same(backend: str) -> None:
+    recipe = standard(backend=backend)
+    x = images(4, (16, 12))
+    compiled = torch.compile(nn.Sequential(recipe, nn.Identity()), backend="eager")
+    for _ in range(2):
+        torch.manual_seed(1)
+        want = recipe(x)
+        torch.manual_seed(1)
+        assert torch.equal(compiled(x), want)
+    assert torch.equal(torch.compile(recipe, backend="eager")(x, indices=range(4)), recipe(x, indices=range(4)))
 
 
 def test_arguments_are_keyword_only() -> None:
@@ -235,7 +336,8 @@ def test_train_and_eval_change_nothing_and_no_generator_moves() -> None:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_output_dtype_and_memory_format(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     x = images(3, (16, 12))
-    for y, full in zip(multi()(x, dtype=dtype, memory_format=memory_format), multi()(x), strict=True):
+    made = multi()(x, dtype=dtype, memory_format=memory_format, indices=range(3))
+    for y, full in zip(made, multi()(x, indices=range(3)), strict=True):
         assert y.dtype == dtype
         assert y.is_contiguous(memory_format=memory_format)
         assert torch.equal(y, full.to(dtype))
@@ -250,15 +352,13 @@ def test_an_empty_batch(make: object) -> None:
         assert y.shape[1] == 3
 
 
-def test_recipes_travel_and_keep_their_counter() -> None:
+def test_recipes_travel() -> None:
     ops = standard().ops | {"noise": K.RandomGaussianNoise(), "policy": K.auto.RandAugment(n=2, m=9)}
     x = images(3, (20, 16))
     for recipe in (standard(ops=ops, crop=RandomResizedCrop(12)), multi()):
-        recipe(x)
-        pickled, copied = pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)
-        want = recipe(x)
-        for other in (pickled, copied):
-            got = other(x)
+        want = recipe(x, indices=range(3))
+        for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), copy.copy(recipe)):
+            got = other(x, indices=range(3))
             for a, b in zip(*(y if isinstance(y, list) else [y] for y in (got, want)), strict=True):
                 assert torch.equal(a, b)
             assert other.fingerprint() == recipe.fingerprint()
@@ -365,6 +465,245 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
 def test_one_setting_written_as_int_or_float_has_one_fingerprint() -> None:
     a, b = (Augment(ops={"flip": K.RandomHorizontalFlip(p=p)}).fingerprint() for p in (1, 1.0))
     assert json.dumps(a) == json.dumps(b)
+
+
+# Per class with a rule, another valid value of every argument of its constructor; Kornia's defaults are the first ones.
+P, RESAMPLE, CORNERS = {"p": 0.123}, {"resample": "nearest"}, {"align_corners": False}
+OTHER = {
+    "hflip": P,
+    "vflip": P,
+    "gray": P | {"rgb_weights": torch.tensor([0.2, 0.3, 0.5])},
+    "equalize": P,
+    "invert": P | {"max_val": torch.tensor(0.9)},
+    "autocontrast": P | {"clip_output": False},
+    "boxblur": P | {"kernel_size": (5, 3), "border_type": "constant", "normalized": False},
+    "medianblur": P | {"kernel_size": (5, 3)},
+    "jitter": P | {"brightness": 0.1, "contrast": 0.1, "saturation": 0.1, "hue": 0.2, "order": (0, 1, 3, 2)},
+    "jiggle": P | {"brightness": 0.1, "contrast": 0.1, "saturation": 0.1, "hue": 0.2, "order": (0, 1, 3, 2)},
+    "solarize": P | {"thresholds": 0.2, "additions": 0.3},
+    "posterize": P | {"bits": 4},
+    "sharpness": P | {"sharpness": 0.7},
+    "brightness": P | {"brightness": (0.5, 1.4), "clip_output": False},
+    "contrast": P | {"contrast": (0.5, 1.4), "clip_output": False},
+    "saturation": P | {"saturation": (0.5, 1.4)},
+    "hue": P | {"hue": (-0.1, 0.1)},
+    "gamma": P | {"gamma": (0.5, 1.4), "gain": (0.5, 1.4)},
+    "blur": P | {"kernel_size": (7, 3), "sigma": (0.2, 2.0), "border_type": "constant", "separable": False},
+    "noise": P | {"mean": 0.1, "std": 0.2},
+    "erase": P | {"scale": (0.1, 0.2), "ratio": (0.5, 2.0), "value": 0.3},
+    "affine": P | RESAMPLE | {
+        "degrees": 9.0, "translate": (0.1, 0.2), "scale": (0.8, 1.2), "shear": 4.0, "align_corners": True,
+        "padding_mode": "border", "fill_value": torch.tensor([0.1, 0.2, 0.3]),
+    },
+    "rotation": P | RESAMPLE | CORNERS | {"degrees": 9.0},
+    "rotation 90": P | RESAMPLE | CORNERS | {"times": (1, 2)},
+    "shear": P | RESAMPLE | {"shear": 4.0, "align_corners": True, "padding_mode": "border"},
+    "translate": P | RESAMPLE | {
+        "translate_x": (0.0, 0.1), "translate_y": (0.0, 0.1), "align_corners": True, "padding_mode": "border",
+    },
+    "perspective": P | RESAMPLE | {
+        "distortion_scale": 0.1, "align_corners": True, "sampling_method": "area_preserving",
+    },
+    "shuffle": P,
+    "rgbshift": P | {"r_shift_limit": 0.3, "g_shift_limit": 0.3, "b_shift_limit": 0.3},
+    "jpeg": P | {"jpeg_quality": (30.0, 90.0)},
+    "planckian": P | {"mode": "blackbody", "select_from": [1, 2, 3]},
+    "motion": P | {"resample": "bilinear", "kernel_size": 7, "angle": 9.0, "direction": 0.1, "border_type": "reflect"},
+    "elastic": P | RESAMPLE | {
+        "kernel_size": (7, 9), "sigma": (4.0, 5.0), "alpha": (1.0, 2.0), "align_corners": True,
+        "padding_mode": "border",
+    },
+    "snow": P | {"snow_coefficient": (0.3, 0.6), "brightness": (1.5, 2.0)},
+    "clahe": P | {"clip_limit": (2.0, 20.0), "grid_size": (4, 2), "slow_and_differentiable": True},
+}  # fmt: skip
+
+
+def made(name: str, **changes: object) -> K.AugmentationBase2D:
+    """An operation of ``OPS`` with some arguments replaced, those that its entry gives by position too."""
+    op = OPS[name]()
+    given: dict[str, object] = {}
+    kind = type(op)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(K, kind.__name__, lambda *a, **k: given.update(inspect.signature(kind).bind(*a, **k).arguments))
+        OPS[name]()
+    return kind(**given | changes)
+
+
+def test_the_changes_below_are_all_there_are() -> None:
+    assert {type(OPS[name]()) for name in OTHER} == {type(make()) for make in OPS.values()}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_fingerprint_changes_with_every_argument_of_an_operation(name: str) -> None:
+    refused = {"same_on_batch", "keepdim", "p_batch"}
+    assert set(inspect.signature(type(OPS[name]())).parameters) - refused == set(OTHER[name])
+    variants = [made(name), *(made(name, **{key: value}) for key, value in OTHER[name].items())]
+    texts = [json.dumps(Augment(ops={"op": op}).fingerprint()) for op in variants]
+    assert len(set(texts)) == len(texts)
+    assert texts[0] == json.dumps(Augment(ops={"op": OPS[name]()}).fingerprint())
+
+
+@pytest.mark.parametrize("name", [*OPS, "policy", "own", "crop"])
+def test_a_fingerprint_stays_where_classes_move_and_private_attributes_come(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(K.RandomInvert):
+        """A class of somebody's own that builds on Kornia."""
+
+    more = {"policy": lambda: K.auto.RandAugment(n=2, m=9), "own": Own, "crop": K.RandomInvert}
+    op = (OPS | more)[name]()
+    crop = RandomResizedCrop(8)
+    before = json.dumps(Augment(crop=crop, ops={"op": op}).fingerprint())
+    assert "_2d" not in before
+    for value in (op, crop, *op.modules(), *filter(None, [getattr(op, "_param_generator", None)])):
+        value._news = 3
+        if type(value) is not Own:
+            monkeypatch.setattr(type(value), "__module__", type(value).__module__ + "._moved")
+    assert json.dumps(Augment(crop=crop, ops={"op": op}).fingerprint()) == before
+
+
+class Stain(nn.Module):
+    """An operation of somebody's own."""
+
+    def __init__(self, strength: float, weights: int) -> None:
+        super().__init__()
+        self._strength, self.color = strength, [0.1, 0.2]
+        self.net = nn.Linear(weights, weights, dtype=torch.bfloat16)
+        with torch.no_grad():
+            self.net.weight.fill_(0.5)
+            self.net.bias.fill_(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self._strength
+
+
+def test_a_fingerprint_of_ones_own_operation_has_its_attributes_and_weights() -> None:
+    variants = [Stain(0.5, 40), Stain(0.6, 40), Stain(0.5, 3), Stain(0.5, 40), Stain(0.5, 40)]
+    variants[3].color[0] = 0.3
+    with torch.no_grad():
+        variants[4].net.weight[39, 39] = 0.25
+    texts = [json.dumps(Augment(ops={"stain": op}).fingerprint()) for op in variants]
+    assert len(set(texts)) == len(texts)
+    assert texts[0] == json.dumps(Augment(ops={"stain": Stain(0.5, 40)}).fingerprint())
+
+
+# --- settings are read once
+
+
+@pytest.mark.parametrize("name", ["crop", "ops", "normalize", "copies", "backend", "prepared", "views"])
+def test_a_recipes_settings_cannot_be_assigned(name: str) -> None:
+    recipe = standard()
+    before = getattr(recipe, name)
+    for error in (ConfigError, AttributeError):
+        with pytest.raises(error, match=rf"`Augment\.{name}` cannot be assigned.*`loader\.replace\(augment=\.\.\.\)`"):
+            setattr(recipe, name, None)
+    assert str(getattr(recipe, name)) == str(before)
+    for name in ("views", "backend", "augments"):
+        with pytest.raises(ConfigError, match=rf"`MultiView\.{name}`"):
+            setattr(multi(), name, None)
+
+
+def test_the_operations_of_a_recipe_are_a_mapping_to_read() -> None:
+    recipe = standard()
+    with pytest.raises(TypeError, match="assignment"):
+        recipe.ops["flip"] = K.RandomHorizontalFlip(p=1.0)
+    with pytest.raises(TypeError, match="deletion"):
+        del recipe.ops["flip"]
+    assert list(recipe.ops) == ["vflip", "flip", "jitter", "gray"]
+
+
+def _p(recipe: Augment) -> None:
+    recipe.ops["flip"].p = 0.9
+
+
+def _hue(recipe: Augment) -> None:
+    recipe.ops["jitter"].hue = 0.3
+
+
+def _flag(recipe: Augment) -> None:
+    recipe.ops["blur"].flags["kernel_size"] = (3, 3)
+
+
+def _member(recipe: Augment) -> None:
+    recipe.ops["one"].ops["a"].p = 0.9
+
+
+def _magnitude(recipe: Augment) -> None:
+    recipe.ops["policy"].m = 3
+
+
+def _crop(recipe: Augment) -> None:
+    recipe.crop.size = (9, 9)
+
+
+def _std(recipe: Augment) -> None:
+    recipe.normalize.std.fill_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_p, r"`augment\.ops\.flip\.p` was 0\.5 when.* 0\.9 now"),
+        (_hue, r"`augment\.ops\.jitter\.hue` was 0\.1 when"),
+        (_flag, r"`augment\.ops\.blur\.kernel_size` was 5 when"),
+        (_member, r"`augment\.ops\.one\.ops\.a\.p` was 1 when"),
+        (_magnitude, r"`augment\.ops\.policy\.m` was 9 when"),
+        (_crop, r"`augment\.crop\.size\.0` was 8 when"),
+        (_std, r"`augment\.normalize\.std\.0` was 0\.2"),
+    ],
+)
+def test_a_setting_that_was_changed_after_it_was_read_is_named(change: object, words: str) -> None:
+    ops = standard().ops | {
+        "blur": K.RandomGaussianBlur(5, (0.1, 2.0)),
+        "one": OneOf(ops={"a": K.RandomInvert(p=1.0)}),
+        "policy": K.auto.RandAugment(n=2, m=9),
+    }
+    recipe = standard(crop=RandomResizedCrop(8), ops=ops)
+    x = images(2, (20, 20))
+    fingerprint = recipe.fingerprint()
+    whole = MultiView(views={"a": recipe, "b": standard()})
+    for module in (recipe, whole):
+        module(x)
+        module.half().to("cpu")
+        module.check_unchanged()
+    for op in recipe.ops.values():  # using them elsewhere changes no setting
+        if isinstance(op, nn.Module):
+            op(torch.rand(2, 3, 16, 16))
+    recipe.check_unchanged()
+    change(recipe)
+    with pytest.raises(ConfigError, match=words):
+        recipe(x)
+    for copied in (recipe, copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe)), copy.copy(recipe)):
+        with pytest.raises(AttributeError, match=words):
+            copied.check_unchanged()
+    with pytest.raises(ConfigError, match=words.replace("augment", r"augment\.views\.a")):
+        whole(x, indices=[0, 1])
+    assert recipe.fingerprint() == fingerprint  # of what it draws
+
+
+def test_a_loader_refuses_settings_that_were_changed(tmp_path: Path) -> None:
+    for row, image in enumerate(images(4, (16, 16))):
+        Image.fromarray(image.numpy()).save(tmp_path / f"{row}.png")
+    source = gpuaug.FolderSource(tmp_path, labels="none")
+    with gpuaug.Loader(source, augment=standard(), batch_size=2, num_workers=0, device="cpu") as loader:
+        list(loader)
+        loader.augment.ops["flip"].p = 0.9
+        with pytest.raises(ConfigError, match=r"`augment\.ops\.flip\.p` was 0\.5"):
+            list(loader)
+        loader.augment.ops["flip"].p = 0.5
+        assert len(list(loader)) == 2
+
+
+def test_replace_gives_another_recipe_and_keeps_the_rest() -> None:
+    x = images(3, (16, 12))
+    recipe = standard(crop=RandomResizedCrop(8))
+    bare = recipe.replace(normalize=None, copies=2)
+    assert recipe.normalize is not None
+    assert (recipe.copies, bare.copies, bare.crop, dict(bare.ops)) == (1, 2, recipe.crop, dict(recipe.ops))
+    want = recipe.normalize(bare(x, indices=range(3))[0])
+    assert torch.equal(recipe(x, indices=range(3)), want)
+    with pytest.raises(ConfigError, match="backend"):
+        recipe.replace(backend="korniaa")
 
 
 # --- normalization and refusals

@@ -1,40 +1,46 @@
-"""What a recipe was made with, as small JSON: for states, which must tell one recipe from another, and say where."""
+"""What a recipe was made with, as small JSON: for states, which must tell one recipe from another, and say where.
+
+Only public names count: a class by the shortest path that shows it (``gpuaug.Resize``), and a Kornia operation by the
+arguments of its constructor and the ranges it draws from. So a class that moves to another file, or what a new release
+of Kornia keeps privately, makes no other recipe.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
+import sys
 from collections.abc import Mapping
 from enum import Enum
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Uniform
 
 from gpuaug.augment.policy import OneOf
 
-_NOT_SETTINGS = {
-    *vars(nn.Module()), "device", "dtype", "_params", "_transform_matrix", "_transform_matrices", "_lazy_matrix_args",
-    "_transform_matrix_params", "_transform_matrix_params_snapshot",
-}  # fmt: skip
+_NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
+_LARGEST_LIST = 1000  # elements of a tensor that are written out; of a larger one a hash
 
 
 def named(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Operations in their sequence: name, class, the settings a person would read, and a hash of all of them."""
-    found = []
-    for name, op in ops.items():
-        if op is None:
-            continue
-        whole = settings(op)
-        seen = {
-            k: v for k, v in whole.items() if k == "class" or (k[0] != "_" and isinstance(v, int | float | str | list))
-        }
+    """Operations in their sequence: name, class, the settings a person would read, and a hash of all of them.
+
+    Args:
+        ops: names to what :func:`settings` gave of each operation.
+    """
+    entries = []
+    for name, whole in ops.items():
+        readable = {k: v for k, v in whole.items() if k[0] != "_" and isinstance(v, int | float | str | list)}
         text = json.dumps(whole, sort_keys=True)
-        short = {k: v for k, v in seen.items() if len(json.dumps(v)) <= 100}
-        found.append({"name": name, **short, "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})
-    return found
+        short = {k: v for k, v in readable.items() if len(json.dumps(v)) <= 100}
+        entries.append({"name": name, **short, "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})
+    return entries
 
 
 def settings(value: Any) -> Any:
@@ -49,21 +55,70 @@ def settings(value: Any) -> Any:
             return str(number)
         return int(number) if number == int(number) else number  # 1 and 1.0 are one setting
     if isinstance(value, Tensor | np.ndarray):
-        return settings(value.tolist())
+        return _array(value)
     if isinstance(value, OneOf):
-        return {"class": "gpuaug.OneOf", "ops": named(value.ops), "p": settings(value.p)}  # the order counts
+        ops = {k: settings(op) for k, op in value.ops.items() if op is not None}
+        return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}  # the order counts
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [settings(v) for v in value]
-    kind = value if isinstance(value, type) else getattr(value, "__class__", type(value))
+    if isinstance(value, partial):
+        return [settings(v) for v in (value.func, value.args, value.keywords)]
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
-    name = f"{kind.__module__}.{kind.__qualname__}"
+        return _public_name(value)
+    if isinstance(value, Uniform):
+        return [settings(value.low), settings(value.high)]
+    kind: type = value.__class__
     held = dict(vars(value)) if hasattr(value, "__dict__") else {}
     if isinstance(value, nn.Module):
         held = {k: v for k, v in held.items() if k not in _NOT_SETTINGS}
         held |= value._parameters | value._buffers | value._modules
-    elif isinstance(value, torch.distributions.Distribution):
+    kornias = [k for k in kind.__mro__ if k.__module__.startswith("kornia.")]
+    if kornias or kind.__module__.startswith(("gpuaug.", "torch.")):
         held = {k: v for k, v in held.items() if not k.startswith("_")}
-    return {"class": name, **{k: settings(held[k]) for k in sorted(held)}}
+    if kornias:
+        held = _of_kornia(value, kornias[0], held)
+    return {"class": _public_name(kind), **{k: settings(held[k]) for k in sorted(held)}}
+
+
+def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments, wherever ``kind`` of Kornia keeps them, and the ranges that are drawn from."""
+    import kornia.augmentation as K
+
+    if not isinstance(op, K.AugmentationBase2D):
+        magnitude = getattr(op, "magnitude", None)  # of an operation of a policy
+        return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
+    names = _arguments(kind)
+    # The only private names. Without a generator an operation draws no parameters.
+    drawn = {} if op._param_generator is None else dict(vars(op._param_generator))
+    order = {"order": op._fixed_order} if "order" in names else {}
+    drawn |= drawn.get("sampler_dict", {})
+    ranges = {k: v for k, v in drawn.items() if k in names or isinstance(v, Distribution)}
+    flags = {k: v for k, v in op.flags.items() if k in names}
+    if kind is type(op):  # of a subclass of somebody's own all that is public
+        public = {k: v for k, v in public.items() if k in names or k in op._buffers}
+    return ranges | order | flags | public
+
+
+@lru_cache(maxsize=256)
+def _arguments(kind: type) -> frozenset[str]:
+    return frozenset(inspect.signature(kind).parameters)
+
+
+def _array(value: Tensor | np.ndarray[Any, Any]) -> Any:
+    tensor = torch.as_tensor(value).detach()
+    if tensor.numel() <= _LARGEST_LIST:
+        return settings(tensor.tolist())
+    data = tensor.cpu().contiguous().view(torch.uint8).numpy()
+    return [str(tensor.dtype), list(tensor.shape), hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()]
+
+
+def _public_name(value: Any) -> str:
+    """Of a class or function: the shortest path that shows it, which stays where its file moves."""
+    parts, name = value.__module__.split("."), value.__qualname__
+    for length in range(1, len(parts)):
+        package = ".".join(parts[:length])
+        if getattr(sys.modules.get(package), name, None) is value:
+            return f"{package}.{name}"
+    return f"{value.__module__}.{name}"

@@ -43,6 +43,10 @@ class Normalize(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
+    def values(self) -> dict[str, list[float]]:
+        """Mean and std as they are now on the CPU; on other devices, which would be waited for, as they were given."""
+        return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
+
     def forward(self, images: Tensor) -> Tensor:
         """Normalized ``images``: float32 [B, 3, H, W] in 0..1 to the same shape."""
         mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))

@@ -11,12 +11,13 @@ operations of the recipe. That holds to the last bit, but for ``backend="kornia"
 
 from __future__ import annotations
 
-import copy
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import is_
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +28,12 @@ from torch import Tensor, nn
 from gpuaug.augment.fingerprint import named, settings
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
+from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import Whole, prepare_all
 from gpuaug.crop import Boxes
-from gpuaug.draw import Float, Int, Stream, sample_keys, uniforms
-from gpuaug.errors import ConfigError
+from gpuaug.draw import Float, Int, Stream, sample_keys, seed_of_call, uniforms
+from gpuaug.errors import ConfigError, ReadOnlyError
+from gpuaug.state import Difference, differences
 from gpuaug.verdicts import verdict
 
 if TYPE_CHECKING:
@@ -64,7 +67,33 @@ class _Recipe(Whole):
     """What Augment and MultiView share: everything is done per view."""
 
     views: list[View]
-    _next = 0  # index of the next sample that comes without one
+    _read_once: tuple[str, ...]  # settings that cannot be assigned
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._read_once and "_made" in self.__dict__:
+            kind = type(self).__name__
+            raise ReadOnlyError(
+                f"`{kind}.{name}` cannot be assigned: settings are read once, when a gpuaug.{kind} is made. Build "
+                "another one; `loader.replace(augment=...)` puts it into a loader."
+            )
+        super().__setattr__(name, value)
+
+    def check_unchanged(self) -> None:
+        """Compare crop, operations and normalization with what they were when the recipe was made.
+
+        Raises:
+            ReadOnlyError: one of their settings was changed since, which would have no effect.
+        """
+        for where, made, now in self._changes():
+            raise ReadOnlyError(
+                f"`augment.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no effect: "
+                "settings are read once. Build another recipe; `loader.replace(augment=...)` puts it into a loader."
+            )
+        for view in self.views:
+            view.augment._seen = view.augment._values()
+
+    def _changes(self) -> list[Difference]:
+        raise NotImplementedError
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
@@ -155,23 +184,37 @@ class _Recipe(Whole):
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
-            seed: any integer; None: 0.
+            seed: any integer, with ``indices``; None: 0.
             epoch: number of the epoch.
-            indices: [B], numbers of the samples; None: consecutive ones from an internal counter, so calls differ.
+            indices: [B], numbers of the samples. None: the call takes its seed from torch's default CPU generator, as
+                torch's own random operations do, mixed with the rank and the number of the DataLoader worker.
             dtype: float32, bfloat16 or float16.
             memory_format: contiguous_format or channels_last.
 
         Returns:
             [B, 3, h, w], or a list of them where the recipe has several views.
+
+        Raises:
+            ConfigError: an argument of the wrong kind, or ``seed`` without ``indices``.
+            ReadOnlyError: settings were changed after the recipe was made.
         """
+        if torch.compiler.is_compiling():  # numpy and kernels of our own: nothing that could be traced
+            eager = torch.compiler.disable(partial(_Recipe.forward, self, images, seed=seed, epoch=epoch))
+            return eager(indices=indices, dtype=dtype, memory_format=memory_format)
+        if not all(view.augment._is_untouched() for view in self.views if view.copy == 0):
+            self.check_unchanged()
         images = _channels_last(images)
         dtype = _known_dtype(dtype)
         for name, value in (("seed", seed), ("epoch", epoch)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
                 raise ConfigError(f"`{name}` must be a whole number. Found: {value!r}.")
+        if indices is None and seed is not None:
+            raise ConfigError(
+                f"`seed` needs `indices`: without them every call would repeat its draws. Found: seed={seed}. Give the "
+                "samples' numbers, or leave `seed` out and call torch.manual_seed."
+            )
         if indices is None:
-            indices = range(self._next, self._next + len(images))
-            self._next += len(images)
+            seed, indices = seed_of_call(), range(len(images))
         given = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
         if given.dtype.kind not in "iu" and given.size:
             raise ConfigError(f"`indices` must be whole numbers. Found: {given.dtype}.")
@@ -201,6 +244,8 @@ class Augment(_Recipe):
         backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Same draws.
     """
 
+    _read_once = ("crop", "ops", "normalize", "copies", "backend", "prepared", "views")
+
     def __init__(
         self,
         *,
@@ -229,11 +274,13 @@ class Augment(_Recipe):
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._crop_count = 0 if crop is None else int(crop.count)
         self._executor: ReferenceBackend | FusedBackend | None = None
+        self._made = self._settings()
+        self._seen: list[Any] | None = None
 
     @property
-    def ops(self) -> dict[str, Any]:
+    def ops(self) -> Mapping[str, Any]:
         """The operations as given, without those switched off."""
-        return {p.name: p.op for p in self.prepared}
+        return MappingProxyType({p.name: p.op for p in self.prepared})
 
     @property
     def views(self) -> list[View]:  # type: ignore[override]
@@ -242,12 +289,39 @@ class Augment(_Recipe):
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides draws and pixels, as JSON: settings, not the backend, not what was drawn before."""
+        return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
+
+    def replace(self, **changes: Any) -> Augment:
+        """Another recipe: this one's settings but for ``changes``, as ``replace(normalize=None)``."""
+        kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
+        return Augment(**kept | changes)
+
+    def _settings(self) -> dict[str, Any]:
+        normalize = self.normalize
         return {
             "crop": settings(self.crop),
-            "ops": named(self.ops),
-            "normalize": None if self.normalize is None else self.normalize.settings,
-            "copies": self.copies,
+            "ops": {name: settings(op) for name, op in self.ops.items()},
+            "normalize": None if normalize is None else normalize.values(),
         }
+
+    def _changes(self) -> list[Difference]:
+        return differences(self._made, self._settings())
+
+    @cached_property
+    def _watched(self) -> list[Any]:
+        ops = [member for op in self.ops.values() for member in (op.ops.values() if isinstance(op, OneOf) else [op])]
+        choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
+        return [*filter(None, [self.crop]), *choices, *(module for op in ops if op for module in op.modules())]
+
+    def _values(self) -> list[Any]:
+        """The attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
+        held = [value for each in self._watched for value in getattr(each, "__dict__", {}).values()]
+        return held + [value for each in held if type(each) is dict for value in each.values()]
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing was assigned since the settings were compared: some 10 microseconds, for every call."""
+        values = self._values()
+        return self._seen is not None and len(values) == len(self._seen) and all(map(is_, values, self._seen))
 
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
@@ -295,7 +369,7 @@ class Augment(_Recipe):
         return FusedBackend(self.prepared, self.normalize)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executor": None}  # compiled functions and caches are made anew
+        return {**self.__dict__, "_executor": None, "_seen": None}  # compiled functions and caches are made anew
 
 
 class MultiView(_Recipe):
@@ -305,6 +379,8 @@ class MultiView(_Recipe):
         views: names to :class:`Augment`; the name keys the draws. None is one switched off.
         backend: ``fused`` or ``kornia`` for all views; None: what each of them says.
     """
+
+    _read_once = ("views", "augments", "backend")
 
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
         super().__init__()
@@ -324,11 +400,11 @@ class MultiView(_Recipe):
                 raise ConfigError(f"`augment.views.{name}` must be a gpuaug.Augment. Found: {type(augment).__name__}.")
             self._names.append(name)
             if backend is not None and _known_backend(backend) != augment.backend:
-                augment = copy.copy(augment)  # the caller's keeps its own
-                augment.backend, augment._executor = backend, None
+                augment = augment.replace(backend=backend)  # the caller's keeps its own
             self.augments.append(augment)
         if not self._names:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")
+        self._made = True
 
     @property
     def views(self) -> list[View]:  # type: ignore[override]
@@ -343,6 +419,10 @@ class MultiView(_Recipe):
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides draws and pixels, as JSON."""
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
+
+    def _changes(self) -> list[Difference]:
+        changes = [(v.name, *change) for v in self.views if v.copy == 0 for change in v.augment._changes()]
+        return [(f"views.{name}.{where}", made, now) for name, where, made, now in changes]
 
 
 def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -14,7 +14,6 @@ thread.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import inspect
 import io
@@ -723,15 +722,11 @@ def _smaller(encoded: bytes, side: int) -> bytes:
 
 
 def _fused(augment: Augment) -> Augment:
-    changed = copy.copy(augment)
-    changed.backend, changed._executor = "fused", None
-    return changed
+    return augment.replace(backend="fused")
 
 
 def _left_out(augment: Augment, name: str) -> Augment:
-    changed = copy.copy(augment)
-    changed.prepared, changed._executor = tuple(p for p in augment.prepared if p.name != name), None
-    return changed
+    return augment.replace(ops={k: op for k, op in augment.ops.items() if k != name})
 
 
 # -- tuning -----------------------------------------------------------------------------------------------------------

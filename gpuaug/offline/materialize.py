@@ -481,12 +481,8 @@ def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
     """The same recipe, with the same draws, whose pixels stay in 0..1."""
     if isinstance(augment, MultiView):
         views = {v.name: v.augment for v in augment.views}
-        return MultiView(views={name: _bare(one) for name, one in views.items()})
-    return _bare(augment)
-
-
-def _bare(augment: Augment) -> Augment:
-    return Augment(crop=augment.crop, ops=augment.ops, copies=augment.copies, backend=augment.backend)
+        return MultiView(views={name: one.replace(normalize=None) for name, one in views.items()})
+    return augment.replace(normalize=None)
 
 
 def _views(batch: Batch) -> list[Tensor]:
