@@ -184,10 +184,10 @@ class _Recipe(Whole):
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
-            seed: any integer, with ``indices``; None: 0.
+            seed: any integer; None: 0 with ``indices``. Without them a seed from torch's default CPU generator, as torch's
+                own random operations take theirs, mixed with the rank and the number of the DataLoader worker.
             epoch: number of the epoch.
-            indices: [B], numbers of the samples. None: the call takes its seed from torch's default CPU generator, as
-                torch's own random operations do, mixed with the rank and the number of the DataLoader worker.
+            indices: [B], numbers of the samples; None: 0 .. B-1, so calls with one ``seed`` repeat their draws.
             dtype: float32, bfloat16 or float16.
             memory_format: contiguous_format or channels_last.
 
@@ -195,7 +195,7 @@ class _Recipe(Whole):
             [B, 3, h, w], or a list of them where the recipe has several views.
 
         Raises:
-            ConfigError: an argument of the wrong kind, or ``seed`` without ``indices``.
+            ConfigError: an argument of the wrong kind.
             ReadOnlyError: settings were changed after the recipe was made.
         """
         if torch.compiler.is_compiling():  # numpy and kernels of our own: nothing that could be traced
@@ -208,13 +208,9 @@ class _Recipe(Whole):
         for name, value in (("seed", seed), ("epoch", epoch)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
                 raise ConfigError(f"`{name}` must be a whole number. Found: {value!r}.")
-        if indices is None and seed is not None:
-            raise ConfigError(
-                f"`seed` needs `indices`: without them every call would repeat its draws. Found: seed={seed}. Give the "
-                "samples' numbers, or leave `seed` out and call torch.manual_seed."
-            )
         if indices is None:
-            seed, indices = seed_of_call(), range(len(images))
+            indices = range(len(images))
+            seed = seed_of_call() if seed is None else seed
         given = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
         if given.dtype.kind not in "iu" and given.size:
             raise ConfigError(f"`indices` must be whole numbers. Found: {given.dtype}.")
