@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import weakref
 from typing import Any
 
@@ -216,6 +217,99 @@ def test_the_generators_are_restored_when_a_seeded_operation_fails() -> None:
 def test_a_seeded_operation_that_changes_the_shape_is_refused(module: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"`ops\.pool`.*`crop`"):
         run({"pool": module}, images(2, (4, 4)), [0, 1])
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own, by a chance of 0.1 from the global one."""
+
+    def __init__(self, p: float = 1.0) -> None:
+        super().__init__()
+        self.p, self.generator = p, torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand((), generator=self.generator) if torch.rand(()) < self.p else x
+
+
+class Does(nn.Module):
+    """Any function of an image; counts its calls."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls.append(tuple(x.shape))
+        return self.function(x)
+
+
+calls: list[tuple[int, ...]] = []
+BAD = {
+    "own": (Own(), "gives other pixels for the same sample and seed"),
+    "own rare": (Own(0.1), "gives other pixels for the same sample and seed"),
+    "nan": (Does(lambda x: torch.where(x > 0.9, torch.nan, x)), "NaN or infinite"),
+    "inf": (Does(lambda x: 1 / (x - x.min())), "NaN or infinite"),
+    "bytes": (Does(lambda x: x * 255), r"far outside 0\.\.1: 0 to 255"),
+    "normalized": (Does(lambda x: (x - 0.45) / 0.225), r"far outside 0\.\.1: -2 to 2\.44.*`normalize`"),
+}
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+@pytest.mark.parametrize("name", BAD)
+def test_an_operation_that_breaks_a_promise_is_named_once(
+    name: str, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    op, words = BAD[name]
+    key = f"{name} {backend}"
+    x = images(40, (9, 8))
+    for ops in (
+        {"before": K.RandomInvert(), key: op, "after": K.RandomInvert()},
+        {key: op, "later": Does(torch.clone)},
+    ):
+        recipe = Augment(ops=ops, backend=backend)
+        for epoch in range(4):
+            recipe(x, epoch=epoch, indices=range(40))
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING" and "one image at a time" not in r.getMessage()]
+    assert re.search(rf"`ops\.{key}` \({type(op).__name__}\) .*{words}", record.getMessage())
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_an_operation_that_keeps_the_promises_is_not_named(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    good = {
+        "dice": Dice(),
+        "noise": Does(lambda x: x + 0.2 * torch.randn_like(x)),
+        "in place": Does(lambda x: x.mul_(torch.rand(()))),
+        "half": Does(lambda x: x.half()),
+        **{name: make() for name, make in SEEDED.items()},
+    }
+    for name, op in good.items():
+        recipe = Augment(ops={name: op}, backend=backend)
+        for epoch in range(4):
+            recipe(images(20, (40, 30)), epoch=epoch, indices=range(20))
+    assert not [r.getMessage() for r in caplog.records if "one image at a time" not in r.getMessage()]
+
+
+def test_operations_are_run_twice_on_some_samples_of_the_first_batches_only() -> None:
+    recipe = Augment(ops={"does": Does(torch.clone)}, backend="kornia")
+    counts = []
+    for _ in range(5):
+        calls.clear()
+        recipe(images(20, (6, 6)), indices=range(20))
+        counts.append(len(calls))
+    assert counts == [28, 28, 28, 20, 20]
+
+
+def test_checking_changes_no_pixel() -> None:
+    x = images(6, (12, 10))
+    op = Does(lambda x: x.mul_(torch.rand(())))  # writes to what it is given
+    recipe = Augment(ops={"flip": K.RandomHorizontalFlip(), "does": op}, backend="kornia")
+    made = [recipe(x, indices=range(6)) for _ in range(5)]  # the first three are checked
+    assert all(torch.equal(y, made[4]) for y in made)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.complex64])
+def test_an_operation_that_gives_no_floats_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"`ops\.bytes`.*floats.*{dtype}"):
+        run({"bytes": Does(lambda x: x.to(dtype))}, images(2, (4, 4)), [0, 1])
 
 
 def test_modules_keep_nothing_of_a_batch_and_the_given_ones_nothing_at_all() -> None:

@@ -184,8 +184,8 @@ class _Recipe(Whole):
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
-            seed: any integer; None: 0 with ``indices``. Without them a seed from torch's default CPU generator, as torch's
-                own random operations take theirs, mixed with the rank and the number of the DataLoader worker.
+            seed: any integer. None: 0; without ``indices`` a seed from torch's default CPU generator, as torch's own
+                random operations take theirs, mixed with the rank and the number of the DataLoader worker.
             epoch: number of the epoch.
             indices: [B], numbers of the samples; None: 0 .. B-1, so calls with one ``seed`` repeat their draws.
             dtype: float32, bfloat16 or float16.
