@@ -52,6 +52,14 @@ _END_OF_JPEG = b"\xff\xd9"
 # of them anew in one piece, of another size each time, and malloc keeps several of those: with whole batches of 30 MiB
 # 250 MiB after 50 batches and 450 after 300, now 60 to 90, in the same processor time (64 files of 700 x 525).
 SAMPLES_AT_ONCE, BYTES_AT_ONCE = 8, 8 << 20
+# Peak bytes per pixel while an image is decoded: DALI on the CPU up to 11.5 (PNG of 16 bits), on CUDA the pixels alone
+# are counted; Pillow 13, and 21 for WebP, whose canvases it holds several times.
+_DALI_CPU, _DALI_CUDA, _PILLOW_MOST, _PILLOW_WEBP = 12, 3, 13, 21
+# Few bytes can claim many pixels. More than max(2**25, `max_pixels` / 4) need a byte for every 64, which a JPEG of one
+# colour has, so that no file below 1 MiB takes more than 2 s of a core. A pixel counts as its `effort`.
+_SPARSE, _PIXELS_PER_BYTE = 2**25, 64
+_SCANS = 12  # of the largest image; 0.6 ns a pixel and scan
+_ANCILLARY = 65_536  # bytes of a PNG that decide no pixel, from which on they are left out
 _REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
 _SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 # Who decodes a row; refused: DALI does not, so Pillow has the second chance; raw: nobody has to.
@@ -68,10 +76,11 @@ class Decode:
         backend: ``auto`` is DALI where it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. Its pixels differ slightly from those of the
             CUDA cores and the split depends on the batch, so anything above 0 gives up bit equality.
-        max_pixels: an image whose header claims more pixels is a fault, before anything is allocated.
-        max_bytes: a batch whose decoded images take more bytes is decoded in chunks.
-        codecs: which of jpeg, png, webp, bmp, gif, tiff, jpeg2000, raw are decoded; others are faults. `raw` is what
-            `gpuaug pack` writes: pixels, with their size in front.
+        max_pixels: an image whose header claims more pixels is a fault, before anything is allocated; so is one of more
+            than a quarter of it that has less than a byte for 64 pixels.
+        max_bytes: memory for decoding; a batch that takes more is decoded in chunks, an image that does alone.
+        codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; others are faults. `raw` is
+            what `gpuaug pack` writes: pixels, with their size in front.
     """
 
     num_threads: int | None = None
@@ -79,7 +88,7 @@ class Decode:
     hardware_load: float = 0.0
     max_pixels: int = 178_000_000
     max_bytes: int = 2**30
-    codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "raw")
+    codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "raw")
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and not (_is_count(self.num_threads) and self.num_threads <= MOST_THREADS):
@@ -125,7 +134,8 @@ class Look:
         orientation: int64 [B], EXIF's 1..8.
         faults: the rows that cannot be decoded, without those that could not be read.
         route: int8 [B], who decodes the row.
-        completed: rows whose missing end is accepted, to their bytes with an end marker.
+        replaced: rows to the bytes that are decoded instead: of a JPEG with the end marker that it lacks, of a PNG
+            without long texts and profiles.
     """
 
     height: Int64
@@ -133,7 +143,7 @@ class Look:
     orientation: Int64
     faults: list[Fault]
     route: NDArray[np.int8]
-    completed: dict[int, Pixels] = field(default_factory=dict)
+    replaced: dict[int, Pixels] = field(default_factory=dict)
 
 
 class Decoder:
@@ -166,7 +176,7 @@ class Decoder:
         self.num_threads = settings.num_threads or _threads()
         self.accept_truncated, self.batch_size = accept_truncated, batch_size
         self.rescued = self.truncated = 0
-        self._closed = False
+        self._closed = self._deep = False
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
         self._dali = self._pipelines()
@@ -180,7 +190,7 @@ class Decoder:
         orientation = np.ones(size, dtype=np.int64)
         route = np.zeros(size, dtype=np.int8)
         faults = []
-        completed: dict[int, Pixels] = {}
+        replaced: dict[int, Pixels] = {}
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs a sample; a JPEG's header has to be walked
             if row in unread:
@@ -188,22 +198,27 @@ class Decoder:
             try:
                 raw = header.read_raw(encoded.data)
                 data = b"" if raw else encoded.tobytes()  # a header is not worth a copy of the pixels
+                whole = data
                 try:
-                    found, route[row] = self._header(data, raw)
+                    found = raw or header.read(data)
                 except TruncatedError:
                     if not self.accept_truncated:
                         raise
-                    data += _END_OF_JPEG
-                    found, route[row] = self._header(data)
-                    completed[row] = np.frombuffer(data, dtype=np.uint8)
+                    whole = data + _END_OF_JPEG
+                    found = header.read(whole)
+                if found.ancillary > _ANCILLARY:
+                    whole = header.png_pixels(data)
+                found, route[row] = self._checked(whole, found)
+                if whole is not data:
+                    replaced[row] = np.frombuffer(whole, dtype=np.uint8)
+                    self.truncated += found.codec == "jpeg"
             except HeaderError as e:
                 faults.append(_fault(row, encoded, str(e)))
                 continue
             orientation[row] = found.orientation
             shape[:, row] = (found.height, found.width)[:: -1 if found.orientation > 4 else 1]
-        self.truncated += len(completed)
         return Look(
-            height=shape[0], width=shape[1], orientation=orientation, faults=faults, route=route, completed=completed
+            height=shape[0], width=shape[1], orientation=orientation, faults=faults, route=route, replaced=replaced
         )
 
     def pixels(self, batch: EncodedBatch, look: Look, boxes: Sequence[Boxes]) -> tuple[list[Tensor], list[Fault]]:
@@ -224,7 +239,17 @@ class Decoder:
             return self._pixels(batch, look, boxes)
 
     def full(self, batch: EncodedBatch, look: Look) -> list[Tensor]:
-        """Whole oriented images, uint8 [height, width, 3] on the device; [0, 0, 3] where a row is bad."""
+        """Whole oriented images, uint8 [height, width, 3] on the device; [0, 0, 3] where a row is bad.
+
+        Raises:
+            ConfigError: if they take more than `max_bytes` together.
+        """
+        size = int((look.height * look.width).sum()) * 3
+        if size > self.settings.max_bytes and len(batch) > 1:
+            raise ConfigError(
+                f"`decode.max_bytes` must hold the {len(batch)} whole images, {size} bytes. Found: "
+                f"{self.settings.max_bytes}. Raise it, or take fewer samples."
+            )
         out = []
         for row in range(len(batch)):
             h, w = int(look.height[row]), int(look.width[row])
@@ -254,25 +279,33 @@ class Decoder:
 
     # -- looking --
 
-    def _header(self, data: bytes, found: Header | None = None) -> tuple[Header, int]:
-        found = found or header.read(data)
-        if found.codec not in self.settings.codecs:
-            raise HeaderError(f"{found.codec} is not among `decode.codecs`: {', '.join(self.settings.codecs)}")
-        if found.codec in ("tiff", "jpeg2000"):
-            image = _opened(data, found.codec)
-            found = replace(found, height=image.height, width=image.width)
-        if found.height * found.width == 0:
-            raise HeaderError(f"{found.codec} without pixels: {found.height}x{found.width}")
-        if found.height * found.width > self.settings.max_pixels:
+    def _checked(self, data: bytes, found: Header) -> tuple[Header, int]:
+        """The header with the size that its decoder finds, and who decodes it; HeaderError beyond the limits."""
+        codec, most = found.codec, self.settings.max_pixels
+        if codec not in self.settings.codecs:
+            raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(self.settings.codecs)}")
+        if codec in ("tiff", "jpeg2000"):
+            image = _opened(data, codec)
+            found = replace(found, height=image.height, width=image.width, bits=_bits(image))
+        pixels = found.height * found.width
+        if pixels == 0:
+            raise HeaderError(f"{codec} without pixels: {found.height}x{found.width}")
+        if pixels > most:
+            raise HeaderError(f"{codec} of {found.height}x{found.width} is larger than `decode.max_pixels` ({most})")
+        work = pixels * found.effort
+        if work > _SPARSE and work > max(most // 4, _PIXELS_PER_BYTE * len(data)) and codec != "raw":
             raise HeaderError(
-                f"{found.codec} of {found.height}x{found.width} is larger than `decode.max_pixels` "
-                f"({self.settings.max_pixels})"
+                f"{codec} of {found.height}x{found.width} in {len(data)} bytes: so many pixels need a byte for every "
+                f"{_PIXELS_PER_BYTE // found.effort}, or `decode.max_pixels` of {4 * work}"
             )
-        if found.scans > 1 and found.scans * found.height * found.width > 16 * self.settings.max_pixels:
-            raise HeaderError(f"{found.codec} of {found.height}x{found.width} in {found.scans} scans is too much work")
-        if found.codec == "raw":
+        if found.scans > 1 and found.scans * pixels > _SCANS * most:
+            raise HeaderError(f"{codec} of {found.height}x{found.width} in {found.scans} scans is too much work")
+        if found.bits > 8 and not self._deep:
+            self._deep = True
+            log.info("decode scales images of more than 8 bits to 8, the largest value that can be stored to 255")
+        if codec == "raw":
             return found, _RAW
-        if self._dali is None or found.codec not in _BY_DALI or not found.plain:
+        if self._dali is None or codec not in _BY_DALI or not found.plain:
             return found, _PILLOW
         return found, _DALI if self._dali.accepts(data, found) else _REFUSED
 
@@ -295,7 +328,9 @@ class Decoder:
         by_dali = plan.route == _DALI
         refused = list(np.flatnonzero(~by_dali))
         shares = self._shares(np.flatnonzero(by_dali), plan.stored)
-        chunks = [plan.take(k) for share in shares for k in _chunks(share, plan.stored, self.settings.max_bytes)]
+        each = _DALI_CPU if self.device.type == "cpu" else _DALI_CUDA
+        sizes = plan.stored.prod(axis=1) * each
+        chunks = [plan.take(k) for share in shares for k in _chunks(share, sizes, self.settings.max_bytes)]
         if isinstance(self._dali, _Mixed):
             return self._on_device(len(batch), plan, chunks, refused, faults)
         images = _canvases(len(batch), boxes, self.device)
@@ -374,13 +409,15 @@ class Decoder:
         def one(k: int) -> None:
             row, encoded = others.take(np.array([k])), others.encoded[k]
             try:
-                image = _pillow(encoded.tobytes(), row.stored[0], self.settings.max_pixels)
+                image = _pillow(encoded.tobytes(), row.stored[0], row.read[0], self.settings.max_pixels)
             except HeaderError as e:
                 faults[k] = _fault(int(row.rows[0]), encoded, str(e))
                 return
-            self._paint(row, _cut([image], row.read), targets, alone=True)
+            self._paint(row, [image], targets, alone=True)
 
-        for group in _chunks(np.arange(len(others)), others.stored, self.settings.max_bytes):
+        webp = np.array([header.sniff(e[:12].tobytes()) == "webp" for e in others.encoded], dtype=bool)
+        sizes = others.stored.prod(axis=1) * np.where(webp, _PILLOW_WEBP, _PILLOW_MOST)
+        for group in _chunks(np.arange(len(others)), sizes, self.settings.max_bytes):
             self._each(group.tolist(), one)
         refused = others.route != _PILLOW
         self.rescued += sum(fault is None and refused[k] for k, fault in enumerate(faults))
@@ -491,7 +528,7 @@ class _Plan:
         return _Plan(
             rows,
             look.route[rows],
-            [look.completed.get(r, encoded[r]) for r in rows.tolist()],
+            [look.replaced.get(r, encoded[r]) for r in rows.tolist()],
             orientation,
             stored,
             read,
@@ -713,14 +750,16 @@ class _Mixed:
 
 
 def _parsed(data: bytes, found: Header) -> bool:
-    """Whether DALI's own parser takes the bytes and finds the same size; 2 µs.
+    """Whether DALI's own parser finds in the bytes what the header says; 3 µs.
 
-    It refuses what DALI would refuse without naming the sample.
+    What DALI refuses while it sets up a batch it does not name, and its threads crash (SIGSEGV): samples of a type that
+    it does not know. `Header.plain` and this leave it what it is known to decode.
     """
     try:
         stream = _code_stream()(data)
-        return bool(stream.height == found.height and stream.width == found.width)
-    except RuntimeError:
+        same = stream.height == found.height and stream.width == found.width
+        return bool(same and stream.dtype.kind == "u")  # TypeError where it knows no type
+    except (RuntimeError, TypeError):
         return False
 
 
@@ -780,7 +819,7 @@ def _rows(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 
 def _opened(data: bytes, codec: str) -> Any:
-    """The image, not yet decoded, by the codec's own class.
+    """The image, not yet decoded, by the codec's own class; HeaderError if its data are no picture's.
 
     Not ``Image.open``: it compares sizes with a process-wide limit, where `max_pixels` is this decoder's, and asks
     every codec that Pillow knows. GIF, WebP and TIFF still ask that limit themselves, 179 million pixels.
@@ -791,6 +830,7 @@ def _opened(data: bytes, codec: str) -> Any:
         Jpeg2KImagePlugin,
         JpegImagePlugin,
         PngImagePlugin,
+        PpmImagePlugin,
         TiffImagePlugin,
         WebPImagePlugin,
     )
@@ -801,35 +841,56 @@ def _opened(data: bytes, codec: str) -> Any:
         "webp": WebPImagePlugin.WebPImageFile,
         "bmp": BmpImagePlugin.BmpImageFile,
         "gif": GifImagePlugin.GifImageFile,
+        "ppm": PpmImagePlugin.PpmImageFile,
         "tiff": TiffImagePlugin.TiffImageFile,
         "jpeg2000": Jpeg2KImagePlugin.Jpeg2KImageFile,
     }
     try:
-        return kinds[codec](io.BytesIO(data))
+        image = kinds[codec](io.BytesIO(data))
     except Exception as e:  # Pillow's readers raise whatever the bytes lead them to
         raise HeaderError(f"{codec} that cannot be opened: {type(e).__name__}: {_brief(str(e))}") from e
 
+    channels = image.tag_v2.get(277, 1) if codec == "tiff" else len(image.getbands())
+    if channels > 4:
+        raise HeaderError(f"{codec} of {channels} channels: an image has 1 to 4")
+    if image.mode == "F" or (image.mode == "I" and codec != "png"):  # as which Pillow before 11 opens PNGs of 16 bits
+        kind = "floating-point" if image.mode == "F" else "signed or 32-bit"
+        raise HeaderError(f"{codec} of {kind} numbers: images have 8 or 16 bits, unsigned")
+    return image
 
-def _pillow(data: bytes, size: Int64, max_pixels: int) -> Pixels:
-    """The first frame by Pillow, uint8 [h, w, 3] RGB, not oriented; a fault unless it decodes to the end."""
+
+def _bits(image: Any) -> int:
+    """Bits of a sample, of an image that Pillow has opened."""
+    if hasattr(image, "tag_v2"):
+        return int(image.tag_v2.get(258, (1,))[0])
+    return 16 if image.mode.startswith("I") else 8
+
+
+def _pillow(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
+    """A box of the first frame by Pillow, uint8 [h, w, 3] RGB, not oriented; a fault unless all of it decodes."""
     codec = header.sniff(data) or "image"
     image = _opened(data, codec)
     if image.width * image.height > max_pixels:
         raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
+    y, x, h, w = box.tolist()
     try:
+        bits = _bits(image)
         image.load()
+        if image.size != (size[1], size[0]):
+            raise HeaderError(f"{codec} of {image.height}x{image.width} that claims {size[0]}x{size[1]}")
         # Transparency is dropped, as it is everywhere else here; Pillow would warn about it.
         image.info.pop("transparency", None)
-        if image.mode.startswith("I;16"):  # Pillow's own conversion cuts everything above 255 to white
-            gray = (np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535
-            pixels = np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
-        else:
-            pixels = np.asarray(image.convert("RGB"))
+        if (h, w) != tuple(size):
+            image = image.crop((x, y, x + w, y + h))
+        if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion cuts everything above 255 to white
+            most = (1 << bits) - 1
+            gray = (np.asarray(image).astype(np.uint32) * 255 + most // 2) // most
+            return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
+        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except HeaderError:
+        raise
     except Exception as e:  # Pillow's decoders raise whatever the bytes lead them to
         raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {_brief(str(e))}") from e
-    if pixels.shape[:2] != tuple(size):
-        raise HeaderError(f"{codec} of {pixels.shape[0]}x{pixels.shape[1]} that claims {size[0]}x{size[1]}")
-    return pixels
 
 
 # -- small things --
@@ -894,11 +955,11 @@ def parts(samples: int, size: float, threads: int) -> int:
     return max(1, min(samples // (SAMPLES_AT_ONCE * threads), int(size // (BYTES_AT_ONCE * threads))))
 
 
-def _chunks(rows: Int64, stored: Int64, max_bytes: int) -> list[Int64]:
-    """Rows in groups whose decoded images take at most `max_bytes`; a larger image is alone."""
+def _chunks(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
+    """Rows in groups that take at most `max_bytes` together, each `sizes[row]`; a larger image is alone."""
     out: list[list[int]] = []
     held = 0
-    for row, size in zip(rows.tolist(), (stored[rows].prod(axis=1) * 3).tolist(), strict=True):
+    for row, size in zip(rows.tolist(), sizes[rows].tolist(), strict=True):
         if not out or held + size > max_bytes:
             out.append([])
             held = 0

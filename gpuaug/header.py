@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from dataclasses import dataclass
 
-CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "raw")
+CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
 
 # "raw" is this project's own: magic, height and width as uint32 (little-endian), then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
@@ -21,6 +22,11 @@ _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # bytes that are no marker, and markers, that a JPEG may have before its first scan
 _CHUNKS = 131_072  # of a PNG: 1 GB in the 8 kB pieces that libpng writes
 _SCANS = 256  # of a JPEG: encoders write about ten; each scan costs a pass over the whole image
+_PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # of a PNG, that decide its pixels
+_PROFILE = b"Raw profile type exif\0"  # ImageMagick's way to keep EXIF in a PNG: hexadecimal text
+_PROFILE_BYTES = 65_536  # of it; orientation stands in front
+_PPM = re.compile(rb"P([56])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"\s")
+_BMP_HEADERS = {12, 40, 52, 56, 64, 108, 124}
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15 without DHT, JPG, DAC
 _ALONE = frozenset(range(0xD0, 0xD9)) | {0x01}  # RST0..7, SOI, TEM: markers without a length
 
@@ -41,10 +47,13 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, which are left to their decoder.
         orientation: EXIF's 1..8; 1 where there is none or it is no such number.
-        plain: False where DALI and Pillow differ: animations, whose first frame they choose differently, and
-            run-length BMPs, whose truncation DALI does not see, and PNGs with a chunk longer than the file, for which
-            DALI allocates.
+        plain: False for what DALI is not known to decode as Pillow does: animations, whose first frame they choose
+            differently; chunks longer than the file, for which DALI allocates; JPEGs that are not baseline, extended
+            or progressive of 8 bits; BMPs that are compressed, have masks, 16 bits, or too little of anything.
         scans: how often the pixels are passed over; more than 1 for progressive JPEGs.
+        bits: of a sample; TIFF and JPEG 2000 are left to their decoder.
+        effort: processor time of a pixel, in that of an 8-bit PNG.
+        ancillary: bytes of PNG chunks that decide no pixel.
     """
 
     codec: str
@@ -53,6 +62,9 @@ class Header:
     orientation: int = 1
     plain: bool = True
     scans: int = 1
+    bits: int = 8
+    effort: int = 1
+    ancillary: int = 0
 
 
 def sniff(data: bytes) -> str | None:
@@ -73,6 +85,8 @@ def sniff(data: bytes) -> str | None:
         return "raw"
     if data.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51")):
         return "jpeg2000"
+    if data.startswith((b"P5", b"P6")) and data[2:3].isspace():
+        return "ppm"
     return None
 
 
@@ -97,8 +111,9 @@ def read(data: bytes) -> Header:
         if codec == "bmp":
             return _bmp(data)
         if codec == "gif":
-            width, height = struct.unpack_from("<HH", data, 6)
-            return Header("gif", height, width)
+            return _gif(data)
+        if codec == "ppm":
+            return _ppm(data)
         if codec == "raw":
             return _raw(data[:RAW_HEADER], len(data))
     except (struct.error, IndexError):
@@ -184,8 +199,7 @@ def _jpeg(data: bytes) -> Header:
         if marker in _FRAMES:
             if frame is not None:
                 raise HeaderError("jpeg with two frame headers")
-            height, width, parts = struct.unpack_from(">HHB", data, at + 3)
-            frame = marker, height, width, parts
+            frame = marker, *struct.unpack_from(">BHHB", data, at + 2)
         elif marker == 0xE1:
             segment = data[at + 2 : at + length]
             if segment.startswith(b"Exif\0") and exif is None:
@@ -199,7 +213,7 @@ def _jpeg(data: bytes) -> Header:
             raise HeaderError(f"jpeg cut short in its header: {end} bytes")
     if frame is None:
         raise HeaderError("jpeg without a frame header")
-    marker, height, width, parts = frame
+    marker, bits, height, width, parts = frame
     # The end marker is looked for here, because a decoder that stops below the box would not miss it.
     if data.rfind(b"\xff\xd9", at) < 0:
         raise TruncatedError(f"jpeg truncated: no end marker in {end} bytes")
@@ -208,15 +222,17 @@ def _jpeg(data: bytes) -> Header:
         scans = data.count(b"\xff\xda", at - 2)
         if scans > _SCANS:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
-    return Header("jpeg", height, width, _oriented(exif, xmp), scans=scans)
+    plain = marker in (0xC0, 0xC1, 0xC2) and bits == 8
+    return Header("jpeg", height, width, _oriented(exif, xmp), plain, scans, bits)
 
 
 def _png(data: bytes) -> Header:
     if data[12:16] != b"IHDR":
         raise HeaderError("png without IHDR in front")
     width, height = struct.unpack_from(">II", data, 16)
-    exif = xmp = None
-    plain, at = True, 8
+    bits = data[24]
+    exif = xmp = profile = None
+    plain, at, ancillary = True, 8, 0
     for _ in range(_CHUNKS):
         if at + 8 > len(data):
             break
@@ -226,15 +242,51 @@ def _png(data: bytes) -> Header:
             exif = data[at + 8 : at + 8 + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at + 8):
             xmp = data[at + 8 : at + 8 + length]
+        elif kind in (b"tEXt", b"zTXt") and data.startswith(_PROFILE, at + 8):
+            profile = data[at + 8 + len(_PROFILE) : at + 8 + length]
+            if kind == b"zTXt":
+                profile = _inflated(profile[1:])
         elif kind == b"acTL":
             plain = False
         elif kind == b"IEND":
             break
+        if kind not in _PIECES:
+            ancillary += length
         at += 12 + length
         plain &= at <= len(data)
     else:
         raise HeaderError(f"png with more than {_CHUNKS} chunks")
-    return Header("png", height, width, _oriented(exif, xmp), plain=plain)
+    if exif is None and profile is not None:
+        exif = _unhexed(profile)
+    effort = 4 if bits == 16 else 1
+    return Header("png", height, width, _oriented(exif, xmp), plain, 1, bits, effort, ancillary)
+
+
+def png_pixels(data: bytes) -> bytes:
+    """The PNG without chunks that decide no pixel: readers inflate texts and profiles to 1,000 times their bytes."""
+    out, at = [data[:8]], 8
+    while at + 8 <= len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if data[at + 4 : at + 8] in _PIECES:
+            out.append(data[at:end])
+        at = end
+    return b"".join(out)
+
+
+def _inflated(data: bytes) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(data, _PROFILE_BYTES)
+    except zlib.error:
+        return b""
+
+
+def _unhexed(profile: bytes) -> bytes | None:
+    """The block in a raw profile: a line of its kind and one of its length, then hexadecimal lines."""
+    text = b"".join(profile[:_PROFILE_BYTES].split(b"\n")[3:])
+    try:
+        return bytes.fromhex(text[: len(text) // 2 * 2].decode("ascii"))
+    except ValueError:
+        return None
 
 
 def _webp(data: bytes) -> Header:
@@ -273,13 +325,60 @@ def _webp(data: bytes) -> Header:
 
 
 def _bmp(data: bytes) -> Header:
-    (size,) = struct.unpack_from("<I", data, 14)
+    offset, size = struct.unpack_from("<II", data, 10)
+    compression = colors = 0
     if size == 12:
-        width, height = struct.unpack_from("<HH", data, 18)
-        return Header("bmp", height, width)
-    width, height = struct.unpack_from("<ii", data, 18)
-    (compression,) = struct.unpack_from("<I", data, 30)
-    return Header("bmp", abs(height), max(width, 0), plain=compression in (0, 3))
+        width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
+    else:
+        width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
+        (colors,) = struct.unpack_from("<I", data, 46)
+        width, height = max(width, 0), abs(height)
+    pixels = 14 + size  # where they begin at the earliest
+    if bits <= 8:
+        pixels += (colors or 1 << bits) * (3 if size == 12 else 4)
+    plain = (
+        compression == 0
+        and size in _BMP_HEADERS
+        and bits in (1, 4, 8, 24, 32)
+        and (bits > 8 or colors <= 1 << bits)
+        and offset >= pixels
+        and len(data) >= offset + (width * bits + 31) // 32 * 4 * height
+    )
+    effort = 8 if compression in (1, 2) else 1  # run lengths: Pillow decodes them in Python
+    return Header("bmp", height, width, plain=plain, effort=effort)
+
+
+def _gif(data: bytes) -> Header:
+    """The screen, enlarged to the first frame, as Pillow and browsers show it."""
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    inside = False  # an extension, which ends with an empty block
+    for _ in range(_CHUNKS):
+        kind = data[at]
+        if inside:
+            inside = kind > 0
+            at += 1 + kind
+        elif kind == 0x2C:
+            x, y, w, h = struct.unpack_from("<HHHH", data, at + 1)
+            return Header("gif", max(height, y + h), max(width, x + w))
+        elif kind == 0x3B:
+            raise HeaderError("gif without a frame")
+        else:  # bytes between blocks are skipped
+            inside = kind == 0x21
+            at += 1 + inside
+    raise HeaderError(f"gif with more than {_CHUNKS} blocks before its first frame")
+
+
+def _ppm(data: bytes) -> Header:
+    match = _PPM.match(data[:4096])
+    if match is None:
+        raise HeaderError("ppm with a broken header")
+    kind, width, height, most = (int(text) for text in match.groups())
+    if most != 255:
+        raise HeaderError(f"ppm with samples up to {most}: only 255 is decoded")
+    if len(data) - match.end() < (needed := height * width * (3 if kind == 6 else 1)):
+        raise HeaderError(f"ppm of {height}x{width} takes {needed} bytes, and has {len(data) - match.end()}")
+    return Header("ppm", height, width)
 
 
 def _raw(head: bytes, size: int) -> Header:

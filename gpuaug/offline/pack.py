@@ -645,7 +645,7 @@ def _may_stay(data: NDArray[np.uint8], look: Look, row: int, height: int, width:
     return (
         (height, width) == (look.height[row], look.width[row])
         and look.orientation[row] == 1
-        and row not in look.completed
+        and row not in look.replaced
         and header.sniff(data[:16].tobytes()) == "jpeg"
     )
 
