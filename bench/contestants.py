@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 224
+DALI_DEFAULT = 0.65  # of `hw_decoder_load`
 
 
 class CannotRunError(Exception):
@@ -46,6 +47,11 @@ class Spec:
     def files(self) -> list[str]:
         return sorted(str(p) for p in Path(self.root).rglob("*.jpg"))
 
+    @property
+    def engine(self) -> float:
+        """Share of the JPEGs for the GPU's JPEG engine."""
+        return DALI_DEFAULT if self.who.endswith("_engine") else 0.0
+
 
 Run = Callable[[], int]  # one epoch: images consumed
 
@@ -61,7 +67,8 @@ def _loader(spec: Spec, *overrides: str) -> Any:
             "train",
             [f"source.root={spec.root}", f"augment={spec.recipe}", f"batch_size={spec.batch}",
              f"num_workers={spec.workers}", f"decode.num_threads={spec.threads}", f"device={spec.device}",
-             f"dtype={spec.dtype}", "faults.policy=blank", "faults.max=1", *overrides],
+             f"decode.hardware_load={spec.engine}", f"dtype={spec.dtype}", "faults.policy=blank", "faults.max=1",
+             *overrides],
         )
     )  # fmt: skip
 
@@ -76,7 +83,10 @@ def _epoch(loader: Any) -> Run:
 
 
 def ours(spec: Spec) -> Run:
-    return _epoch(_loader(spec))
+    loader = _loader(spec)
+    if spec.engine and not _inside(loader).stages.decoder.settings.hardware_load:
+        raise CannotRunError("`gpuaug doctor` found the JPEG engine broken here")
+    return _epoch(loader)
 
 
 def ours_ram(spec: Spec) -> Run:
@@ -374,13 +384,14 @@ def _crop(fn: Any, encoded: Any, spec: Spec, views: int) -> list[Any]:
 
     gpu = spec.device != "cpu"
     way = types.INTERP_CUBIC if spec.recipe == "simclr" else types.INTERP_LINEAR
+    mixed: dict[str, Any] = {"device": "mixed", "hw_decoder_load": spec.engine} if gpu else {"device": "cpu"}
     # Some GPUs crash where parts of images are decoded (nvImageCodec 0.9): only where `gpuaug doctor` saw it go well.
     if views == 1 and (not gpu or verdict("roi")):
         image = fn.decoders.image_random_crop(
-            encoded, device="mixed" if gpu else "cpu", random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+            encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **mixed
         )
         return [fn.resize(image, size=[SIZE, SIZE], interp_type=way, antialias=True)]
-    image = fn.decoders.image(encoded, device="mixed" if gpu else "cpu")
+    image = fn.decoders.image(encoded, **mixed)
     return [
         fn.random_resized_crop(
             image, size=[SIZE, SIZE], random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], interp_type=way
@@ -571,7 +582,7 @@ def serve(spec: Spec) -> None:
 
         if spec.device == "cpu":
             torch.set_num_threads(spec.threads)
-        run = CONTESTANTS[spec.who](spec)
+        run = CONTESTANTS[spec.who.removesuffix("_engine")](spec)
         if not run():
             raise CannotRunError("it gave no images")
     except Exception as error:  # whatever a contestant's libraries raise is a row of the table, and the others go on

@@ -18,6 +18,8 @@ Who is who:
     kornia_eager    DataLoader of bytes, DALI decodes, crops and resizes in the main process, Kornia eager on the batch
     dali_reader     DALI alone: its file reader, decoder and operators
     dali_proxy      DataLoader of bytes with DALI's PyTorch proxy
+    ours_engine, dali_reader_engine, dali_proxy_engine      the same with 65 % of the JPEGs on the GPU's JPEG engine,
+                    DALI's default; all others decode without it. Compare rows of one kind, with the same --threads
     ffcv, ffcv_raw  FFCV from its own file of JPEGs, of raw pixels
     spdl            SPDL: threads that decode, crop and resize with ffmpeg
 """
@@ -48,8 +50,9 @@ from contestants import Spec
 
 RECIPES = ("standard", "flip", "simclr")
 SETS = ("photos", "large")
-OURS = ("ours", "ours_ram", "ours_packed", "ours_s3", "read", "decode", "augment", "checks", "shapes")
+OURS = ("ours", "ours_engine", "ours_ram", "ours_packed", "ours_s3", "read", "decode", "augment", "checks", "shapes")
 PEERS = ("torchvision", "torchvision_v2", "kornia_eager", "dali_reader", "dali_proxy", "ffcv", "ffcv_raw", "spdl")
+ENGINE = ("dali_reader_engine", "dali_proxy_engine")  # beside `ours_engine`
 ELSEWHERE = ("torchvision", "torchvision_v2", "ffcv", "ffcv_raw", "spdl")  # may live in another environment
 PATIENCE = 600  # seconds that a contestant may take for an epoch
 LATENCY = 0.05  # seconds to the first byte of the S3 server
@@ -256,8 +259,10 @@ def slow_open(folder: Path) -> str:
 # --- measuring
 
 
-def takes_part(who: str, recipe: str, kind: str) -> bool:
+def takes_part(who: str, recipe: str, kind: str, device: str) -> bool:
     """Rows that say nothing new are left out."""
+    if who.endswith("_engine") and device == "cpu":
+        return False
     if who in ("ours_packed", "ffcv", "ffcv_raw", "spdl"):
         return recipe == "flip" and kind == "photos"
     if who in ("ours_ram", "ours_s3", "checks", "shapes"):
@@ -266,7 +271,7 @@ def takes_part(who: str, recipe: str, kind: str) -> bool:
 
 
 def measure(args: argparse.Namespace, recipe: str, kind: str, root: Path, preload: str | None) -> list[dict[str, Any]]:
-    who = [w for w in args.who if takes_part(w, recipe, kind)]
+    who = [w for w in args.who if takes_part(w, recipe, kind, args.device)]
     python = args.peer_python or sys.executable
     batch = args.batch if kind == "photos" else max(1, args.batch // 4)  # else an epoch is over when it has begun
     rows, running = [], list[Contestant]()
@@ -364,7 +369,11 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
             v2 = found.pop("torchvision_v2")
             both = [x for x in (found["torchvision"], v2) if x is not None]
             found["torchvision"] = min(both) if both else None  # the faster of the two
-            out[recipe if kind == "photos" else f"{recipe}_{kind}"] = found
+            name = recipe if kind == "photos" else f"{recipe}_{kind}"
+            out[name] = found
+            if (kind, recipe, "ours_engine") in rate:
+                with_it = {p: ratio((kind, recipe, "ours_engine"), (kind, recipe, p)) for p in ENGINE}
+                out[f"{name}_engine"] = {"ours": ratio((kind, recipe, "ours_engine"), mine), **with_it}
     out["flip_packed"] = {"ffcv_raw": ratio(("photos", "flip", "ours_packed"), ("photos", "flip", "ffcv_raw"))}
     out["standard_s3"] = {"local": ratio(("photos", "standard", "ours_s3"), ("photos", "standard", "ours"))}
     out["standard_ram"] = {"local": ratio(("photos", "standard", "ours_ram"), ("photos", "standard", "ours"))}
@@ -459,7 +468,7 @@ def insert(text: str, section: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="+", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--who", nargs="+", default=[*OURS, *PEERS], choices=[*OURS, *PEERS])
+    parser.add_argument("--who", nargs="+", default=[*OURS, *PEERS, *ENGINE], choices=[*OURS, *PEERS, *ENGINE])
     parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS, dest="sets")
     parser.add_argument("--count", type=int, default=1000, help="photographs of about 500 x 375 (default: 1000)")
     parser.add_argument("--large", type=int, default=100, help="photographs of 2 to 12 megapixels (default: 100)")
@@ -512,7 +521,7 @@ def main() -> None:
         for kind in args.sets:
             root = prepare(data, kind, args.count if kind == "photos" else args.large)
             for recipe in args.recipe:
-                if any(takes_part(w, recipe, kind) for w in args.who):
+                if any(takes_part(w, recipe, kind, args.device) for w in args.who):
                     print(f"{kind} {recipe}: begins after {time.monotonic() - began:.0f} s", flush=True)
                     report["results"] += measure(args, recipe, kind, root, preload)
                     report["seconds"] = time.monotonic() - began

@@ -75,6 +75,25 @@ def test_ratios_are_ours_over_the_faster_torchvision(bench):
     assert found["standard_large"]["torchvision"] == 2.0
     assert found["flip_packed"] == {"ffcv_raw": 2.0}
     assert found["standard_s3"] == {"local": pytest.approx(0.9)}
+    assert "standard_engine" not in found
+
+
+def test_the_jpeg_engine_is_compared_with_the_jpeg_engine(bench):
+    rates = {"ours": 900.0, "dali_reader": 600.0, "ours_engine": 1500.0, "dali_reader_engine": 750.0}
+    rows = [{"set": "photos", "recipe": "standard", "who": w, "images_per_second": r} for w, r in rates.items()]
+    found = bench.ratios(rows)
+    assert found["standard"]["dali_reader"] == 1.5
+    assert found["standard_engine"] == {
+        "ours": pytest.approx(5 / 3), "dali_reader_engine": 2.0, "dali_proxy_engine": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("who", ["ours", "dali_reader", "dali_proxy", "kornia_eager"])
+def test_only_who_is_named_so_decodes_with_the_engine(bench, who):
+    for name, load in ((who, 0.0), (f"{who}_engine", 0.65)):
+        assert bench.Spec(name, "flip", "", 8, 1, 1, "cuda", "float32", {}).engine == load
+    assert not bench.takes_part(f"{who}_engine", "flip", "photos", "cpu")
+    assert bench.takes_part(who, "flip", "photos", "cpu")
 
 
 def test_on_a_gpu_reading_has_cores_of_its_own(bench):
