@@ -73,6 +73,7 @@ class Decode:
 
     Args:
         num_threads: of the host; None: the CPUs of this process, at most 8, shared between the ranks of a machine.
+            On CUDA nvImageCodec waits actively: each takes a core while it waits for a GPU that trains.
         backend: ``auto`` is DALI where it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. Its pixels differ slightly from those of the
             CUDA cores and the split depends on the batch, so anything above 0 gives up bit equality.

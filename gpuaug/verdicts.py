@@ -23,7 +23,7 @@ from gpuaug.errors import ConfigError
 
 log = logging.getLogger("gpuaug")
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file; larger whenever a test becomes stricter
 # name: what a good verdict allows
 KEPT = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
@@ -139,7 +139,10 @@ def _remembered() -> dict[str, Verdict]:
 
 
 def keep(found: Verdict) -> None:
-    """Remember a verdict, beside the others of this machine; in one step, so that readers see all or nothing."""
+    """Remember a verdict, beside the others of this machine; in one step, so that readers see all or nothing.
+
+    With ``good`` None an earlier verdict of that test is forgotten.
+    """
     known = {**load(), found.name: found}
     entries = {n: {"good": v.good, "text": v.text, "seconds": v.seconds} for n, v in known.items()}
     try:

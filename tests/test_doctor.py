@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,12 +175,13 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
         "nonsense",
         "[]",
         "null",
+        '{"version": 1, "verdicts": {"roi": {"good": true, "text": "", "seconds": 1}}}',
         '{"version": 99, "verdicts": {"roi": {"good": true, "text": "", "seconds": 1}}}',
-        '{"version": 1, "verdicts": []}',
-        '{"version": 1, "verdicts": {"roi": true}}',
-        '{"version": 1, "verdicts": {"roi": {"good": "yes", "text": "", "seconds": 1}}}',
-        '{"version": 1, "verdicts": {"roi": {"text": ""}}}',
-        '{"version": 1, "verdicts": {"rm": {"good": true, "text": "", "seconds": 1}}}',
+        '{"version": 2, "verdicts": []}',
+        '{"version": 2, "verdicts": {"roi": true}}',
+        '{"version": 2, "verdicts": {"roi": {"good": "yes", "text": "", "seconds": 1}}}',
+        '{"version": 2, "verdicts": {"roi": {"text": ""}}}',
+        '{"version": 2, "verdicts": {"rm": {"good": true, "text": "", "seconds": 1}}}',
     ],
 )
 def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:
@@ -217,6 +219,22 @@ def test_what_is_late_is_not_called_wrong() -> None:
     assert "raise `timeout`" in finding.advice
     wrong = command._tested(Verdict(name="header", good=False, text="jpeg 4:4:4: 3x3 instead of 4x4"))
     assert "timeout" not in wrong.advice
+
+
+def test_what_is_late_is_remembered_as_unknown(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was busy for three minutes must not run fifty times slower ever after."""
+    real = doctor.probe
+    monkeypatch.setattr(doctor, "probe", lambda name, **_: real(name, timeout=0.1, command=["sleep", "60"]))
+    (late,) = doctor.examine(["fused_cuda"], cuda=True)
+    assert doctor.is_late(late)
+    assert verdicts.verdict("fused_cuda") is None
+    verdicts.keep(Verdict(name="fused_cuda", good=True, text="planted"))
+    verdicts.keep(Verdict(name="roi", good=True, text="planted"))
+    doctor.examine(["fused_cuda"], cuda=True, fresh=True)
+    assert verdicts.verdict("fused_cuda") is None  # it was good; now nobody knows
+    assert verdicts.verdict("roi") is True
+    (again,) = doctor.examine(["fused_cuda"], cuda=True)
+    assert not again.kept  # so it is tested again
 
 
 def test_an_unknown_verdict_is_refused() -> None:
@@ -263,6 +281,53 @@ def test_wrong_sizes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = probes._truth
     monkeypatch.setattr(probes, "_truth", lambda data: real(data)[1:])
     assert probes.header()[0] is False
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a decoder that writes each batch over the one before, which is then used late."""
+    import torch
+
+    from gpuaug.decode import Decoder
+
+    pytest.importorskip("nvidia.dali")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    good, text, value = probes._order(0.0, 0, device=device)
+    assert good, text
+    assert value["largest"] == value["wrong"] == 0
+    assert bool(value["busy"]) == (device == "cuda")
+    real, calls = Decoder.pixels, []
+
+    def planted(self: Decoder, *arguments: Any) -> Any:
+        views, faults = real(self, *arguments)
+        calls.append(views[0])
+        if len(calls) == 3 * probes.IN_A_ROW:
+            views[0][:2] ^= 16
+        return views, faults
+
+    monkeypatch.setattr(Decoder, "pixels", planted)
+    good, text, value = probes._order(0.0, 4, device=device)
+    assert not good
+    assert value["wrong"] == 1
+    assert "1 of 32 batches have other pixels" in text
+
+
+def test_nothing_good_is_said_of_the_engine_before_its_order_is_known() -> None:
+    decodes = command._tested(Verdict(name="hardware", good=True, text=""))
+    assert "hardware_load" not in decodes.advice
+    unknown = command._tested(Verdict(name="stream_hardware", good=None, text="the device was always idle"))
+    assert "raised" not in unknown.advice
+    ordered = command._tested(Verdict(name="stream_hardware", good=True, text=""))
+    assert "hardware_load may be raised" in ordered.advice
+
+
+def test_an_engine_that_a_container_hides_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_engine", lambda: False)
+    monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
+    good, text, _ = probes.hardware()
+    assert good is None
+    assert "need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video in a container. Found: compute,utility" in text
 
 
 def test_every_test_is_told_about() -> None:
@@ -412,12 +477,46 @@ def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("there", "build", "driver", "status", "words"),
+    [
+        ("nvidia-dali-cuda120", "12.8", "535.104.05", command.OK, ""),
+        ("nvidia-dali-cuda120", "13.0", "580.1", command.NOTE, "pip install 'nvidia-dali-cuda130"),
+        ("nvidia-dali-cuda130", "13.0", "580.1", command.OK, ""),
+        ("nvidia-dali-cuda130", "13.0", None, command.OK, ""),
+        ("nvidia-dali-cuda130", "12.6", "590.2", command.NOTE, "pip install 'nvidia-dali-cuda120"),
+        ("nvidia-dali-cuda130", "13.0", "575.1", command.SLOW, "needs driver 580 or newer: take nvidia-dali-cuda120"),
+    ],
+)
+def test_dali_stands_beside_torchs_cuda(
+    there: str, build: str, driver: str | None, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdicts, "version", lambda package: "2.4" if package == there else None)
+    pair = command._pair(build, driver)
+    assert pair is not None
+    assert pair.text == f"DALI for CUDA {there[-3:-1]}, torch for CUDA {build}"
+    assert pair.status == status
+    assert words in pair.advice
+    assert bool(pair.advice) == (status != command.OK)
+    assert command._pair(None, driver) is None
+    monkeypatch.setattr(verdicts, "version", lambda package: None)
+    assert command._pair(build, driver) is None
+
+
+@pytest.mark.parametrize(
     ("verdict", "status"),
     [
-        (Verdict(name="cuda", good=False, text="torch is a build without CUDA", value=[]), command.SLOW),
+        (
+            Verdict(name="cuda", good=False, text="no", value={"build": None, "devices": []}),
+            command.SLOW,
+        ),
         (Verdict(name="cuda", good=False, text="crashed: killed by SIGABRT"), command.BROKEN),
         (
-            Verdict(name="cuda", good=True, text="", value=[{"name": "X", "memory": GIB, "capability": "9.0"}]),
+            Verdict(
+                name="cuda",
+                good=True,
+                text="",
+                value={"build": "12.8", "devices": [{"name": "X", "memory": GIB, "capability": "9.0"}]},
+            ),
             command.OK,
         ),
     ],
@@ -426,7 +525,7 @@ def test_devices_that_are_there(verdict: Verdict, status: str, monkeypatch: pyte
     monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"])
     monkeypatch.setattr(machine, "driver", lambda: "535.104.05")
     monkeypatch.setattr(command, "_SEEN", {5.0: verdict})
-    driver, cuda = command.devices(command.Settings(timeout=5.0))
+    driver, cuda, *_ = command.devices(command.Settings(timeout=5.0))
     assert driver.status == command.OK
     assert cuda.status == status
 
@@ -478,7 +577,10 @@ def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
 def test_overrides_of_the_loader_have_no_effect_and_are_checked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "probe", lambda name, **more: Verdict(name=name, good=True, text="planted", value=[]))
+    monkeypatch.setattr(
+        doctor, "probe", lambda name, **_: Verdict(name=name, good=True, text="", value={"devices": []})
+    )
+    monkeypatch.setattr(command, "_SEEN", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
     assert "no effect of source.root=/data, augment=simclr" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from kornia.augmentation.container.params import ParamItem
+from test_reference import images
 from torch import Tensor, nn
 
 from gpuaug.augment.parameters import Prepared, tensors
@@ -17,7 +18,6 @@ from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError
-from tests.test_reference import images
 
 POLICIES = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),

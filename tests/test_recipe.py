@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from test_parameters import OPS
+from test_reference import images
 from torch import Tensor, nn
 
 import gpuaug
@@ -29,8 +31,6 @@ from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.errors import ConfigError
-from tests.test_parameters import OPS
-from tests.test_reference import images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -456,7 +456,7 @@ def test_a_fingerprint_has_no_trace_of_use_process_or_backend(name: str) -> None
 
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     script = (
-        "import json; from tests.test_recipe import changes;"
+        f"import json, sys; sys.path.append({str(Path(__file__).parent)!r}); from test_recipe import changes;"
         "print(json.dumps({k: v.fingerprint() for k, v in changes().items()}))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_parameters import OPS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,6 @@ from gpuaug.augment.prepare import prepare
 from gpuaug.augment.recipe import Augment
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError
-from tests.test_parameters import OPS
 
 SOME = {"a": K.ColorJitter(0.4, 0.4, 0.4, 0.1), "b": K.RandomGaussianNoise(p=0.7), "c": K.RandomJPEG()}
 CHOICES = {

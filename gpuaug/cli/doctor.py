@@ -40,6 +40,7 @@ SHARED_LEAST, SHARED_ENOUGH = 16 * MIB, 512 * MIB
 MEMORY_ENOUGH = 2 * 2**30
 THREADS_ENOUGH = 512
 DALI = ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12")
+DRIVER_OF_CUDA_13 = 580  # the oldest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ def devices(settings: Settings) -> Iterator[Finding]:
     )
     found = _cuda(settings)
     if found.good:
-        for k, device in enumerate(found.value):
+        for k, device in enumerate(found.value["devices"]):
             memory = gib(device["memory"])
             text = f"{device['name']}, {memory}, compute capability {device['capability']}"
             yield Finding(name=f"cuda:{k}", status=OK, text=f"{text}; {found.text}", value=device)
@@ -223,6 +224,34 @@ def devices(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding(name="cuda", status=NOTE, text=f"no CUDA device; {found.text}", value=[])
+    if (pair := _pair((found.value or {}).get("build"), driver)) is not None:
+        yield pair
+
+
+def _pair(build: str | None, driver: str | None) -> Finding | None:
+    """The CUDA of DALI beside torch's; None where one of them has none."""
+    package = _dali()[0]
+    found, theirs = verdicts.version(package), {DALI[0]: 12}.get(package, 13)
+    if build is None or found is None:
+        return None
+    ours = int(build.partition(".")[0])
+    other = {12: DALI[0], 13: "nvidia-dali-cuda130"}.get(ours)
+    old = theirs == 13 and driver is not None and int(driver.partition(".")[0]) < DRIVER_OF_CUDA_13
+    advice = ""
+    if old:
+        advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: take {DALI[0]}, or update the driver."
+    elif theirs != ours and other is not None:
+        advice = (
+            f"They share one driver and should work together. To be sure, take torch's: pip uninstall -y {package}; "
+        )
+        advice += f"pip install '{other}{_needed().get(DALI[0], '')}'"
+    return Finding(
+        name="DALI and torch",
+        status=SLOW if old else NOTE if advice else OK,
+        text=f"DALI for CUDA {theirs}, torch for CUDA {build}",
+        advice=advice,
+        value={"dali": theirs, "torch": build, "driver": driver},
+    )
 
 
 _SEEN: dict[float, Verdict] = {}
@@ -266,7 +295,8 @@ TESTS = {
 }
 MEANS = {
     "roi": "Reading only the crop of an image is safe on this GPU.",
-    "hardware": "decode.hardware_load may be raised above 0; pixels then depend on the batch by a level or so.",
+    "stream_hardware": "Where the JPEG engine is ok too, decode.hardware_load may be raised above 0; pixels then "
+    "depend on the batch by a level or so.",
 }
 
 
