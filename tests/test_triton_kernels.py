@@ -31,6 +31,8 @@ from triton.runtime import build  # noqa: E402
 from gpuaug.augment import triton_kernels  # noqa: E402
 
 RECIPES = sorted(p.stem for p in (Path(__file__).parents[1] / "conf" / "gpuaug" / "augment").glob("*.yaml"))
+# Compute capabilities of the GPUs to compile for: T4, A100, RTX 30, L4 and RTX 40, H100 and H200, B200, RTX 50
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 KERNELS = ("_mean_kernel", "_points_kernel", "_blur_kernel")
 TYPES = {
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
@@ -365,6 +367,16 @@ def test_kernels_compile_without_a_device(recipe: str, monkeypatch: pytest.Monke
     check(made, tmp_path)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("recipe", ["standard", "simclr"])
+def test_kernels_compile_for_every_gpu(recipe: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = compiled(monkeypatch, recipe, capability)
+    assert {key[1] for key in made} == {capability}
+    assert all(kernel.asm["cubin"].startswith(b"\x7fELF") for kernel in made.values())  # ptxas has taken it, too
+    assert all(kernel.metadata.shared <= 48 * 1024 for kernel in made.values())
+
+
 def test_another_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     known, _ = compiled(monkeypatch, "standard", 90, batch=32)
     for batch in (1, 7, 37, 64):
@@ -395,7 +407,7 @@ def test_kernels_compile_for_every_gpu(capability: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90])  # whose machine code is looked at
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_compiles(recipe: str, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
