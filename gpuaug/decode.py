@@ -60,6 +60,8 @@ _DALI_CPU, _DALI_CUDA, _PILLOW_MOST, _PILLOW_WEBP = 12, 3, 13, 21
 _SPARSE, _PIXELS_PER_BYTE = 2**25, 64
 _SCANS = 12  # of the largest image; 0.6 ns a pixel and scan
 _ANCILLARY = 65_536  # bytes of a PNG that decide no pixel, from which on they are left out
+# DALI allocates at once, per thread and pipeline, what nvJPEG decodes in; these are its defaults. Twice that is pinned.
+DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
 _SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 # Who decodes a row; refused: DALI does not, so Pillow has the second chance; raw: nobody has to.
@@ -704,7 +706,13 @@ class _Mixed:
     def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
         Pipeline, fn, types = _dali()
         cuda = self._device == "mixed"
-        only_cuda = {"hw_decoder_load": self._hardware_load} if cuda else {}
+        only_cuda: dict[str, Any] = {}
+        if cuda:
+            only_cuda = {
+                "hw_decoder_load": self._hardware_load,
+                "device_memory_padding": DEVICE_PADDING,
+                "host_memory_padding": PINNED_PADDING,
+            }
         kinds = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
         pipeline = Pipeline(
             capacity, self._num_threads, device_id=self._cuda.index if cuda else None, prefetch_queue_depth=1

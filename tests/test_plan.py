@@ -143,6 +143,29 @@ def test_large_batches_are_decoded_in_parts(photos: Path) -> None:
         assert terms(loader, sizes=largest)["decoded pixels"] == pytest.approx(2**30, rel=1e-6)
 
 
+def test_on_cuda_the_decoders_own_buffers_are_counted(photos: Path) -> None:
+    pytest.importorskip("nvidia.dali")
+    with build(photos, "decode.num_threads=3") as loader:
+        sizes = plan.look(loader)
+        assert "decoder's buffers" not in terms(loader, sizes=sizes)
+        loader.device = torch.device("cuda", 0)  # the formula alone: nothing is started there
+        found = plan.predict(loader, sizes, base=plan.NOTHING)
+    of = {(t.name, t.place): t.bytes for t in found.terms}
+    assert of["decoder's buffers", "device"] == 3 * 16 * MIB
+    assert of["decoder's buffers, pinned", "pinned"] == 3 * 2 * 8 * MIB
+    assert found.total("pinned") >= 48 * MIB + 2 * sizes.batch(16)
+
+
+def test_the_buffers_are_those_that_dali_allocates() -> None:
+    """By the schema of its operator: a release with other defaults changes nothing of ours, but should be looked at."""
+    pytest.importorskip("nvidia.dali")
+    from nvidia.dali import backend
+
+    schema = backend.GetSchema("decoders__Image")
+    assert schema.GetArgumentDefaultValueString("device_memory_padding") == str(decode.DEVICE_PADDING)
+    assert schema.GetArgumentDefaultValueString("host_memory_padding") == str(decode.PINNED_PADDING)
+
+
 def test_operations_outside_the_kernels_have_batches_of_their_own(photos: Path) -> None:
     with build(photos, "augment=standard") as loader:
         assert "between operations" not in terms(loader)

@@ -334,6 +334,11 @@ def predict(
                 f"{text} x {rows} x {sizes.decoded:.0f} B",
             )
             add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {size.text(encoded)}")
+            decoder: Any = Inside(loader).stages.decoder
+            if decoder.backend == "dali":  # nvJPEG's buffers, allocated with the pipeline
+                each, pinned, threads = decode.DEVICE_PADDING, 2 * decode.PINNED_PADDING, decoder.num_threads
+                add("decoder's buffers", "device", threads * each, f"{threads} threads x {size.text(each)}")
+                add("decoder's buffers, pinned", "pinned", threads * pinned, f"{threads} threads x {size.text(pinned)}")
         else:
             _decoding(loader, sizes, rows=rows, add=add)
     stored = Inside(loader).replay is not None
