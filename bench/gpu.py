@@ -1,12 +1,14 @@
 """Everything that needs a GPU, in one go: `python bench/gpu.py OUT`.
 
-    python bench/gpu.py OUT --plan                      # what would run, and how long
+    python bench/gpu.py OUT --plan                      # what would run, how long, and which question it answers
     python bench/gpu.py OUT --minutes 9                 # the most important parts that fit into nine minutes
-    python bench/gpu.py OUT --only loader large         # these parts
+    python bench/gpu.py OUT --only loader tests         # these parts; `tests` is also tests_gpu, tests_decode, ...
+    python bench/gpu.py OUT --rehearse                  # on the CPU, small: whatever can run without a GPU
 
-Each part is a process of its own with a limit, so that the failure of one stops no other. After each part OUT holds
-summary.json, report.txt (the end of what every part printed) and results.tar.gz (logs, reports, traces): what has run
-is there, even if this program is stopped. Parts that OUT's summary calls done are not run again; `--again` runs them.
+Each part is a process of its own with a limit, so that the failure of one stops no other; one that is out of time is
+asked for its traceback first. After each part OUT holds summary.json, report.txt (the end of what every part printed,
+and what it means) and results.tar.gz (logs, reports, traces): what has run is there, even if this program is stopped.
+Parts that OUT's summary calls done are not run again; `--again` runs them.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 IMPORT = """
-import importlib, platform, shutil, torch
+import importlib, platform, shutil, sys, torch
 print("python", platform.python_version(), "compiler", shutil.which("g++") or shutil.which("clang++"))
-print("torch", torch.__version__, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+cuda = torch.cuda.is_available()
+print("torch", torch.__version__, "for CUDA", torch.version.cuda)
+print(torch.cuda.get_device_name() if cuda else "no device", torch.cuda.get_device_capability() if cuda else "")
 names = "triton kornia hydra nvidia.dali nvidia.nvimgcodec torchvision skimage sklearn gpuaug"
 for name in names.split():
     try:
@@ -40,13 +46,13 @@ for name in names.split():
         print(name, "FAILS:", type(error).__name__, error)
 import nvidia.dali, kornia, hydra, gpuaug
 from gpuaug.augment import triton_kernels
-assert torch.ones(4, device="cuda").sum().item() == 4
+assert torch.ones(4, device=sys.argv[1]).sum().item() == 4
 """
 
 DECODE = """
 import sys, torch, gpuaug
-found = {}
-for device in ("cpu", "cuda"):
+found, other = {}, sys.argv[2]
+for device in ("cpu", other):
     for backend in ("kornia", "fused"):
         augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(224), backend=backend)
         source = gpuaug.FolderSource(sys.argv[1])
@@ -54,13 +60,15 @@ for device in ("cpu", "cuda"):
             images = found[device, backend] = next(iter(loader)).images.cpu()
             print(device, backend, tuple(images.shape), images.mean().item())
 for backend in ("kornia", "fused"):
-    gap = (found["cuda", backend] - found["cpu", backend]).abs() * 255
-    print(backend, "cuda - cpu, in levels: mean", gap.mean().item(), "largest", gap.max().item())
+    gap = (found[other, backend] - found["cpu", backend]).abs() * 255
+    print(backend, other, "- cpu, in levels: mean", gap.mean().item(), "largest", gap.max().item())
     assert gap.mean() < 1.5
 """
 
 
+PYTEST = ["-q", "--tb=short", "-rfE", "--durations=5", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
 PHOTOS, LARGE = 12_000, 2_400  # images of an epoch: seconds of a GPU's decoding
+THREADS = 12  # of the host for everybody's decoding, of 16 cores; the workers read
 DIFFERENT = 160  # in as many files as there are; the rest are further names of the same files
 
 
@@ -113,96 +121,255 @@ def _tile(folder: Path, number: int) -> None:
 
 
 @dataclass(frozen=True)
+class Want:
+    """A figure of a part's report, and what it should be.
+
+    Attributes:
+        what: the figure.
+        of: the report to the figure; KeyError, TypeError or IndexError where it was not measured.
+        least, most: bounds; None: none.
+    """
+
+    what: str
+    of: Callable[[Any], float]
+    least: float | None = None
+    most: float | None = None
+
+    def said(self, report: Any) -> str:
+        """The figure beside its bound, in words."""
+        bound = f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+        try:
+            value = float(self.of(report))
+        except (KeyError, TypeError, IndexError, StopIteration):
+            return f"{self.what}: not measured (wanted {bound})"
+        good = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return f"{self.what}: {value:.3g}, wanted {bound}: {'yes' if good else 'NO'}"
+
+
+@dataclass(frozen=True)
 class Part:
     """One process.
 
     Attributes:
+        asks: the question that it answers.
+        reads: what its answer is where it ends well, or how to read it.
         expected: seconds, as planned for a machine of 16 cores and one H200.
         limit: seconds after which it is ended.
+        wants: figures of its report, the JSON file that its name names.
+        needs_gpu: whether it cannot be rehearsed.
     """
 
     name: str
     command: list[str]
+    asks: str
     expected: int
     limit: int
+    reads: str = "Yes."
+    wants: tuple[Want, ...] = ()
+    needs_gpu: bool = False
+
+    def meaning(self, code: int | str, work: Path) -> list[str]:
+        """What its end means for its question, line by line."""
+        bad = f"No, or not answered: {code if isinstance(code, str) else f'exit status {code}'}."
+        lines = [f"{self.asks} {self.reads if code == 0 else bad}"]
+        report = work / f"{self.name}.json"
+        with contextlib.suppress(OSError, ValueError):  # also what was measured before it failed
+            given = json.loads(report.read_text()) if self.wants else {}
+            lines += [want.said(given) for want in self.wants]
+        return lines
 
 
-def parts(photographs: Path, work: Path) -> list[Part]:
+def _kernels(report: Any, recipe: str) -> Any:
+    return next(r for r in report["results"] if r["recipe"] == recipe and r["batch"] == 256)
+
+
+AS_BELOW = "The figures are below, or in its log."
+ENGINE = ("ours_engine", "dali_reader_engine", "dali_proxy_engine")
+TESTS = {  # seconds expected of the files of tests that take long; the limit is thrice that
+    "gpu": 90, "doctor": 90, "train": 80, "reference": 50, "decode": 40, "materialize": 40,
+}  # fmt: skip
+
+
+def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part]:
     """The most important first; what later ones need comes before them."""
-    python = sys.executable
-    root = str(photographs / "train")
-    data = photographs / "bench"
-    loader = [python, "bench/loader.py", "--device", "cuda", "--data", str(data), "--workers", "16", "--threads", "8"]
-    loader += ["--batch", "256", "--rounds", "3", "--recipe", "standard", "--count", str(PHOTOS), "--large", str(LARGE)]
-    stages = ["ours", "read", "decode", "augment"]
-    tests = sorted((ROOT / "tests").glob("test_*.py"))
-    gpu_tests = [str(p.relative_to(ROOT)) for p in tests if "mark.gpu" in p.read_text()]
-    augment = [python, "bench/augment.py", "--device", "cuda"]
+    python, small = sys.executable, rehearse
+    device = "cpu" if small else "cuda"
+    root, data = str(photographs / "train"), photographs / "bench"
+
+    def to(name: str) -> list[str]:
+        return ["--json", str(work / f"{name}.json")]
+
+    def hazard(name: str, expected: int, limit: int, asks: str, reads: str) -> Part:
+        command = [python, "bench/hazards.py", str(work / "hazards.jsonl"), name, *(["--rehearse"] * small)]
+        return Part(f"hazard_{name}", command, asks, expected, limit, reads)
+
+    def loader(name: str, kind: str, who: list[str], asks: str, expected: int, limit: int, *more: str,
+               wants: tuple[Want, ...] = ()) -> Part:  # fmt: skip
+        command = [python, "bench/loader.py", "--device", device, "--data", str(data), "--recipe", "standard", "--set"]
+        command += [kind, "--who", *who, *more, *to(name)]
+        command += ["--quick", "--workers", "2", "--threads", "2"] if small else [
+            "--workers", "16", "--threads", str(THREADS), "--batch", "256", "--rounds", "3", "--count", str(PHOTOS),
+            "--large", str(LARGE),
+        ]  # fmt: skip
+        return Part(name, command, asks, expected, limit, AS_BELOW, wants)
+
+    def augment(name: str, recipe: str, asks: str, expected: int, limit: int, wants: tuple[Want, ...] = ()) -> Part:
+        command = [python, "bench/augment.py", "--device", device, "--recipe", recipe, *to(name)]
+        command += ["--batch", "4", "--size", "32", "--rounds", "1"] if small else ["--batch", "256"]
+        return Part(name, command, asks, expected, limit, AS_BELOW, wants)
+
+    def faster(name: str, over: str, least: float) -> Want:
+        return Want(f"ours / {over}", lambda r: r["ratios"][name][over], least)
+
+    def tests(file: Path) -> Part:
+        name = file.stem.removeprefix("test_")
+        # Where there is no GPU, those of test_gpu.py that need none are run all the same.
+        command = [python, "-m", "pytest", *PYTEST, f"tests/{file.name}"]
+        command += [] if small and name == "gpu" else ["-m", "gpu"]
+        expected, asks = TESTS.get(name, 25), f"Do the tests of tests/{file.name} pass on CUDA?"
+        return Part(f"tests_{name}", command, asks, expected, 3 * expected + 30)
+
+    gpu_tests = [p for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
+    gpu_tests.sort(key=lambda p: p.stem not in ("test_gpu", "test_decode"))  # these two first
+    train = [python, "-m", "gpuaug.cli", "train", f"device={device}"]
+    few = ["--count", "60"] if small else []
     return [
-        Part("photographs", [python, "bench/photographs.py", str(photographs)], 15, 90),
-        Part("import", [python, "-c", IMPORT], 25, 90),
-        Part("decode", [python, "-c", DECODE, root], 40, 120),
-        Part("doctor", [python, "-m", "gpuaug.cli", "doctor", f"json={work / 'doctor.json'}"], 100, 240),
-        Part("kernels", [python, "bench/kernels.py", "--json", str(work / "kernels.json")], 90, 240),
+        Part("photographs", [python, "bench/photographs.py", str(photographs), *few], "Are there photographs?", 15, 90),
+        Part("import", [python, "-c", IMPORT, device], "Is everything installed, and does it import?", 25, 90),
         Part(
-            "tests",
-            [python, "-m", "pytest", "-q", "-m", "gpu", "--continue-on-collection-errors", "-p", "no:cacheprovider",
-             *gpu_tests],
-            120, 300,
-        ),
-        Part("cases", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_cases.py"], 90, 240),
-        Part(
-            "standard",
-            [*augment, "--recipe", "standard", "--batch", "256", "--json", str(work / "standard.json")], 70, 200,
-        ),
-        Part("data", [python, "bench/gpu.py", str(work), "--make-data", str(data)], 25, 120),
-        Part(
-            "loader",
-            [*loader, "--set", "photos", "--who", *stages, "torchvision", "torchvision_v2", "dali_proxy", "dali_reader",
-             "--json", str(work / "loader.json")],
-            220, 420,
+            "decode", [python, "-c", DECODE, root, device], "Are decoded and augmented pixels those of the CPU?", 40,
+            120,
         ),
         Part(
-            "slow_open",
-            [*loader, "--set", "photos", "--who", "ours", "dali_reader", "--open-delay", "0.0004", "--json",
-             str(work / "slow_open.json")],
-            60, 200,
+            "doctor", [python, "-m", "gpuaug.cli", "doctor", f"json={work / 'doctor.json'}"],
+            "Which of the hazards that doctor names are real here?", 100, 240, "Those that are not `ok` in doctor.log.",
+        ),
+        hazard(
+            "context", 30, 130, "Which import opens a CUDA context?",
+            "Numbers are devices: with [] behind `our decoder for the CPU`, forked workers inherit none.",
+        ),
+        hazard(
+            "engine", 30, 130, "Does the JPEG engine keep its order on a busy device?",
+            "Where `with` begins with true and `busy` is above 0, hardware_load may be raised; false forbids it.",
+        ),
+        hazard(
+            "paging", 15, 60, "Must canvases that the host fills be pinned?",
+            "Yes where pageable memory holds the host for long, or where its late_bytes are above 0.",
+        ),
+        hazard(
+            "graveyard", 30, 80, "Does decoding beside a training cost a core?",
+            "What `ours` has beyond `training alone`; `DLPack` shows what copying the views saves.",
+        ),
+        hazard(
+            "feed", 30, 100, "What of a batch of 256 does the host do?",
+            "Milliseconds, and those of the thread's CPU: 25 in the busiest thread allow 10,000 images/s.",
         ),
         Part(
-            "large",  # 1024 x 768
-            [*loader, "--set", "large", "--who", "ours", "decode", "torchvision", "torchvision_v2", "--json",
-             str(work / "large.json")],
-            150, 400,
+            "kernels", [python, "bench/kernels.py", *to("kernels")],
+            "How near to a copy are the kernels, in how many launches?", 90, 240, AS_BELOW,
+            (
+                Want("standard: share of a copy", lambda r: _kernels(r, "standard")["share_of_copy"], 0.5),
+                Want("standard: launches", lambda r: _kernels(r, "standard")["launches"], most=2),
+                Want("simclr: launches", lambda r: _kernels(r, "simclr")["launches"], most=6),
+                Want("randaugment: host ms", lambda r: _kernels(r, "randaugment")["host_microseconds"] / 1e3, most=1.5),
+            ),
+            needs_gpu=True,
         ),
         Part(
-            "augment",
-            [*augment, "--recipe", "standard_random", "simclr", "randaugment", "--batch", "256", "--json",
-             str(work / "augment.json")],
-            120, 300,
+            "cases",
+            # without a GPU by Triton's interpreter, which takes minutes for all of them
+            [*(["env", "TRITON_INTERPRET=1"] * small), python, "-m", "pytest", *PYTEST, "tests/triton_cases.py",
+             *(["-k", "chains or share or no_operations"] * small)],
+            "Do the kernels equal Kornia, whatever the program?", 90, 240,
+        ),
+        hazard("batch", 30, 100, "Does the batch change a sample?", "0 is promised of `fused`, 2e-6 of `kornia`."),
+        *map(tests, gpu_tests),
+        Part("data", [python, "bench/gpu.py", str(work), "--make-data", str(data)], "Are there files to load?", 25, 120,
+             needs_gpu=True),  # the rehearsal's are few, and made by bench/loader.py
+        loader(
+            "loader", "photos", ["ours", "ours_engine", "read", "decode", "augment"],
+            "Is the whole as fast as its slowest stage?", 90, 240,
+            wants=(Want("ours / decode alone", lambda r: r["ratios"]["standard"]["decode"], 0.9),),
+        ),
+        loader(
+            "loader_dali", "photos", ["ours", "dali_reader", "dali_proxy", *ENGINE],
+            "How fast are we beside DALI, both without the JPEG engine and both with it?", 120, 300,
+            wants=(
+                faster("standard", "dali_proxy", 1.2), faster("standard_engine", "dali_proxy_engine", 1.2),
+                faster("standard", "dali_reader", 1.0), faster("standard_engine", "dali_reader_engine", 1.0),
+            ),
+        ),
+        loader(
+            "slow_open", "photos", ["ours", "dali_reader", "ours_engine", "dali_reader_engine"],
+            "And where a file takes 0.4 ms to open?", 90, 240, "--open-delay", "0.0004",
+            wants=(faster("standard", "dali_reader", 2.0), faster("standard_engine", "dali_reader_engine", 2.0)),
+        ),
+        loader(
+            "loader_torchvision", "photos", ["ours", "torchvision", "torchvision_v2"],
+            "How fast are we beside DataLoader and torchvision?", 110, 280,
+            wants=(faster("standard", "torchvision", 1.5),),
+        ),
+        loader(
+            "large", "large", ["ours", "decode", "torchvision", "torchvision_v2"], "And with 1024 x 768 pixels?",
+            150, 400, wants=(faster("standard_large", "torchvision", 3.0),),
+        ),
+        hazard(
+            "loader", 90, 280, "What does a training beside it cost the loader?",
+            "Rows with 20 products against rows with 0; main_process_cores are the loader's threads.",
+        ),
+        hazard(
+            "ceiling", 60, 190, "How fast is DALI alone?",
+            "The fewest threads and the share of the engine with the most images/s: defaults to advise.",
         ),
         Part(
             "profile",
-            [python, "-m", "gpuaug.cli", "profile", f"source.root={root}", "device=cuda", "dtype=bfloat16",
-             f"json={work / 'profile.json'}", f"trace={work / 'trace.json'}"],
-            60, 200,
+            [python, "-m", "gpuaug.cli", "profile", f"source.root={root}", f"device={device}", "dtype=bfloat16",
+             f"out={work / 'profile.png'}", f"json={work / 'profile.json'}", f"trace={work / 'trace.json'}",
+             *(["repeats=1", "batch_size=8", "augment=flip"] * small)],
+            "Which stage is the narrowest?", 60, 200, "The one that profile.log names.",
         ),
-        Part("tune", [python, "bench/kernels.py", "--recipe", "standard", "--batch", "256", "--tune", "--json",
-                      str(work / "tune.json")], 110, 300),
+        augment(
+            "standard", "standard", "How fast is the recipe beside its peers, pixels on the device for all?", 70, 200,
+            tuple(faster("standard", over, least) for over, least in
+                  (("kornia_eager", 30), ("kornia_compiled", 10), ("torchvision", 10), ("dali", 2))),
+        ),
+        augment("augment_random", "standard_random", "And with an order per sample?", 50, 150),
+        augment("augment_simclr", "simclr", "And with blur, two views?", 50, 150),
+        augment("augment_randaugment", "randaugment", "And with a policy?", 50, 150),
+        Part(
+            "tune", [python, "bench/kernels.py", "--recipe", "standard", "--batch", "256", "--tune", *to("tune")],
+            "Are other block sizes faster?", 110, 300, "Where a row is below the one as shipped.", needs_gpu=True,
+        ),
         Part(
             "train",
-            [python, "-m", "gpuaug.cli", "train", f"source.root={root}", f"val.source.root={photographs / 'val'}",
-             "augment=standard", "epochs=3", "batch_size=64", "device=cuda", f"out={work / 'train'}",
-             f"json={work / 'train.json'}"],
-            60, 150,
+            [*train, f"source.root={root}", f"val.source.root={photographs / 'val'}", "augment=standard",
+             f"out={work / 'train'}", f"json={work / 'train.json'}",
+             *(["epochs=1", "batch_size=8", "num_workers=1"] if small else ["epochs=3", "batch_size=64"])],
+            "Does a training run and learn?", 60, 150,
+        ),
+        Part(
+            "train_resnet50",
+            [*train, f"source.root={data / f'photos_{PHOTOS}' / 'train'}", "augment=standard", "epochs=2",
+             "batch_size=256", "--trust", "torchvision.", "model._target_=torchvision.models.resnet50",
+             f"decode.num_threads={THREADS}", f"out={work / 'train_resnet50'}", f"json={work / 'train_resnet50.json'}"],
+            "Does a ResNet-50 wait for its data?", 80, 200, AS_BELOW,
+            (Want("share of the time waiting for data", lambda r: r["waiting_for_data"], most=0.05),), needs_gpu=True,
+        ),
+        Part(
+            "compile",
+            [python, "-m", "pytest", *PYTEST, "tests/test_triton_kernels.py", "-k",
+             "every_gpu and standard" if small else "every_gpu"],
+            "Do the kernels compile for every GPU with the Triton that is installed?", 90, 300,
         ),
     ]  # fmt: skip
 
 
-def run(part: Part, log: Path, limit: float) -> int | str:
+def run(part: Part, log: Path, limit: float, more: dict[str, str]) -> int | str:
     """The exit status, or why there is none; what it started is ended with it."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **more}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT))))
     with open(log, "w") as out:
+        log.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
         process = subprocess.Popen(
             part.command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment,
             start_new_session=True,
@@ -210,14 +377,17 @@ def run(part: Part, log: Path, limit: float) -> int | str:
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            return "out of time"
+            process.send_signal(signal.SIGABRT)  # faulthandler writes where every thread is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            return f"out of time after {limit:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def write(out: Path, work: Path, summary: dict[str, dict[str, object]]) -> None:
+def write(out: Path, work: Path, summary: dict[str, dict[str, Any]]) -> None:
     """The three files that hold everything, each replaced in one step."""
     (out / "summary.json.part").write_text(json.dumps(summary, indent=1) + "\n")
     (out / "summary.json.part").replace(out / "summary.json")
@@ -225,7 +395,8 @@ def write(out: Path, work: Path, summary: dict[str, dict[str, object]]) -> None:
     for name, result in summary.items():
         log = work / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        text += [f"=== {name}: {json.dumps(result)}", *(line[:300] for line in lines[-150:]), ""]
+        text += [f"=== {name}: {result['exit']}, {result['seconds']} s", *result["means"]]
+        text += [*(line[:300] for line in lines[-150:]), ""]
     (out / "report.txt.part").write_text("\n".join(text))
     (out / "report.txt.part").replace(out / "report.txt")
     with tarfile.open(out / "results.tar.gz.part", "w:gz") as tar:
@@ -238,52 +409,66 @@ def write(out: Path, work: Path, summary: dict[str, dict[str, object]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--photographs", type=Path, default=Path("/tmp/gpuaug-photographs"))
-    parser.add_argument("--work", type=Path, default=Path("/tmp/gpuaug-gpu"), help="where logs and reports are made")
-    parser.add_argument("--only", nargs="*", help="names of parts")
+    parser.add_argument("--photographs", type=Path, help="where they are made; default: /tmp/gpuaug-photographs")
+    parser.add_argument("--work", type=Path, help="where logs and reports are made; default: /tmp/gpuaug-gpu")
+    parser.add_argument("--only", nargs="*", help="names of parts, or what they begin with")
     parser.add_argument("--minutes", type=float, help="start no part that is not expected to end within so many")
     parser.add_argument("--again", action="store_true", help="run also what is done")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, small: shows that the parts run")
     parser.add_argument("--make-data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--plan", action="store_true", help="print the parts and stop")
     args = parser.parse_args()
     if args.make_data:
         make_data(args.make_data)
         return 0
-    out, work, began = args.out.resolve(), args.work.resolve(), time.perf_counter()
-    all_parts = parts(args.photographs, work)
-    unknown = set(args.only or ()) - {p.name for p in all_parts}
+    which = "rehearsal" if args.rehearse else "gpu"
+    photographs = args.photographs or Path(f"/tmp/gpuaug-photographs{'-few' * args.rehearse}")
+    out, work, began = args.out.resolve(), (args.work or Path(f"/tmp/gpuaug-{which}")).resolve(), time.perf_counter()
+    all_parts = parts(photographs, work, rehearse=args.rehearse)
+    chosen = [p for p in all_parts if args.only is None or any(_named(p, name) for name in args.only)]
+    unknown = [name for name in args.only or () if not any(_named(p, name) for p in all_parts)]
     if unknown:
-        parser.error(f"--only takes names of parts, {', '.join(p.name for p in all_parts)}. Found: {sorted(unknown)}.")
+        parser.error(f"--only takes names of parts, {', '.join(p.name for p in all_parts)}. Found: {unknown}.")
     if args.plan:
         total = 0
-        for part in all_parts:
+        for part in chosen:
             total += part.expected
-            print(f"{part.name:12} {part.expected:4} s, at most {part.limit:4}; so far {total / 60:4.1f} min")
+            time_ = f"{part.expected:4} s, at most {part.limit:4}; so far {total / 60:4.1f} min"
+            print(f"{part.name:20} {time_}  {part.asks}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     kept = work / "summary.json"  # OUT may be emptied between two runs on one machine
-    summary: dict[str, dict[str, object]] = json.loads(kept.read_text()) if kept.exists() else {}
+    summary: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    more = {"CUDA_VISIBLE_DEVICES": ""} if args.rehearse else {}
     failed = 0
-    for part in all_parts:
-        if args.only and part.name not in args.only:
-            continue
+    for part in chosen:
         if summary.get(part.name, {}).get("exit") == 0 and not args.again:
+            continue
+        if args.rehearse and part.needs_gpu:
+            print(f"{part.name:20} left out: needs a GPU", flush=True)
             continue
         left = float("inf") if args.minutes is None else 60 * args.minutes - (time.perf_counter() - began)
         if part.expected > left:
-            print(f"{part.name:12} left out: {part.expected} s expected, {left:.0f} s left", flush=True)
+            print(f"{part.name:20} left out: {part.expected} s expected, {left:.0f} s left", flush=True)
             continue
         begin = time.perf_counter()
-        code = run(part, work / f"{part.name}.log", min(part.limit, left))
+        code = run(part, work / f"{part.name}.log", min(part.limit, left), more)
         seconds = round(time.perf_counter() - begin, 1)
-        summary[part.name] = {"exit": code, "seconds": seconds, "expected": part.expected}
+        means = part.meaning(code, work)
+        summary[part.name] = {"exit": code, "seconds": seconds, "expected": part.expected, "means": means}
         failed += code != 0
         last = (work / f"{part.name}.log").read_text(errors="replace").strip().splitlines()[-1:]
-        print(f"{part.name:12} exit {code}  {seconds:6.1f} s  {' '.join(last)[:160]}", flush=True)
+        print(f"{part.name:20} exit {code}  {seconds:6.1f} s  {' '.join(last)[:160]}", flush=True)
+        for line in means:
+            print(f"{'':20} {line}", flush=True)
         kept.write_text(json.dumps(summary, indent=1) + "\n")
         write(out, work, summary)
     return int(failed > 0)
+
+
+def _named(part: Part, name: str) -> bool:
+    return part.name == name or part.name.startswith(f"{name}_")
 
 
 if __name__ == "__main__":
