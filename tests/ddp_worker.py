@@ -25,6 +25,8 @@ def main():
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed-of-rank-1", type=int, default=5)
     parser.add_argument("--subset-of-rank-1", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="kornia", help="fused is the same bit for bit in any batch, on CUDA too")
     parser.add_argument("--collective", action="store_true", help="a barrier after every batch, as DDP has one")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -33,12 +35,12 @@ def main():
     ops = {"flip": K.RandomHorizontalFlip(p=0.5), "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8)}
     loader = gpuaug.Loader(
         gpuaug.FolderSource(args.root, subset=args.subset_of_rank_1 if rank == 1 else None),
-        augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops=ops, backend="kornia"),
+        augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops=ops, backend=args.backend),
         batch_size=args.batch_size,
         last=args.last,
         faults=gpuaug.Faults(policy=args.faults),
         seed=args.seed_of_rank_1 if rank == 1 else 5,
-        device="cpu",
+        device=args.device,
         num_workers=1,
     )
     if args.state is not None:
@@ -47,7 +49,7 @@ def main():
         try:
             for step, batch in enumerate(loader, start=1):
                 for row, index in enumerate(batch.indices.tolist()):
-                    data = batch.images[row].contiguous().view(torch.uint8).numpy().tobytes()
+                    data = batch.images[row].cpu().contiguous().view(torch.uint8).numpy().tobytes()
                     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
                     print(json.dumps([step, index, digest, bool(batch.valid[row])]), file=out, flush=True)
                 if args.collective:

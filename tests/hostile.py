@@ -61,6 +61,28 @@ def with_frame(jpeg: bytes, marker: int | None = None, precision: int | None = N
     return bytes(out)
 
 
+def lossless_jpeg(gray: np.ndarray) -> bytes:
+    """uint8 [H, W] as a lossless JPEG (SOF3): differences to the left neighbour, Huffman codes of five bits."""
+    height, width = gray.shape
+    bits = []
+    for y in range(height):
+        for x in range(width):
+            above = int(gray[y - 1, x]) if y else 128
+            before = int(gray[y, x - 1]) if x else above
+            value = int(gray[y, x]) - before
+            count = abs(value).bit_length()
+            bits.append(f"{count:05b}")
+            if count:
+                bits.append(f"{value if value > 0 else value + (1 << count) - 1:0{count}b}")
+    text = "".join(bits)
+    text += "1" * (-len(text) % 8)
+    data = bytes(int(text[k : k + 8], 2) for k in range(0, len(text), 8)).replace(b"\xff", b"\xff\0")
+    table = segment(0xC4, bytes([0, 0, 0, 0, 0, 10, *[0] * 11, *range(10)]))  # ten codes of length 5
+    frame = segment(0xC3, struct.pack(">BHHB", 8, height, width, 1) + bytes([1, 0x11, 0]))
+    scan = segment(0xDA, bytes([1, 1, 0, 1, 0, 0]))  # predictor 1
+    return b"\xff\xd8" + table + frame + scan + data + b"\xff\xd9"
+
+
 def segment(marker: int, payload: bytes) -> bytes:
     """A marker segment with its length."""
     return bytes([0xFF, marker]) + struct.pack(">H", len(payload) + 2) + payload

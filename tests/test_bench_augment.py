@@ -59,6 +59,34 @@ def test_a_peer_gets_every_draw(recipe: str, tmp_path: Path) -> None:
             assert (found - expected[k]).abs().max() < 2e-3
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("variant", bench.VARIANTS["dali"])
+def test_dali_reads_the_pixels_where_ours_are(device: str, variant: str) -> None:
+    """What it gives follows what is written there, so none of its time goes into bringing pixels to the device."""
+    pytest.importorskip("nvidia.dali")
+    c = bench.Case("standard", 6, 32, device, torch.float32)
+    run = bench.dali(c, variant)
+    (first,) = run()
+    assert first.device.type == device
+    first = first.cpu().clone()
+    (expected,) = bench.dali(bench.Case("standard", 6, 32, "cpu", torch.float32), variant)()
+    assert (first - expected).abs().max() < (1e-6 if device == "cpu" else 0.1)
+    c.images.zero_()
+    (black,) = run()
+    lowest = -torch.tensor(bench.MEAN) / torch.tensor(bench.STD)
+    assert (black.cpu().amin((0, 2, 3)) - lowest).abs().max() < 1e-2
+    assert not torch.equal(black.cpu(), first)
+
+
 def test_what_peers_cannot_do_is_said() -> None:
     with pytest.raises(bench.CannotRunError, match="randaugment"):
         bench.given(case("randaugment"))
