@@ -538,7 +538,7 @@ def machine(device: str, pythons: list[str]) -> dict[str, Any]:
     versions = {"torch": torch.__version__}
     from importlib.metadata import PackageNotFoundError, version
 
-    for package in ("kornia", "nvidia-dali-cuda120", "triton"):
+    for package in ("kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "triton"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -251,7 +251,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         ),
         hazard(
             "engine", 30, 130, "Does the JPEG engine keep its order on a busy device?",
-            "Where `with` begins with true and `busy` is above 0, hardware_load may be raised; false forbids it.",
+            "Where `with` begins with true, hardware_load may be raised (busy 0: decoding waits); false forbids it.",
         ),
         hazard(
             "paging", 15, 60, "Must canvases that the host fills be pinned?",

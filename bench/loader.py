@@ -391,7 +391,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
             processor = line.split(":", 1)[1].strip()
             break
     versions = {}
-    for package in ("torch", "kornia", "nvidia-dali-cuda120"):
+    for package in ("torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     if args.peer_python:

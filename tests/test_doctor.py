@@ -296,7 +296,7 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
     good, text, value = probes._order(0.0, 0, device=device)
     assert good, text
     assert value["largest"] == value["wrong"] == 0
-    assert bool(value["busy"]) == (device == "cuda")
+    assert value["busy"] <= 32 if device == "cuda" else value["busy"] == 0
     real, calls = Decoder.pixels, []
 
     def planted(self: Decoder, *arguments: Any) -> Any:
@@ -316,7 +316,7 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
 def test_nothing_good_is_said_of_the_engine_before_its_order_is_known() -> None:
     decodes = command._tested(Verdict(name="hardware", good=True, text=""))
     assert "hardware_load" not in decodes.advice
-    unknown = command._tested(Verdict(name="stream_hardware", good=None, text="the device was always idle"))
+    unknown = command._tested(Verdict(name="stream_hardware", good=None, text="no JPEG engine"))
     assert "raised" not in unknown.advice
     ordered = command._tested(Verdict(name="stream_hardware", good=True, text=""))
     assert "hardware_load may be raised" in ordered.advice
