@@ -311,7 +311,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     value = {"largest": largest, "wrong": wrong, "busy": busy}
     if wrong:
         return False, f"{wrong} of {count} batches have other pixels when decoded on a busy device or used late", value
-    waits = "" if busy else "; decoding waits for the device"
+    waits = "; decoding waits for the device" if cuda and not busy else ""
     return True, f"{count} batches keep their pixels, {busy} of them with work of others in front{waits}", value
 
 
