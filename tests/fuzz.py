@@ -1,69 +1,59 @@
-"""Damaged images without end: whatever the bytes, a sample is pixels or a fault, and its neighbours do not change.
+"""Hostile files without end: whatever the bytes, no death, no hang, no foreign error, no work or memory without bounds.
 
-Valid files of every codec are mutated, and each is decoded between two good ones in a process of its own, so that a
-death, a hang or a growing memory is seen:
+Three kinds of trials, in child processes of which every death is counted:
 
-    python tests/fuzz.py --minutes 10 --seed 0 --folder fuzz-failures
+    python tests/fuzz.py images --count 20000      # odd files and mutants, 32 of them in each batch of 64
+    python tests/fuzz.py tars --count 5000         # tar shards, each of them indexed and read
+    python tests/fuzz.py epochs --count 50         # processes: three shuffled epochs over a folder with ten bad files
 
-Input N of a seed is always the same. What fails is kept in the folder as SEED-N-what.bin; the exit status is then 1.
+Input N of a seed is always the same. What fails is narrowed down to the file and kept in the folder as SEED-N-what; the
+exit status is then 1. The other samples of a batch must not change, and a fault has a reason and no pixels.
 """
 
 import argparse
 import json
+import logging
 import os
 import random
-import select
+import selectors
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 
-import numpy as np
+import hostile
 import torch
-from hostile import encode, photograph
-from PIL import Image
+from hostile import BAD, EITHER, GOOD, encode, photograph
+from hostile_tars import tar
 
-from gpuaug.batch import EncodedBatch
-from gpuaug.crop import RandomResizedCrop, Resize
-from gpuaug.decode import Decode
+import gpuaug
+from gpuaug.diagnose import plan
 
-HANG = 60.0  # seconds for one batch
-MEMORY = 3 << 30  # bytes; the largest image that a header may claim takes half a gigabyte, and a few copies are made
-LOGGED = 10.0  # seconds between two lines of progress
+BATCH, THREADS = 64, 4
+MUTANTS = 32  # of a batch; the others are good ones
+CPU = 2.0  # seconds of one core that a file below 1 MiB may take
+HANG_CPU = {"images": 100.0, "tars": 10.0}  # seconds of the child's processors without an answer
+HANG = 600.0  # seconds of the clock
+MEMORY = 256 << 20  # bytes by which a batch may raise the peak without asking what `gpuaug plan` says of it
+TRIES = 20  # of a part of what failed, as deaths are a matter of chance
+LOGGED = 20.0  # seconds between two lines of progress
 HEAD = 700  # bytes in front, where half of the damage is done: headers decide what is allocated
+SETTINGS = {
+    "default": {},
+    "every codec": {"codecs": gpuaug.decode.CODECS},
+    "pillow": {"codecs": gpuaug.decode.CODECS, "backend": "pillow"},
+}
+FAMILIES = ("jpeg", "jpeg", "png", "png", "webp", "bmp", "bmp", "gif", "tiff", "jpeg2000")
 
 
-def originals() -> dict[str, bytes]:
-    """Valid files: the codecs, and what encoders do differently."""
-    photo, small = photograph(), photograph(40, 56, seed=3)
-    exif = Image.Exif()
-    exif[274] = 6
-    frames = [photograph(24, 32, seed=k) for k in range(3)]
-    animated = {"save_all": True, "append_images": frames[1:]}
-    deep = Image.fromarray(np.asarray(small.convert("L")).astype(np.uint16) * 257)
-    return {
-        "jpeg 444": encode(small, "JPEG", quality=90, subsampling=0),
-        "jpeg 420": encode(photo, "JPEG", quality=85, subsampling=2, exif=exif),
-        "jpeg progressive": encode(small, "JPEG", quality=85, progressive=True),
-        "jpeg gray": encode(small.convert("L"), "JPEG", quality=85),
-        "jpeg cmyk": encode(small.convert("CMYK"), "JPEG", quality=85),
-        "jpeg restarts": encode(photo, "JPEG", quality=60, restart_marker_blocks=2),
-        "png": encode(small, "PNG", exif=exif),
-        "png palette": encode(small.convert("P"), "PNG"),
-        "png alpha": encode(small.convert("RGBA"), "PNG"),
-        "png 16 bits": encode(deep, "PNG"),
-        "png animated": encode(frames[0], "PNG", **animated),
-        "webp": encode(photo, "WEBP", quality=80, exif=exif),
-        "webp lossless": encode(small, "WEBP", lossless=True),
-        "webp alpha": encode(small.convert("RGBA"), "WEBP"),
-        "webp animated": encode(frames[0], "WEBP", **animated),
-        "bmp": encode(small, "BMP"),
-        "bmp palette": encode(small.convert("P"), "BMP"),
-        "gif": encode(small, "GIF"),
-        "gif animated": encode(frames[0], "GIF", **animated),
-    }
+# -- inputs
 
 
 def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
@@ -97,200 +87,523 @@ def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
             out[to:to] = part
         else:
             out[at:] = other[rng.randrange(len(other)) :]
+    return with_checksums(bytes(out)) if rng.random() < 0.5 else bytes(out)
+
+
+def with_checksums(data: bytes) -> bytes:
+    """A PNG whose chunks have right checksums, so that their damage is read; anything else as it is."""
+    out, at = bytearray(data), 8
+    while data.startswith(b"\x89PNG\r\n\x1a\n") and at + 12 <= len(out):
+        end = at + 8 + int.from_bytes(out[at : at + 4], "big")
+        out[end : end + 4] = zlib.crc32(out[at + 4 : end]).to_bytes(4, "big") if end + 4 <= len(out) else b""
+        at = end + 4
     return bytes(out)
 
 
-def damaged(files: dict[str, bytes], seed: int, number: int) -> bytes:
-    """Input ``number`` of a seed."""
-    rng = random.Random(f"{seed} {number}")
-    names = sorted(files)
-    first = rng.choice(names)
-    alike = [name for name in names if name.split()[0] == first.split()[0]]
-    return mutated(files[first], files[rng.choice(alike if rng.random() < 0.5 else names)], rng)
+class Images:
+    """Inputs of `images`: valid files, hostile ones, and from number ``len(self)`` on mutants.
+
+    ``share`` of the hostile ones, for a short run.
+    """
+
+    def __init__(self, seed: int, share: float = 1.0) -> None:
+        self.seed, valid = seed, hostile.originals()
+        self.fixed = [(name, data, GOOD) for name, data in valid.items()]
+        others = [(name, data, EITHER) for name, data in hostile.odd().items()]
+        self.fixed += others if share == 1 else random.Random(seed).sample(others, round(share * len(others)))
+        self.fixed += hostile.corpus(share)
+        self.families = {family: [n for n in valid if n.split()[0] == family] for family in FAMILIES}
+        self.valid = valid
+
+    def __len__(self) -> int:
+        return len(self.fixed)
+
+    def __getitem__(self, number: int) -> tuple[str, bytes, str]:
+        """Name, bytes, and what is expected of it."""
+        if number < len(self.fixed):
+            return self.fixed[number]
+        rng = random.Random(f"{self.seed} {number - len(self.fixed)}")
+        family = rng.choice(FAMILIES)
+        name = rng.choice(self.families[family])
+        other = rng.choice(self.families[family if rng.random() < 0.5 else rng.choice(FAMILIES)])
+        return f"mutant of {name}", mutated(self.valid[name], self.valid[other], rng), EITHER
 
 
-class Between:
-    """Decodes a file between two good ones, a JPEG and a PNG, and compares these to what they are without it."""
+class Tars:
+    """Inputs of `tars`."""
 
-    def __init__(self, **settings) -> None:
-        self.decoder = Decode(num_threads=1, **settings).open("cpu")
-        photo = photograph(50, 70, seed=5)
-        self.good = [encode(photo, "JPEG", quality=90), encode(photo, "PNG")]
-        self.crops = Resize((32, 40)), RandomResizedCrop((24, 24))
-        fault, views = self._decode(encode(photo, "BMP"))
-        if fault:
-            raise AssertionError(f"the good ones are a fault: {fault}")
-        self.expected = [view[[0, 2]].clone() for view in views]
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
 
-    def check(self, data: bytes) -> str:
-        """``pixels``, or ``fault``; AssertionError if it is neither, or a neighbour is another."""
-        fault, views = self._decode(data)
-        for view, expected in zip(views, self.expected, strict=True):
-            if not torch.equal(view[[0, 2]], expected):
-                raise AssertionError("a neighbour's pixels have changed")
-            if fault and view[1].any():
-                raise AssertionError(f"a fault has pixels: {fault}")
-        return "fault" if fault else "pixels"
-
-    def close(self) -> None:
-        """Close the decoder."""
-        self.decoder.close()
-
-    def _decode(self, data: bytes):
-        images = [self.good[0], data, self.good[1]]
-        batch = EncodedBatch(
-            data=torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8),
-            offsets=torch.tensor([0, *np.cumsum([len(image) for image in images]).tolist()]),
-            labels=None,
-            indices=torch.arange(3),
-            repeats=torch.zeros(3, dtype=torch.int64),
-            valid=torch.ones(3, dtype=torch.bool),
-        )
-        look = self.decoder.look(batch)
-        u = np.random.default_rng(0).random((3, self.crops[1].count), dtype=np.float32)
-        boxes = [crop.boxes(u if crop.count else None, look.height, look.width) for crop in self.crops]
-        views, found = self.decoder.pixels(batch, look, boxes)
-        faults = [*look.faults, *found]
-        if {fault.row for fault in faults} - {1} or len(faults) > 1:
-            raise AssertionError(f"faults of other rows, or several: {faults}")
-        if faults and not faults[0].reason:
-            raise AssertionError("a fault without a reason")
-        return (faults[0].reason if faults else ""), views
+    def __getitem__(self, number: int) -> tuple[str, bytes, str]:
+        return "tar", tar(self.seed, number), EITHER
 
 
 # -- the process that decodes
 
 
-def highest() -> int:
-    """Bytes of memory at the highest; getrusage's begins with the peak of the process that started this one."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+class Slots:
+    """A source of one batch: good photographs, and behind them what is put there."""
+
+    def __init__(self, count: int) -> None:
+        kinds = [("JPEG", {"quality": 90}), ("PNG", {}), ("WEBP", {}), ("BMP", {}), ("JPEG", {"progressive": True})]
+        self.good = []
+        for k in range(BATCH - count):
+            kind, options = kinds[k % len(kinds)]
+            self.good.append(encode(photograph(50 + k, 70 + k, seed=k), kind, **options))
+        self.files, self.turn = [self.good[0]] * count, 0
+
+    def __len__(self) -> int:
+        return BATCH
+
+    def __getitem__(self, i: int) -> tuple[bytes, int]:
+        return [*self.good, *self.files][i], 0
+
+    def key(self, i: int) -> str:
+        return f"{self.turn} {i}"  # a record names each key once
 
 
-def work(seed: int, first: int, pipe: int, backend: str) -> None:
-    """Decode one input after the other; say each number before, and what became of it afterwards."""
+class Decoding:
+    """Decodes inputs among good photographs, and compares these to what they are without them."""
+
+    def __init__(self, inputs: Images, settings: str) -> None:
+        self.inputs, self.source, self.settings = inputs, Slots(MUTANTS), settings
+        self.folder = tempfile.mkdtemp()
+        self.record = os.path.join(self.folder, "faults.jsonl")
+        self.loader = self._loader()
+        self.good = list(range(BATCH - MUTANTS))
+        self.expected, invalid = self._fetch(self.good)
+        if invalid:
+            raise AssertionError(f"the good ones are faults: {invalid}")
+
+    def close(self) -> None:
+        self.loader.close()
+        shutil.rmtree(self.folder)
+
+    def check(self, numbers: Sequence[int], *, alone: bool) -> dict[int, str]:
+        """What became of each: pixels, fault, or what is wrong with it; AssertionError if it is no single one's."""
+        inputs = [self.inputs[number] for number in numbers]
+        self.source.files[: len(inputs)] = [data for _, data, _ in inputs]
+        slots = range(len(self.good), len(self.good) + len(inputs))
+        rows = (
+            [*slots] if alone else random.Random(numbers[0]).sample([*self.good, *slots], len(self.good) + len(inputs))
+        )
+        images, reasons = self._fetch(rows)
+        place = {slot: row for row, slot in enumerate(rows)}
+        if not alone and any(not torch.equal(images[place[k]], self.expected[k]) for k in self.good):
+            raise AssertionError("another sample's pixels have changed")
+        if reasons.keys() - set(slots):
+            raise AssertionError(f"faults of other samples: {reasons}")
+        verdicts = {}
+        for slot, number, (_, _, expectation) in zip(slots, numbers, inputs, strict=True):
+            bad = slot in reasons
+            verdict = "fault" if bad else "pixels"
+            if bad and images[place[slot]].any():
+                verdict = "blank: a fault has pixels"
+            elif bad and not reasons[slot]:
+                verdict = "reason: a fault has none"
+            elif self.settings != "default" and expectation == (GOOD if bad else BAD):
+                verdict = f"unexpected: {expectation}, and found to be {verdict} {reasons.get(slot, '')}"
+            verdicts[number] = verdict
+        return verdicts
+
+    def planned(self) -> int:
+        """Bytes that `gpuaug plan` predicts for a batch of what is in the slots, beside what is there already."""
+        with self._loader() as loader:
+            return plan.predict(loader, plan.look(loader, sample=BATCH)).more
+
+    def _loader(self) -> gpuaug.Loader:
+        augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop((32, 40)), backend="kornia")
+        return gpuaug.Loader(
+            self.source, augment=augment, batch_size=BATCH, num_workers=0, prefetch=0, device="cpu", seed=1,
+            decode=gpuaug.Decode(num_threads=THREADS, **SETTINGS[self.settings]),
+            faults=gpuaug.Faults(policy="blank", file=self.record),
+        )  # fmt: skip
+
+    def _fetch(self, rows: Sequence[int]) -> tuple[torch.Tensor, dict[int, str]]:
+        """Images of these slots, and why some of them have none."""
+        self.source.turn += 1
+        batch = self.loader.fetch(rows)
+        reasons = {}
+        if os.path.exists(self.record):
+            with open(self.record) as lines:
+                reasons = {line["index"]: line["reason"] for line in map(json.loads, lines)}
+            os.unlink(self.record)
+        invalid = {slot for slot, valid in zip(rows, batch.valid.tolist(), strict=True) if not valid}
+        if invalid != reasons.keys():
+            raise AssertionError(f"blank are {sorted(invalid)}, and recorded {sorted(reasons)}")
+        return batch.images, reasons
+
+
+class Indexing:
+    """Indexes tars, and reads their samples; what tarfile finds in them must be the same."""
+
+    def __init__(self, inputs: Tars, settings: str) -> None:
+        self.inputs, self.folder = inputs, tempfile.mkdtemp()
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def check(self, numbers: Sequence[int], *, alone: bool) -> dict[int, str]:
+        """What became of each: indexed, refused, or what is wrong with it."""
+        return {number: self._one(number) for number in numbers}
+
+    def _one(self, number: int) -> str:
+        say({"at": number})
+        data = self.inputs[number][1]
+        path = os.path.join(self.folder, f"{number}.tar")
+        Path(path).write_bytes(data)
+        try:
+            source = gpuaug.ShardSource(path, labels="none", index=self.folder)
+            keys = [source.key(i) for i in range(len(source))]
+            found = [source[i][0] for i in range(len(source))]
+        except gpuaug.SourceError:
+            return "refused"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:300]
+        finally:
+            os.unlink(path)
+        if len(set(keys)) < len(keys):
+            return f"keys: not unique: {keys}"
+        if any(".." in key.split("/") or key.startswith("/") for key in keys):
+            return f"keys: outside: {keys}"
+        try:
+            with tarfile.open(fileobj=BytesIO(data)) as standard:
+                there = Counter(standard.extractfile(member).read() for member in standard if member.isfile())
+        except (tarfile.TarError, ValueError, OSError):
+            return "indexed"
+        if Counter(found) - there:
+            return "bytes: tarfile does not find these"
+        return "indexed"
+
+
+def say(what: dict) -> None:
+    """A line for the process that watches."""
+    print(json.dumps(what), file=ANSWERS, flush=True)
+
+
+def serve(job: Decoding | Indexing) -> None:
+    """Answer each line of numbers with what became of them, the processor time, and the memory."""
+    logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    files, between = originals(), Between(backend=backend)
-    number = first
-    with os.fdopen(pipe, "w", buffering=1) as out:
-        while True:
-            data = damaged(files, seed, number)
-            print(json.dumps({"begin": number}), file=out)
-            try:
-                verdict = between.check(data)
-            except Exception as error:
-                verdict = f"{type(error).__name__}: {error}"[:300]
-            peak = highest()
-            print(json.dumps({"end": number, "verdict": verdict, "peak": peak}), file=out)
-            number += 1
+    for line in sys.stdin:
+        asked = json.loads(line)
+        Path("/proc/self/clear_refs").write_text("5")  # begins the peak of memory anew
+        before, began, error, verdicts = memory("VmRSS"), time.process_time(), "", {}
+        try:
+            verdicts = job.check(asked["numbers"], alone=asked["alone"])
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"[:300]
+        cpu, more, planned = time.process_time() - began, memory("VmHWM") - before, 0
+        if not error and more > MEMORY and isinstance(job, Decoding):
+            planned = job.planned()
+            if more > planned:
+                error = f"memory of {more >> 20} MiB, where `gpuaug plan` says {planned >> 20}"
+        say(
+            {
+                "verdicts": verdicts,
+                "error": error,
+                "cpu": cpu,
+                "peak": memory("VmHWM"),
+                "more": more,
+                "planned": planned,
+            }
+        )
+
+
+def memory(name: str) -> int:
+    """Bytes; not getrusage's peak, which begins with that of the process that started this one."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 # -- the process that watches
 
 
-class Run:
-    """Starts the decoding process again after each failure, and keeps what made it fail."""
+class Child:
+    """A process that answers; started when it is asked."""
 
-    def __init__(self, *, seed: int, folder: Path, backend: str) -> None:
-        self.seed, self.folder, self.backend = seed, folder, backend
-        self.files, self.counts, self.failures = originals(), Counter[str](), list[str]()
-        self.next, self.peak, self.slowest = 0, 0, 0.0
+    def __init__(self, *arguments: str) -> None:
+        self.arguments, self.process, self.started = arguments, None, 0
+
+    def ask(self, numbers: Sequence[int], *, alone: bool = False) -> dict:
+        """Its answer, with ``error`` set if it died or hung, and ``at`` to the number that it had come to."""
+        if self.process is None:
+            self._start()
+        last: dict = {}
+        try:
+            self.process.stdin.write(json.dumps({"numbers": list(numbers), "alone": alone}).encode() + b"\n")
+            self.process.stdin.flush()
+            for line in self._lines():
+                if "verdicts" in line:
+                    return line | {"verdicts": {int(k): v for k, v in line["verdicts"].items()}}
+                last = line
+            what = f"death: exit code {self.process.wait(60)}: {self._said()}"
+        except BrokenPipeError:
+            what = f"death: exit code {self.process.wait(60)}: {self._said()}"
+        except TimeoutError as error:
+            what = str(error)
+        self.close()
+        return {"verdicts": {}, "error": what, "cpu": 0.0, "peak": 0, "more": 0, "planned": 0, "at": last.get("at")}
+
+    def close(self) -> None:
+        """End it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+            self.errors.close()
+            self.process = None
+
+    def _start(self) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close; a full pipe would hold the process
+        command = [sys.executable, __file__, *self.arguments, "--serve"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, bufsize=0
+        )
+        self.started += 1
+        if next(self._lines(), {}).get("ready") is None:
+            raise SystemExit(f"the decoding process cannot work: {self._said()}")
+
+    def _said(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace")[-300:]
+
+    def _lines(self) -> Iterator[dict]:
+        buffer, begin, cpu = b"", time.monotonic(), self._cpu()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while True:
+                if selector.select(1.0):
+                    if not (more := os.read(self.process.stdout.fileno(), 1 << 16)):
+                        return
+                    *lines, buffer = (buffer + more).split(b"\n")
+                    for line in lines:
+                        yield json.loads(line)
+                        begin, cpu = time.monotonic(), self._cpu()
+                elif self._cpu() - cpu > HANG_CPU[self.arguments[0]] or time.monotonic() - begin > HANG:
+                    raise TimeoutError(f"hang: no answer in {self._cpu() - cpu:.0f} s of processors")
+
+    def _cpu(self) -> float:
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Run:
+    """Asks a child about one batch of inputs after the other, and narrows down what fails."""
+
+    def __init__(
+        self, what: str, *, seed: int = 0, settings: str = "default", folder: Path, cpu: float = CPU, share: float = 1.0
+    ) -> None:
+        self.inputs = Images(seed, share) if what == "images" else Tars(seed)
+        self.name, self.seed, self.folder, self.cpu = f"{what} ({settings})", seed, folder, cpu
+        self.size = MUTANTS if what == "images" else 50
+        self.child = Child(what, f"--seed={seed}", f"--settings={settings}", f"--share={share}")
+        self.counts, self.failures = Counter[str](), list[str]()
+        self.next, self.told = 0, time.monotonic()
+        self.slowest, self.peak = (0.0, ""), (0, 0, 0)
 
     def until(self, deadline: float, *, count: int | None = None) -> None:
         """Go on until then, or until so many inputs."""
-        told = time.monotonic()
-        while time.monotonic() < deadline and (count is None or self.next < count):
-            read, write = os.pipe()
-            command = [sys.executable, __file__, f"--seed={self.seed}", f"--first={self.next}", f"--pipe={write}"]
-            said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed below; a pipe that nobody reads would hold it
-            process = subprocess.Popen(
-                [*command, f"--backend={self.backend}"], pass_fds=[write], stderr=said, stdout=subprocess.DEVNULL
-            )
-            os.close(write)
-            try:
-                with os.fdopen(read, "rb", buffering=0) as messages:
-                    buffer, begun, at, done = b"", None, time.monotonic(), 0
-                    while time.monotonic() < deadline and (count is None or self.next < count):
-                        if time.monotonic() - told > LOGGED:
-                            told = time.monotonic()
-                            print(self, flush=True)
-                        ready, _, _ = select.select([messages], [], [], 1.0)
-                        if not ready:
-                            if time.monotonic() - at > HANG:
-                                self._failed(self.next if begun is None else begun, f"hang of {HANG:g} s")
-                                break
-                            continue
-                        more = messages.read(1 << 16)
-                        if not more:
-                            process.wait(HANG)
-                            said.seek(0)
-                            last = said.read().decode(errors="replace")[-300:]
-                            what = f"death with exit code {process.returncode}: {last}"
-                            if begun is None and not done:
-                                raise SystemExit(f"the decoding process cannot work: {what}")
-                            self._failed(self.next if begun is None else begun, what)
-                            break
-                        *lines, buffer = (buffer + more).split(b"\n")
-                        for line in map(json.loads, lines):
-                            if "begin" in line:
-                                begun, at = line["begin"], time.monotonic()
-                            else:
-                                self._ended(line, time.monotonic() - at)
-                                begun, at, done = None, time.monotonic(), done + 1
-                        if self.peak > MEMORY:
-                            self.peak = 0
-                            break
-            finally:
-                process.kill()
-                process.wait()
-                said.close()
+        try:
+            while time.monotonic() < deadline and (count is None or self.next < count):
+                end = self.next + self.size if count is None else min(self.next + self.size, count)
+                self._batch(list(range(self.next, end)))
+                self.next = end
+                if time.monotonic() - self.told > LOGGED:
+                    self.told = time.monotonic()
+                    print(self, flush=True)
+        finally:
+            self.child.close()
 
-    def _ended(self, line: dict, seconds: float) -> None:
-        self.next, verdict = line["end"] + 1, line["verdict"]
-        self.slowest = max(self.slowest, seconds)
-        if verdict in ("pixels", "fault"):
-            self.counts[verdict] += 1
-        else:
-            self._failed(line["end"], verdict)
-        if line["peak"] > MEMORY >= self.peak:
-            self._failed(line["end"], f"memory of {line['peak'] >> 20} MB")
-        self.peak = max(self.peak, line["peak"])
+    def _batch(self, numbers: list[int]) -> None:
+        while numbers:
+            answer = self._ask(numbers)
+            if not answer["error"]:
+                self._tally(answer["verdicts"])
+                if answer["cpu"] > min(self.cpu, self.slowest[0]):
+                    self._slow(numbers)
+                return
+            for culprits, error in self._culprits(numbers, answer):
+                self._failed(culprits, error)
+                numbers = [number for number in numbers if number not in culprits]
 
-    def _failed(self, number: int, what: str) -> None:
-        self.next = number + 1
+    def _ask(self, numbers: list[int]) -> dict:
+        answer = self.child.ask(numbers)
+        self.peak = max(self.peak, (answer["more"], answer["planned"], answer["peak"]))
+        return answer
+
+    def _culprits(self, numbers: list[int], answer: dict) -> list[tuple[list[int], str]]:
+        """The smallest groups found that fail among good ones."""
+        error = answer["error"]
+        if answer.get("at") is not None:
+            return [([answer["at"]], error)]
+        if len(numbers) > 1:
+            found = []
+            for half in (numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]):
+                for _ in range(TRIES if error.startswith("death") else 1):
+                    if (again := self._ask(half))["error"]:
+                        found += self._culprits(half, again)
+                        break
+            if found:
+                return found
+        return [(numbers, error)]
+
+    def _slow(self, numbers: list[int]) -> None:
+        """Each file's own processor time."""
+        for number in numbers:
+            answer = self.child.ask([number], alone=True)
+            name, data, _ = self.inputs[number]
+            self.slowest = max(self.slowest, (answer["cpu"], f"{number}, {name}, {len(data)} bytes"))
+            if answer["error"] or (answer["cpu"] > self.cpu and len(data) < 1 << 20):
+                self._failed([number], answer["error"] or f"slow: {answer['cpu']:.1f} s of processors")
+
+    def _tally(self, verdicts: dict[int, str]) -> None:
+        for number, verdict in verdicts.items():
+            if ": " in verdict:
+                self._failed([number], verdict)
+            else:
+                self.counts[verdict] += 1
+
+    def _failed(self, numbers: list[int], what: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"{self.seed}-{number}-{what.split()[0].strip(':')}.bin"
-        (self.folder / name).write_bytes(damaged(self.files, self.seed, number))
-        self.counts[what.split()[0].strip(":")] += 1
-        self.failures.append(f"{self.folder / name}: {what}")
-        print(self.failures[-1], flush=True)
+        kind = what.split(":")[0].split()[0]
+        for number in numbers:
+            name, data, _ = self.inputs[number]
+            (self.folder / f"{self.seed}-{number}-{kind}.bin").write_bytes(data)
+        self.counts[kind] += 1
+        names = f"{numbers[0]} ({name})" if len(numbers) == 1 else f"one of {numbers}, or several"
+        self.failures.append(f"{names}: {what}")
+        print(f"FAILED {self.failures[-1]}", flush=True)
 
     def __str__(self) -> str:
         found = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
+        more, planned, peak = (value >> 20 for value in self.peak)
         return (
-            f"{self.next} inputs of seed {self.seed}: {found}; slowest {self.slowest:.2f} s, peak {self.peak >> 20} MB"
+            f"{self.name}: {self.next} inputs of seed {self.seed}: {found}; slowest {self.slowest[0]:.2f} s of "
+            f"processors (input {self.slowest[1]}); a batch took {more} MiB at most (plan: {planned}; peak {peak})"
         )
 
 
+# -- whole epochs
+
+BAD_FILES: dict[str, Callable[[], bytes]] = {
+    "rgb555.bmp": lambda: hostile.bitmap(16),
+    "no_bits.bmp": lambda: hostile.bitmap(0, pixels=bytes(4000)),
+    "palette.bmp": lambda: hostile.bitmap(8, colors=2**31 - 1),
+    **{
+        f"precision_{p}.jpg": lambda p=p: hostile.with_frame(encode(photograph(), "JPEG"), precision=p)
+        for p in (7, 9, 16, 255)
+    },
+    "idle_lines.bmp": hostile.idle_lines,
+    "large.webp": hostile.plain_webp,
+    "bomb.png": lambda: hostile.png(8, 8, hostile.zeros(960 << 20)),
+}
+
+
+def epochs(root: str, record: str) -> dict:
+    """Three shuffled epochs over a folder: checksums of the good images, and the keys of the bad ones."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    pixels, bad = {}, set()
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), backend="kornia")
+    with gpuaug.Loader(
+        gpuaug.FolderSource(root, labels="none"), augment=augment, batch_size=BATCH, num_workers=0, device="cpu",
+        seed=2, decode=gpuaug.Decode(num_threads=THREADS), faults=gpuaug.Faults(policy="blank", file=record),
+    ) as loader:  # fmt: skip
+        for epoch in range(3):
+            for batch in loader:
+                for key, image, valid in zip(batch.keys, batch.images, batch.valid.tolist(), strict=True):
+                    if valid:
+                        pixels[f"{epoch} {key}"] = zlib.crc32(image.numpy().tobytes())
+                    else:
+                        bad.add(key)
+    lines = Path(record).read_text().splitlines() if os.path.exists(record) else []
+    recorded = sorted(json.loads(line)["key"] for line in lines)
+    return {"pixels": pixels, "bad": sorted(bad), "recorded": recorded, "peak": memory("VmHWM")}
+
+
+def run_epochs(photographs: Path, folder: Path, *, count: int) -> list[str]:
+    """So many processes, one after the other, over the photographs and ten bad files; what failed."""
+    good, mixed, failures = folder / "good", folder / "mixed", list[str]()
+    shutil.copytree(photographs, good)
+    shutil.copytree(photographs, mixed)
+    (mixed / "zz").mkdir()  # behind the others: samples keep their numbers
+    for name, make in BAD_FILES.items():
+        (mixed / "zz" / name).write_bytes(make())
+
+    def once(root: Path, record: Path) -> dict | str:
+        command = [sys.executable, __file__, "epochs", "--serve", str(root), str(record)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+        except subprocess.TimeoutExpired:
+            return f"hang of {HANG:.0f} s"
+        return json.loads(done.stdout) if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr[-300:]}"
+
+    expected = once(good, folder / "none.jsonl")
+    if isinstance(expected, str) or expected["bad"]:
+        raise SystemExit(f"the good ones alone: {expected}")
+    every = sorted(f"zz/{name}" for name in BAD_FILES)
+    for k in range(count):
+        record = folder / f"{k}.jsonl"
+        found = once(mixed, record)
+        if isinstance(found, str):
+            failures.append(found)
+        elif {key: found["pixels"].get(key) for key in expected["pixels"]} != expected["pixels"]:
+            failures.append("good samples have changed")
+        elif found["recorded"] != found["bad"] or not set(found["bad"]) <= set(every):
+            failures.append(f"bad are {found['bad']}, and recorded {found['recorded']}")
+        elif missing := set(every) - set(found["bad"]) - {key for key in every if f"0 {key}" in found["pixels"]}:
+            failures.append(f"neither pixels nor faults: {missing}")
+        print(f"process {k}: {failures[-1] if failures else found['bad']}", flush=True)
+    return failures
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run for some minutes; 0 if nothing failed."""
+    """0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("what", choices=["images", "tars", "epochs"])
+    parser.add_argument("--count", type=int, help="stop after so many inputs, or processes")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, help="stop after so many inputs")
+    parser.add_argument("--first", type=int, default=0, help="the first input")
+    parser.add_argument("--settings", choices=list(SETTINGS), default="default", help="of the decoder")
+    parser.add_argument("--share", type=float, default=1.0, help="of the hostile images that are no mutants")
     parser.add_argument("--folder", type=Path, default=Path("fuzz-failures"), help="for inputs that fail")
-    parser.add_argument("--backend", default="auto", choices=["auto", "dali", "pillow"])
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.pipe is not None:
-        work(given.seed, given.first, given.pipe, given.backend)
-    run = Run(seed=given.seed, folder=given.folder, backend=given.backend)
-    run.next = given.first
-    run.until(time.monotonic() + 60 * given.minutes, count=given.count)
-    print(run)
-    print(f"{len(run.failures)} failures" + (f", kept in {given.folder}" if run.failures else ""))
-    return 1 if run.failures else 0
+    if given.serve is not None:
+        global ANSWERS
+        ANSWERS = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # decoders print
+        if given.what == "epochs":
+            say(epochs(*given.serve))
+        else:
+            images = given.what == "images"
+            job = (
+                Decoding(Images(given.seed, given.share), given.settings) if images else Indexing(Tars(given.seed), "")
+            )
+            say({"ready": True})
+            serve(job)
+            job.close()
+        return 0
+    if given.what == "epochs":
+        from conftest import cut
+
+        with tempfile.TemporaryDirectory() as folder:
+            failures = run_epochs(cut(Path(folder) / "photographs", 48), Path(folder), count=given.count or 50)
+    else:
+        run = Run(given.what, seed=given.seed, settings=given.settings, folder=given.folder, share=given.share)
+        run.next = given.first
+        run.until(time.monotonic() + 60 * given.minutes, count=given.count)
+        failures = run.failures
+        print(run)
+    print(f"{len(failures)} failures")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

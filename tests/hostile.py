@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 GOOD, BAD, EITHER = "good", "bad", "either"
 
@@ -128,13 +129,16 @@ def wide_tables(jpeg: bytes) -> bytes:
     return bytes(out) + jpeg[at:]
 
 
-def png(width: int, height: int, data: bytes, *, depth: int = 8, color: int = 2, extra: bytes = b"") -> bytes:
+def chunk(kind: bytes, payload: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+
+
+def png(
+    width: int, height: int, data: bytes, *, depth: int = 8, color: int = 2, extra: bytes = b"", interlace: int = 0
+) -> bytes:
     """A PNG with this header and compressed data."""
-
-    def chunk(kind: bytes, payload: bytes) -> bytes:
-        return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
-
-    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlace)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + extra + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
@@ -287,12 +291,7 @@ def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]
     yield "png_bad_zlib.png", png(128, 96, good_data[:50] + b"\xff" * 50 + good_data[100:]), BAD
     yield "png_long_zlib.png", png(128, 96, zlib.compress(raw * 40)), EITHER
     text = zlib.compress(b"a" * 50_000_000, 9)
-    chunk = b"zTXt" + b"Comment\0\0" + text
-    yield (
-        "png_text_bomb.png",
-        png(128, 96, good_data, extra=struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))),
-        EITHER,
-    )
+    yield "png_text_bomb.png", png(128, 96, good_data, extra=chunk(b"zTXt", b"Comment\0\0" + text)), EITHER
     for size in some([16383, 16384, 2**24]):
         yield f"webp_canvas_{size}.webp", webp_canvas(size, size), BAD
     frames = [photograph(64, 80, seed=k) for k in range(4)]
@@ -314,3 +313,247 @@ def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]
     for h, w in [(1, 1), (1, 300), (300, 1), (2, 3), (7, 5)]:
         yield f"tiny_{h}x{w}.jpg", encode(photo.resize((w, h)), "JPEG"), GOOD
         yield f"tiny_{h}x{w}.png", encode(photo.resize((w, h)), "PNG"), GOOD
+
+
+# -- classes of files: what encoders write, field by field, and what decoders were never tried with
+
+
+def bitmap(
+    bits: int, *, size: tuple[int, int] = (24, 40), header: int = 40, compression: int = 0, masks: tuple[int, ...] = (),
+    colors: int | None = None, palette: bytes | None = None, pixels: bytes | None = None,
+) -> bytes:  # fmt: skip
+    """A Windows (40, 52, 56, 64, 108, 124) or OS/2 (12) bitmap of ``size`` = (height, width); what is given may lie."""
+    height, width = size
+    if pixels is None:
+        pixels = random.Random(bits).randbytes(-(-width * bits // 32) * 4 * abs(height))
+    colors = (1 << bits if bits <= 8 else 0) if colors is None else colors
+    entry = 3 if header == 12 else 4
+    if palette is None:
+        palette = b"".join(bytes([k * 37 % 256, k * 91 % 256, k, 0][:entry]) for k in range(min(colors, 256)))
+    if header == 12:
+        head = struct.pack("<IHHHH", 12, width, height, 1, bits)
+    else:
+        head = struct.pack(
+            "<IiiHHIIiiII", header, width, height, 1, bits, compression, len(pixels), 2835, 2835, colors, 0
+        )
+        fields = struct.pack(f"<{len(masks)}I", *masks)
+        head += fields.ljust(header - 40, b"\0") if header > 40 else fields
+    start = 14 + len(head) + len(palette)
+    return b"BM" + struct.pack("<IHHI", start + len(pixels), 0, 0, start) + head + palette + pixels
+
+
+def runs(bits: int, *, size: tuple[int, int] = (24, 40)) -> bytes:
+    """An RLE8 or RLE4 bitmap: runs, literals, a skip and ends of lines."""
+    height, width = size
+    line = b"\x05\x12\x03\x34\0\x05" + (b"\x01\x02\x03\x04\x05\0" if bits == 8 else b"\x12\x34\x50\0")
+    line += bytes([width - 13, 0x56]) + b"\0\0"
+    pixels = line * (height - 2) + b"\0\x02\x03\x01" + bytes([width - 3, 0x11]) + b"\0\x01"
+    return bitmap(bits, size=size, compression=1 if bits == 8 else 2, pixels=pixels)
+
+
+def idle_lines(height: int = 10, width: int = 16_777_472) -> bytes:
+    """A small RLE8 bitmap of long lines, each of them ended before it begins."""
+    return bitmap(8, size=(height, width), compression=1, pixels=b"\x01\x01\0\0" * height + b"\0" * 5000 + b"\0\x01")
+
+
+def plain_webp(height: int = 13_300, width: int = 13_300) -> bytes:
+    """A lossless WebP of 34 bytes, all of one colour: each of its codes has one symbol, of no bits."""
+    bits = width - 1 | (height - 1) << 14  # no alpha, version 0
+    codes = sum(0b0001 << 3 + 4 * k for k in range(5))  # no transform, no cache, one group; five codes of one symbol
+    body = b"\x2f" + (bits | codes << 32).to_bytes(13, "little")
+    return b"RIFF" + struct.pack("<I", 12 + len(body)) + b"WEBPVP8L" + struct.pack("<I", len(body)) + body
+
+
+def zeros(size: int) -> bytes:
+    """About so many zeros as a zlib stream, made without compressing more than 16 MiB of them."""
+    deflate = zlib.compressobj(9)
+    first = deflate.compress(bytes(1 << 24)) + deflate.flush(zlib.Z_FULL_FLUSH)
+    again = deflate.compress(bytes(1 << 24)) + deflate.flush(zlib.Z_FULL_FLUSH)
+    count = max(1, size >> 24)
+    adler = 1 | (count << 24) % 65521 << 16
+    return first + again * (count - 1) + b"\x03\0" + struct.pack(">I", adler)
+
+
+def png_of(color: int, depth: int, *, interlaced: bool = False, size: tuple[int, int] = (20, 27)) -> bytes:
+    """A PNG of any colour type, depth and interlacing; its pixels are noise."""
+    height, width = size
+    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(color, 1)
+    passes = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
+    rng, raw = random.Random(16 * color + depth), b""
+    for y, x, dy, dx in passes if interlaced else [(0, 0, 1, 1)]:
+        rows, columns = len(range(y, height, dy)), len(range(x, width, dx))
+        raw += b"".join(b"\0" + rng.randbytes(-(-columns * bits // 8)) for _ in range(rows if columns else 0))
+    palette = chunk(b"PLTE", rng.randbytes(3 << min(depth, 8))) if color == 3 else b""
+    return png(width, height, zlib.compress(raw), depth=depth, color=color, extra=palette, interlace=int(interlaced))
+
+
+def tiff(channels: int, bits: int = 8, *, sample: int = 1, size: tuple[int, int] = (20, 27), **lies: int) -> bytes:
+    """An uncompressed TIFF; ``sample`` 1: unsigned, 3: float; ``lies``: ``compression``, ``photometric``, ``rows``."""
+    height, width = size
+    pixels = random.Random(channels).randbytes(height * width * channels * bits // 8)
+    if sample == 3:
+        pixels = np.linspace(0, 1, height * width * channels, dtype=f"<f{bits // 8}").tobytes()
+    entries = [
+        (256, 4, 1, width), (257, 4, 1, height), (258, 3, 1, bits), (259, 3, 1, lies.get("compression", 1)),
+        (262, 3, 1, lies.get("photometric", 2 if channels > 2 else 1)), (273, 4, 1, 8), (277, 3, 1, channels),
+        (278, 4, 1, lies.get("rows", height)), (279, 4, 1, len(pixels)), (284, 3, 1, 1), (339, 3, 1, sample),
+    ]  # fmt: skip
+    table = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries) + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8 + len(pixels)) + pixels + table
+
+
+def originals() -> dict[str, bytes]:
+    """Valid files, the first word their codec: what encoders write, and what they do differently."""
+    photo, small = photograph(), photograph(40, 56, seed=3)
+    gray, turned = small.convert("L"), Image.Exif()
+    turned[274] = 6
+    frames = [photograph(24, 32, seed=k) for k in range(3)]
+    animated = {"save_all": True, "append_images": frames[1:]}
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
+    texts = PngInfo()
+    texts.add_text("Comment", "a photograph " * 9, zip=True)
+    texts.add_itxt("Title", "a photograph", zip=True)
+    cmyk = encode(small.convert("CMYK"), "JPEG", quality=85)
+    files = {
+        "jpeg 444": encode(small, "JPEG", quality=90, subsampling=0),
+        "jpeg 420": encode(photo, "JPEG", quality=85, subsampling=2, exif=turned),
+        "jpeg progressive": encode(small, "JPEG", quality=85, progressive=True),
+        "jpeg gray": encode(gray, "JPEG", quality=85),
+        "jpeg cmyk": cmyk,
+        "jpeg ycck": cmyk.replace(b"Adobe\0d\0\0\0\0\0", b"Adobe\0d\0\0\0\0\2"),
+        "jpeg restarts": encode(photo, "JPEG", quality=60, restart_marker_blocks=2),
+        "png exif texts": encode(small, "PNG", exif=turned, pnginfo=texts),
+        "png palette": encode(small.convert("P"), "PNG"),
+        "png 16 bits": encode(deep, "PNG"),
+        "png animated": encode(frames[0], "PNG", **animated),
+        "webp": encode(photo, "WEBP", quality=80, exif=turned),
+        "webp lossless": encode(small, "WEBP", lossless=True),
+        "webp alpha": encode(small.convert("RGBA"), "WEBP"),
+        "webp animated": encode(frames[0], "WEBP", **animated),
+        "bmp": encode(small, "BMP"),
+        "bmp OS/2": bitmap(24, header=12),
+        "bmp OS/2 palette": bitmap(8, header=12),
+        "bmp 565": bitmap(16, compression=3, masks=(0xF800, 0x7E0, 0x1F)),
+        "bmp BITFIELDS": bitmap(32, header=56, compression=3, masks=(0xFF0000, 0xFF00, 0xFF, 0)),
+        "bmp V4": bitmap(32, header=108, compression=3, masks=(0xFF0000, 0xFF00, 0xFF, 0xFF000000)),
+        "bmp V5 top down": bitmap(24, header=124, size=(-24, 40)),
+        "bmp RLE8": runs(8),
+        "bmp RLE4": runs(4),
+        "gif": encode(small, "GIF"),
+        "gif animated": encode(frames[0], "GIF", **animated),
+        "tiff group4": encode(small.convert("1"), "TIFF", compression="group4"),
+        "tiff 16 bits": encode(deep, "TIFF"),
+        "tiff cmyk": encode(small.convert("CMYK"), "TIFF"),
+        "jpeg2000": encode(small, "JPEG2000"),
+    }
+    files |= {f"bmp {bits}": bitmap(bits) for bits in (1, 4, 8, 16, 24, 32)}
+    for color, depths in {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}.items():
+        files |= {
+            f"png type {color} of {d} bits{' interlaced' * i}": png_of(color, d, interlaced=i)
+            for d in depths
+            for i in (False, True)
+        }
+    for how in ("raw", "tiff_lzw", "packbits", "tiff_adobe_deflate", "jpeg"):
+        files[f"tiff {how.removeprefix('tiff_')}"] = encode(small, "TIFF", compression=None if how == "raw" else how)
+    return files
+
+
+def odd() -> dict[str, bytes]:
+    """Files that are pixels or faults: fields with every value, other codecs' files, and small files of much work."""
+    jpeg, small = encode(photograph(40, 56), "JPEG", quality=90), photograph(40, 56, seed=3)
+    files = {f"jpeg precision {p}": with_frame(jpeg, precision=p) for p in range(256)}
+    files |= {
+        f"jpeg extended of 12 bits, {k}": with_frame(jpeg, marker=m, precision=12)
+        for k, m in (("SOF1", 0xC1), ("SOF2", 0xC2))
+    }
+    files |= {f"jpeg SOF{m - 0xC0}": with_frame(jpeg, marker=m) for m in range(0xC0, 0xD0)}
+    at, _ = find(jpeg, 0xC0)
+    for number in (0, 1, 2, 4, 5, 255):
+        files[f"jpeg of {number} components"] = jpeg[: at + 9] + bytes([number]) + jpeg[at + 10 :]
+    for sampling in (0x00, 0x11, 0x14, 0x31, 0x44, 0x51, 0xFF):
+        files[f"jpeg sampling {sampling:02x}"] = jpeg[: at + 11] + bytes([sampling]) + jpeg[at + 12 :]
+    for bits in (0, 1, 2, 3, 4, 8, 15, 16, 24, 32, 48, 64, 65535):
+        for compression in (0, 1, 2, 3, 4, 5, 6, 11, 12, 13):
+            files[f"bmp {bits} bits, compression {compression}"] = bitmap(
+                bits, compression=compression, masks=(0x7C00, 0x3E0, 0x1F), pixels=bytes(range(256)) * 20
+            )
+    for header in (0, 12, 16, 40, 52, 56, 64, 108, 124, 2**31, 2**32 - 1):
+        for bits in (8, 16, 32):
+            whole = bitmap(bits, header=header if 12 <= header <= 124 else 40)
+            files[f"bmp {bits} bits, header {header}"] = whole[:14] + struct.pack("<I", header) + whole[18:]
+    masks = {
+        "swapped": (0xFF, 0xFF00, 0xFF0000), "10 bits": (0x3FF00000, 0xFFC00, 0x3FF), "all": (2**32 - 1,) * 3,
+        "one bit": (1, 2, 4), "none": (0, 0, 0), "overlapping": (0xFFFF,) * 3, "holes": (0xF0F0F0F0, 0x0F0F0F0F, 0xFF),
+    }  # fmt: skip
+    for name, mask in masks.items():
+        for bits in (16, 24, 32):
+            files[f"bmp {bits} bits, masks {name}"] = bitmap(bits, compression=3, masks=mask)
+    for colors in (0, 1, 2, 3, 257, 65536, 2**31 - 1, 2**32 - 1):
+        files[f"bmp palette of {colors} for 8 bits"] = bitmap(8, colors=colors)
+        files[f"bmp palette of {colors} that is missing"] = bitmap(4, colors=colors, palette=b"")
+    for color in range(8):
+        for depth in (0, 1, 2, 3, 4, 8, 16, 32):
+            files[f"png type {color}, depth {depth}"] = png(9, 9, zlib.compress(bytes(2000)), color=color, depth=depth)
+    files |= {f"tiff of {c} channels": tiff(c) for c in (2, 4, 5, 13, 300)}
+    files |= {f"tiff float{bits} of {c}": tiff(c, bits, sample=3) for bits in (16, 32, 64) for c in (1, 3)}
+    files |= {
+        f"tiff compression {k}": tiff(3, compression=k) for k in (2, 3, 4, 6, 7, 34661, 34712, 50000, 50001, 65535)
+    }
+    files |= {f"tiff photometric {k}": tiff(3, photometric=k) for k in (0, 3, 4, 5, 6, 8, 32803)}
+    files |= {"tiff 12 bits": tiff(1, 12), "tiff 1 bit": tiff(1, 1), "tiff no rows": tiff(3, rows=0)}
+    gif = bytearray(encode(small, "GIF"))
+    for name, screen in {"small": (8, 8), "empty": (0, 0), "huge": (65535, 65535)}.items():
+        files[f"gif on a {name} screen"] = bytes(gif[:6]) + struct.pack("<HH", *screen) + bytes(gif[10:])
+    netpbm = {
+        "P1": b"4 2\n0 1 0 1 1 0 1 0\n", "P2": b"2 2\n255\n1 2 3 4\n", "P3": b"1 1\n255\n1 2 3\n",
+        "P4": b"8 2\n\x55\xaa", "P5": b"2 2\n65535\n" + bytes(8), "P6": b"3 2\n255\n" + bytes(18),
+    }  # fmt: skip
+    files |= {f"ppm {kind}": kind.encode() + b"\n" + rest for kind, rest in netpbm.items()}
+    return files | {f"bomb {name}": data for name, data in bombs().items()}
+
+
+def bombs() -> dict[str, bytes]:
+    """Small files, each below 1 MiB, that ask for much work or memory."""
+    side, one = 13_300, zlib.compress(bytes(25))
+    jpeg = {
+        how: encode(photograph(40, 56), "JPEG", quality=90, progressive=how == "progressive")
+        for how in ("baseline", "progressive")
+    }
+    half = zeros(960 << 20)
+    text = chunk(b"zTXt", b"Comment\0\0" + zeros(16 << 20))
+    small_text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(1 << 18), 9))
+    gif = encode(Image.new("P", (8000, 8000)), "GIF")
+    return {
+        "bmp RLE8 of idle lines": idle_lines(),
+        "bmp RLE8 of skips": bitmap(8, size=(side, side), compression=1, pixels=b"\0\x02\xff\xff" * 60),
+        "bmp RLE8 of nothing": bitmap(8, size=(side, side), compression=1, pixels=b"\0\x01"),
+        "bmp RLE4 of nothing": bitmap(4, size=(side, side), compression=2, pixels=b"\0\x01"),
+        "bmp RLE4 of lines": bitmap(4, size=(side, side), compression=2, pixels=b"\x01\x01\0\0" * side + b"\0\x01"),
+        "bmp of 1 bit": bitmap(1, size=(side, 600), pixels=bytes(76 * side)),
+        "webp of 34 bytes": plain_webp(),
+        "webp of 34 bytes, wide": plain_webp(10_800, 16_384),
+        "png of 1 bit": bomb(side, side),
+        "png of RGB": png(8000, 8000, zeros(8000 * 24_001 + (1 << 24))),
+        "png of RGB, interlaced": png(8000, 8000, zeros(8000 * 24_100 + (1 << 24)), interlace=1),
+        "png of RGBA of 16 bits": png(8000, 8000, zeros(8000 * 64_001 + (1 << 24)), depth=16, color=6),
+        "png with too many pixels": png(8, 8, half),
+        "png with a profile": png(8, 8, zlib.compress(bytes(200)), extra=chunk(b"iCCP", b"p\0\0" + half)),
+        "png with texts": png(8, 8, zlib.compress(bytes(200)), extra=text * 60),
+        "png with many texts": png(8, 8, zlib.compress(bytes(200)), extra=small_text * 3000),
+        "png with international texts": png(
+            8, 8, zlib.compress(bytes(200)), extra=chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zeros(16 << 20)) * 60
+        ),
+        "png with small chunks": png(8, 8, zlib.compress(bytes(200)), extra=chunk(b"tEXt", b"a\0b") * 60_000),
+        "png of empty IDATs": png(8, 8, zlib.compress(bytes(200)), extra=chunk(b"IDAT", b"") * 80_000),
+        "png animated": png(8, 8, one, extra=chunk(b"acTL", struct.pack(">II", 2**31 - 1, 0))),
+        "jpeg that is all missing": with_size(jpeg["baseline"], side, side),
+        "jpeg progressive that is all missing": with_size(jpeg["progressive"], side, side),
+        "jpeg of many scans": with_size(many_scans(jpeg["progressive"], 5), side, side),
+        "jpeg of many scans, small": with_size(many_scans(jpeg["progressive"], 240), 3000, 3000),
+        "jpeg of markers": inserted(jpeg["baseline"], b"\xff\xfe\0\2" * 200_000),
+        "gif of one colour": gif,
+        "gif of frames": gif[:-1] + b"\0;" + bytes(10),
+        "gif of extensions": gif[:13] + b"\x21\xfe\x01a\0" * 150_000 + gif[13:],
+        "tiff of one strip": encode(Image.new("L", (8000, 8000)), "TIFF", compression="tiff_adobe_deflate"),
+        "tiff of packbits": encode(Image.new("RGB", (4000, 4000)), "TIFF", compression="packbits"),
+    }
