@@ -19,8 +19,10 @@ test: lint  ## minutes
 test-long: lint  ## everything
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-fuzz: $(READY)  ## ten minutes of damaged files; MINUTES=60 for more
-	$(BIN)/python tests/fuzz.py --minutes $(or $(MINUTES),10)
+fuzz: $(READY)  ## hostile images for ten minutes, tars, and epochs with bad files; MINUTES=60 for more images
+	$(BIN)/python tests/fuzz.py images --minutes $(or $(MINUTES),10)
+	$(BIN)/python tests/fuzz.py tars --count 5000
+	$(BIN)/python tests/fuzz.py epochs --count 50
 
 notebooks: $(READY)  ## execute all of them where they lie, with the seconds of each; on a machine that does nothing else
 	$(BIN)/python bench/notebooks.py

@@ -5,6 +5,7 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 from PIL import Image
@@ -142,12 +143,19 @@ def png(
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + extra + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
+@lru_cache(maxsize=8)
+def zeros(size: int) -> bytes:
+    """About so many zeros as a zlib stream, of which no more than 8 MiB are compressed."""
+    deflate = zlib.compressobj(9)
+    first, again = (deflate.compress(bytes(1 << 22)) + deflate.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    count = max(1, -(-size >> 22))
+    adler = 1 | (count << 22) % 65521 << 16
+    return first + again * (count - 1) + b"\x03\0" + struct.pack(">I", adler)
+
+
 def bomb(width: int, height: int) -> bytes:
     """A one-bit PNG of this size, all black: kilobytes that become gigabytes as RGB."""
-    deflate = zlib.compressobj(9)
-    row = b"\0" * (1 + (width + 7) // 8)
-    data = b"".join(deflate.compress(row * 64) for _ in range(-(-height // 64)))
-    return png(width, height, data + deflate.flush(), depth=1, color=0)
+    return png(width, height, zeros(height * (1 + (width + 7) // 8)), depth=1, color=0)
 
 
 def webp_canvas(width: int, height: int) -> bytes:
@@ -362,16 +370,6 @@ def plain_webp(height: int = 13_300, width: int = 13_300) -> bytes:
     codes = sum(0b0001 << 3 + 4 * k for k in range(5))  # no transform, no cache, one group; five codes of one symbol
     body = b"\x2f" + (bits | codes << 32).to_bytes(13, "little")
     return b"RIFF" + struct.pack("<I", 12 + len(body)) + b"WEBPVP8L" + struct.pack("<I", len(body)) + body
-
-
-def zeros(size: int) -> bytes:
-    """About so many zeros as a zlib stream, made without compressing more than 16 MiB of them."""
-    deflate = zlib.compressobj(9)
-    first = deflate.compress(bytes(1 << 24)) + deflate.flush(zlib.Z_FULL_FLUSH)
-    again = deflate.compress(bytes(1 << 24)) + deflate.flush(zlib.Z_FULL_FLUSH)
-    count = max(1, size >> 24)
-    adler = 1 | (count << 24) % 65521 << 16
-    return first + again * (count - 1) + b"\x03\0" + struct.pack(">I", adler)
 
 
 def png_of(color: int, depth: int, *, interlaced: bool = False, size: tuple[int, int] = (20, 27)) -> bytes:

@@ -1,79 +1,100 @@
-"""Damaged images by hypothesis: pixels or a fault, neighbours bit-identical. `tests/fuzz.py` goes on for longer."""
+"""Hostile images, tars and epochs in child processes: a short run of each; `tests/fuzz.py` goes on for longer."""
 
-import os
-import signal
-import subprocess
+import math
 import time
 
+import fuzz
 import pytest
-from fuzz import Between, Run, damaged, main, mutated, originals
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-FILES = originals()
-BUDGET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+from conftest import cut
+from fuzz import BAD_FILES, Child, Images, Run, run_epochs
+from hostile_tars import tar
 
 
-@pytest.fixture(scope="module", params=["dali", "pillow"])
-def between(request):
-    found = Between(backend=request.param, max_pixels=4_000_000)
-    yield found
-    found.close()
+def ended(what, folder, count, **settings):
+    """Failures, and the numbers of each verdict."""
+    run = Run(what, folder=folder, cpu=settings.pop("cpu", math.inf), **settings)
+    run.until(time.monotonic() + 3600, count=count)
+    assert run.counts.total() >= count
+    return run.failures, run.counts
 
 
-def test_the_originals_are_pixels(between):
-    assert {name: between.check(data) for name, data in FILES.items()} == dict.fromkeys(FILES, "pixels")
+@pytest.mark.parametrize("settings", list(fuzz.SETTINGS))
+def test_hostile_images_are_pixels_or_faults(tmp_path, settings):
+    failures, counts = ended("images", tmp_path / "kept", 400, settings=settings, share=0.1)
+    assert failures == []
+    assert counts["pixels"] > 100
+    assert counts["fault"] > 100
+    assert not (tmp_path / "kept").exists()
 
 
-@BUDGET
-@given(
-    first=st.sampled_from(sorted(FILES)), second=st.sampled_from(sorted(FILES)), rng=st.randoms(use_true_random=False)
-)
-def test_mutations(between, first, second, rng):
-    assert between.check(mutated(FILES[first], FILES[second], rng)) in ("pixels", "fault")
+@pytest.mark.long
+@pytest.mark.parametrize("settings", list(fuzz.SETTINGS))
+def test_more_hostile_images(tmp_path, settings):
+    failures, _ = ended("images", tmp_path / "kept", 3000, settings=settings, seed=1, cpu=fuzz.CPU)
+    assert failures == []
 
 
-@BUDGET
-@given(name=st.sampled_from(sorted(FILES)), data=st.data())
-def test_flips_and_cuts_in_the_header(between, name, data):
-    out = bytearray(FILES[name])
-    for at in data.draw(st.lists(st.integers(0, min(len(out), 200) - 1), max_size=4)):
-        out[at] = data.draw(st.integers(0, 255))
-    end = data.draw(st.integers(0, len(out)))
-    assert between.check(bytes(out[:end] if data.draw(st.booleans()) else out)) in ("pixels", "fault")
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.long)])
+def test_hostile_tars_are_indexed_or_refused(tmp_path, count):
+    failures, counts = ended("tars", tmp_path / "kept", count, seed=count)
+    assert failures == []
+    assert counts["indexed"] > count / 10
+    assert counts["refused"] > count / 10
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
+def test_epochs_with_bad_files_go_through(tmp_path, count):
+    failures, bad = run_epochs(cut(tmp_path / "photographs", 48), tmp_path, count=count)
+    assert failures == []
+    assert len(bad) > len(BAD_FILES) / 2  # some may be decoded
 
 
 def test_an_input_is_known_by_its_number():
-    assert damaged(FILES, 3, 14) == damaged(originals(), 3, 14) != damaged(FILES, 3, 15)
+    first, again, other = Images(3, 0.1), Images(3, 0.1), Images(4, 0.1)
+    n = len(first) + 14
+    assert first[n] == again[n] != other[n]
+    assert first[n] != first[n + 1]
+    assert tar(3, 14) == tar(3, 14) != tar(4, 14)
 
 
-def test_the_command(tmp_path, capsys):
-    assert main(["--count=60", "--minutes=20", "--seed=1", f"--folder={tmp_path / 'none'}"]) == 0
-    assert "60 inputs of seed 1" in capsys.readouterr().out
-    assert not (tmp_path / "none").exists()
+PLANTED = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import fuzz
+
+class Planted:
+    def check(self, numbers, *, alone):
+        if 5 in numbers:
+            raise ValueError("foreign")
+        if {{40, 60}} <= set(numbers):
+            raise KeyError("together")
+        if 66 in numbers:
+            os.kill(os.getpid(), 11)
+        if 68 in numbers:
+            fuzz.say({{"at": 68}})
+            while True:
+                pass
+        if 69 in numbers:
+            sum(range(3 * 10**7))
+        return {{n: "wrong: pixels" if n == 70 else "pixels" for n in numbers}}
+
+fuzz.serve(Planted())
+"""
 
 
-def test_what_fails_is_kept(tmp_path, monkeypatch):
-    run, pids = Run(seed=2, folder=tmp_path / "kept", backend="pillow"), []
-
-    class Watched(subprocess.Popen):
-        def __init__(self, *args, **more):
-            super().__init__(*args, **more)
-            pids.append(self.pid)
-
-    def killing(line, seconds, ended=run._ended):
-        ended(line, seconds)
-        if line["end"] == 5:
-            os.kill(pids[-1], signal.SIGKILL)
-
-    monkeypatch.setattr(subprocess, "Popen", Watched)
-    monkeypatch.setattr(run, "_ended", killing)
-    run.until(time.monotonic() + 1200, count=400)
-    assert run.next >= 400
-    (failure,) = run.failures
-    assert "death with exit code -9" in failure
-    (kept,) = (tmp_path / "kept").iterdir()
-    number = int(kept.name.split("-")[1])
-    assert number > 5
-    assert kept.read_bytes() == damaged(FILES, 2, number)
-    assert run.counts.total() == run.next
+def test_what_fails_is_narrowed_down_and_kept(tmp_path, monkeypatch):
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED.format(tests=str(fuzz.__file__).rpartition("/")[0]))
+    monkeypatch.setitem(fuzz.HANG_CPU, "images", 3.0)
+    run = Run("images", seed=2, folder=tmp_path / "kept", share=0.1, cpu=0.1)
+    run.child = Child("images", script=str(script))
+    run.until(time.monotonic() + 1200, count=72)
+    groups = {failure.split(": ", 1)[0].split(" (")[0]: failure.split(": ", 1)[1] for failure in run.failures}
+    together = list(range(32, 64))  # neither half of the batch fails
+    assert groups.keys() == {"5", f"one of {together}, or several", "66", "68", "69", "70"}
+    starts = {"5": "ValueError: foreign", "66": "death: exit code -11", "68": "hang: ", "69": "slow: "}
+    assert {key: groups[key][: len(start)] for key, start in starts.items()} == starts
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}
+    assert kept["2-66-death.bin"] == Images(2, 0.1)[66][1]
+    assert {int(name.split("-")[1]) for name in kept} == {5, 66, 68, 69, 70, *together}
+    assert run.counts["pixels"] == 72 - len(kept) + 1  # a slow one is pixels
