@@ -279,12 +279,6 @@ def test_import_is_light() -> None:
     assert int(count) < 50
 
 
-def test_python_in_docstrings_compiles() -> None:
-    for name, thing in PUBLIC.items():
-        for block in re.findall(r">>> (.*)", inspect.getdoc(thing) or ""):
-            compile(block, name, "single")
-
-
 def test_errors_are_ours() -> None:
     errors = [e for e in map(gpuaug.__getattr__, gpuaug.__all__) if inspect.isclass(e) and issubclass(e, Exception)]
     assert all(issubclass(e, gpuaug.GpuaugError) for e in errors)

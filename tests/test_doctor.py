@@ -17,6 +17,7 @@ import pytest
 from gpuaug import machine, verdicts
 from gpuaug.cli import doctor as command
 from gpuaug.cli import main
+from gpuaug.decode import Decode, _without_engine
 from gpuaug.diagnose import doctor, probes
 from gpuaug.errors import ConfigError
 from gpuaug.verdicts import Verdict
@@ -235,6 +236,18 @@ def test_what_is_late_is_remembered_as_unknown(cache: Path, monkeypatch: pytest.
     assert verdicts.verdict("roi") is True
     (again,) = doctor.examine(["fused_cuda"], cuda=True)
     assert not again.kept  # so it is tested again
+
+
+@pytest.mark.parametrize("name", ["hardware", "stream_hardware"])
+def test_a_bad_jpeg_engine_is_left_out(name: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = Decode(hardware_load=0.5)
+    for good in (None, True):
+        verdicts.keep(Verdict(name=name, good=good, text="planted"))
+        assert _without_engine(settings) == settings
+    assert not caplog.records
+    verdicts.keep(Verdict(name=name, good=False, text="planted"))
+    assert _without_engine(settings) == Decode(hardware_load=0.0)
+    assert f"found {name} broken" in caplog.text
 
 
 def test_an_unknown_verdict_is_refused() -> None:
@@ -614,10 +627,15 @@ def test_help_tests_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", doctor.CUDA)
-def test_on_a_gpu(name: str) -> None:
+def test_on_a_gpu(name: str, cache: Path) -> None:
     import torch
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     found = doctor.probe(name)
-    assert found.good is not False or name in ("roi", "hardware", "stream_hardware"), found.text
+    assert doctor.LATE not in found.text
+    if name in ("decoder_mixed", "stream", "fused_cuda"):
+        assert found.good is True, found.text
+    elif name != "roi" and found.good is False:  # no pipeline decodes parts; the JPEG engine is then left out
+        verdicts.keep(found)
+        assert Decode(hardware_load=1.0).open("cuda").settings.hardware_load == 0.0

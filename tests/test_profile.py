@@ -242,8 +242,9 @@ def test_prediction_is_bounded_by_the_cores_and_never_falls_when_a_cost_rises(se
         for factors in ((1.5, 1.0), (1.0, 1.5)):
             assert predict(replace(m, **{name: stage.scaled(*factors)})).seconds >= now
         assert predict(replace(m, **{name: FREE})).seconds <= now
+    alternating = predict(replace(m, prefetch=0)).seconds
+    assert all(predict(replace(m, prefetch=n)).seconds <= alternating * (1 + 1e-9) for n in (1, 2, 5))
     if m.step is not None:
-        assert predict(replace(m, prefetch=2)).seconds <= now or m.prefetch
         assert now >= m.step.wall  # no loader makes training faster than its steps
 
 
