@@ -180,9 +180,8 @@ class Decoding:
         inputs = [self.inputs[number] for number in numbers]
         self.source.files[: len(inputs)] = [data for _, data, _ in inputs]
         slots = range(len(self.good), len(self.good) + len(inputs))
-        rows = (
-            [*slots] if alone else random.Random(numbers[0]).sample([*self.good, *slots], len(self.good) + len(inputs))
-        )
+        rows = [*slots] if alone else [*self.good, *slots]
+        random.Random(numbers[0]).shuffle(rows)
         images, reasons = self._fetch(rows)
         place = {slot: row for row, slot in enumerate(rows)}
         if not alone and any(not torch.equal(images[place[k]], self.expected[k]) for k in self.good):
@@ -291,21 +290,13 @@ def serve(job: Decoding | Indexing) -> None:
             verdicts = job.check(asked["numbers"], alone=asked["alone"])
         except Exception as e:
             error = f"{type(e).__name__}: {e}"[:300]
-        cpu, more, planned = time.process_time() - began, memory("VmHWM") - before, 0
-        if not error and more > MEMORY and isinstance(job, Decoding):
-            planned = job.planned()
-            if more > planned:
-                error = f"memory of {more >> 20} MiB, where `gpuaug plan` says {planned >> 20}"
-        say(
-            {
-                "verdicts": verdicts,
-                "error": error,
-                "cpu": cpu,
-                "peak": memory("VmHWM"),
-                "more": more,
-                "planned": planned,
-            }
-        )
+        answer = {"verdicts": verdicts, "cpu": time.process_time() - began, "peak": memory("VmHWM"), "planned": 0}
+        answer["more"] = answer["peak"] - before
+        if not error and answer["more"] > MEMORY and isinstance(job, Decoding):
+            answer["planned"] = job.planned()
+            if answer["more"] > answer["planned"]:
+                error = f"memory of {answer['more'] >> 20} MiB, where `gpuaug plan` says {answer['planned'] >> 20}"
+        say(answer | {"error": error})
 
 
 def memory(name: str) -> int:

@@ -42,7 +42,7 @@ def test_hostile_tars_are_indexed_or_refused(tmp_path, count):
     assert counts["refused"] > count / 10
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_epochs_with_bad_files_go_through(tmp_path, count):
     failures, bad = run_epochs(cut(tmp_path / "photographs", 48), tmp_path, count=count)
     assert failures == []
@@ -50,10 +50,11 @@ def test_epochs_with_bad_files_go_through(tmp_path, count):
 
 
 def test_an_input_is_known_by_its_number():
-    first, again, other = Images(3, 0.1), Images(3, 0.1), Images(4, 0.1)
+    first, again = Images(3, 0.1), Images(3, 0.1)
     n = len(first) + 14
-    assert first[n] == again[n] != other[n]
-    assert first[n] != first[n + 1]
+    assert first[n] == again[n] != first[n + 1]
+    again.seed = 4
+    assert first[n] != again[n]
     assert tar(3, 14) == tar(3, 14) != tar(4, 14)
 
 
