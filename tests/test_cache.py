@@ -351,7 +351,7 @@ def test_ahead_is_the_share_of_this_machine_and_later_shares_stay(photos):
             read.append(index)
             return source[index]
 
-    cfg = gpuaug.compose("train", [*words, "cache=ram", "cache.fill=ahead", "num_workers=0"])
+    cfg = gpuaug.compose("train", [*words, "cache=ram", "cache.fill=ahead", "num_workers=0", "last=uneven"])
     with gpuaug.build(cfg, source=Spied(), rank=0, world_size=2) as loader:
         iterator = iter(loader)
         first = set(read)

@@ -152,7 +152,7 @@ def test_batch_size_workers_ranks_and_prefetch_change_nothing(photos, final):
             assert seen(replay) == expected
     found = {}
     for rank in range(3):
-        with loader(gpuaug.MaterializedSource(final), rank=rank, world_size=3) as replay:
+        with loader(gpuaug.MaterializedSource(final), rank=rank, world_size=3, last="uneven") as replay:
             share = seen(replay)
         assert not share.keys() & found.keys()
         found |= share
