@@ -859,7 +859,9 @@ def _opened(data: bytes, codec: str) -> Any:
     except Exception as e:  # Pillow's readers raise whatever the bytes lead them to
         raise HeaderError(f"{codec} that cannot be opened: {type(e).__name__}: {_brief(str(e))}") from e
 
-    channels = image.tag_v2.get(277, 1) if codec == "tiff" else len(image.getbands())
+    channels = len(image.getbands())
+    if codec == "tiff":  # Pillow shows the first ones
+        channels = max(image.tag_v2.get(277, 1), len(image.tag_v2.get(258, ())))
     if channels > 4:
         raise HeaderError(f"{codec} of {channels} channels: an image has 1 to 4")
     if image.mode == "F" or (image.mode == "I" and codec != "png"):  # as which Pillow before 11 opens PNGs of 16 bits
@@ -955,7 +957,12 @@ def _single(batch: EncodedBatch, look: Look, row: int) -> tuple[EncodedBatch, Lo
         valid=batch.valid[at],
     )
     return alone, Look(
-        height=look.height[at], width=look.width[at], orientation=look.orientation[at], faults=[], route=look.route[at]
+        height=look.height[at],
+        width=look.width[at],
+        orientation=look.orientation[at],
+        faults=[],
+        route=look.route[at],
+        replaced={0: look.replaced[row]} if row in look.replaced else {},
     )
 
 

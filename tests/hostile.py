@@ -158,6 +158,34 @@ def bomb(width: int, height: int) -> bytes:
     return png(width, height, zeros(height * (1 + (width + 7) // 8)), depth=1, color=0)
 
 
+def bmp(
+    bits: int,
+    *,
+    size: int = 40,
+    compression: int = 0,
+    masks: tuple[int, ...] = (),
+    colors: int = 0,
+    entries: int | None = None,
+    height: int = 11,
+    width: int = 20,
+    body: bytes | None = None,
+) -> bytes:
+    """A BMP of noise: bits per pixel, bytes of its header, colours that it claims and that it has."""
+    rng = random.Random(bits)
+    entries = (1 << bits if 0 < bits <= 8 else 0) if entries is None else entries
+    if size == 12:
+        head = struct.pack("<IHHHH", 12, width, height, 1, bits)
+    else:
+        head = struct.pack("<IiiHHIIiiII", size, width, height, 1, bits, compression, 0, 2835, 2835, colors, 0)
+    mask = b"".join(struct.pack("<I", value) for value in masks)
+    head += mask + bytes(max(0, size - len(head) - len(mask)))
+    palette = rng.randbytes(entries * (3 if size == 12 else 4))
+    if body is None:
+        body = rng.randbytes((width * bits + 31) // 32 * 4 * abs(height))
+    offset = 14 + len(head) + len(palette)
+    return b"BM" + struct.pack("<IHHI", (offset + len(body)) & 0xFFFFFFFF, 0, 0, offset) + head + palette + body
+
+
 def webp_canvas(width: int, height: int) -> bytes:
     """An extended WebP that claims this canvas and holds a small frame."""
     inner = encode(photograph(32, 32), "WEBP")[12:]

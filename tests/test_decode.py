@@ -11,6 +11,7 @@ import zlib
 from functools import cache
 from pathlib import Path
 
+import hostile
 import numpy as np
 import pytest
 import torch
@@ -262,6 +263,135 @@ def test_codecs_on_request():
         assert (whole(asked, data[form]) == by_pillow(data[form])).all()
     tiff = encode(photograph(), "TIFF", exif=exif(6))
     assert (whole(asked, tiff) == by_pillow(tiff)).all()
+
+
+def only_fault(decoder: Decoder, data: bytes) -> str:
+    """The reason why these bytes are a fault."""
+    _, (fault,), _ = views(decoder, [data], Resize((8, 8)))
+    return fault.reason
+
+
+@pytest.mark.parametrize("size", [40, 108])
+@pytest.mark.parametrize("bits", [16, 32])
+def test_bmp_masks_give_the_right_colours_or_a_fault(decoder, bits, size):
+    """DALI ignores 32-bit masks, and shifts 16-bit ones without filling what is below."""
+    masks = {
+        16: [(0x7C00, 0x3E0, 0x1F), (0xF800, 0x7E0, 0x1F), (0xF00, 0xF0, 0xF), (0x1F, 0x7E0, 0xF800)],
+        32: [
+            (0xFF0000, 0xFF00, 0xFF),
+            (0xFF, 0xFF00, 0xFF0000),
+            (0xFF000000, 0xFF0000, 0xFF00),
+            (0xFF00, 0xFF0000, 0xFF000000),
+            (0x3FF00000, 0xFFC00, 0x3FF),
+            (0xF800, 0x7E0, 0x1F),
+        ],
+    }[bits]
+    pixels = np.random.default_rng(0).integers(0, 1 << bits, (12, 10), dtype=np.uint64)
+    body = pixels[::-1].astype(f"<u{bits // 8}").tobytes()
+    shown = 0
+    for rgb in masks:
+        data = hostile.bmp(bits, size=size, compression=3, masks=rgb, height=12, width=10, body=body)
+        (view,), faults, _ = views(decoder, [data], Resize((12, 10)))
+        for channel, mask in enumerate(rgb if not faults else ()):
+            unit = mask & -mask
+            want = (pixels & mask) // unit * 255 / (mask // unit)
+            assert np.abs(view[0, ..., channel] - want).max() <= 1, (rgb, channel)
+        shown += not faults
+    assert shown >= 2
+
+
+def test_555_bmps_are_shown(decoder):
+    pixels = np.random.default_rng(0).integers(0, 1 << 15, (12, 10))
+    body = pixels[::-1].astype("<u2").tobytes()
+    found = whole(decoder, hostile.bmp(16, height=12, width=10, body=body))
+    want = np.stack([pixels >> 10 & 31, pixels >> 5 & 31, pixels & 31], axis=2) * 255 / 31
+    assert np.abs(found - want).max() <= 1
+
+
+def tiff(samples: np.ndarray, bits: int, *, kind: int = 1) -> bytes:
+    """An uncompressed TIFF of uint8 [h, bytes of a row] packed samples, or of an array [h, w, channels]."""
+    h, w = samples.shape[:2]
+    channels = samples.shape[2] if samples.ndim == 3 else 1
+    w = w * 8 // bits if samples.ndim == 2 else w
+    photometric = 2 if channels >= 3 else 1
+    wide = struct.pack(f"<{channels}H", *[bits] * channels)
+    where = 8 + 2 + 12 * 12 + 4
+    data = where + len(wide)
+    entries = [
+        (256, 4, 1, w), (257, 4, 1, h), (258, 3, channels, bits if channels == 1 else where), (259, 3, 1, 1),
+        (262, 3, 1, photometric), (273, 4, 1, data), (277, 3, 1, channels), (278, 4, 1, h),
+        (279, 4, 1, samples.nbytes), (284, 3, 1, 1), (338, 3, min(2, max(channels - 3, 0)), 0), (339, 3, 1, kind),
+    ]  # fmt: skip
+    out = b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *e) for e in entries)
+    return out + bytes(4) + wide + samples.tobytes()
+
+
+def test_more_than_eight_bits_are_scaled_and_floats_are_faults(caplog):
+    asked = Decode(codecs=["tiff", "png"]).open("cpu")
+    ramp = np.linspace(0, 1, 40 * 60, dtype=np.float32).reshape(40, 60)
+    assert "floating-point" in only_fault(asked, encode(Image.fromarray(ramp), "TIFF"))
+    assert "signed or 32-bit" in only_fault(asked, encode(Image.fromarray((ramp * 9999).astype(np.int32)), "TIFF"))
+    bands = np.zeros((40, 60, 13), dtype=np.uint8)
+    assert "samples per pixel" in only_fault(asked, tiff(bands, 8))
+    five = tiff(bands[..., :5].copy(), 8)
+    assert Image.open(io.BytesIO(five)).mode.startswith("RGB")
+    assert "tiff of 5 channels" in only_fault(asked, five)
+    gray = (ramp * 255).astype(np.uint8)
+    assert "more than 8 bits" not in caplog.text
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        deep = gray.astype(np.uint16) * 257
+        for data in (
+            encode(Image.fromarray(deep), "TIFF"),
+            png16(deep[..., None]),
+            tiff(deep.astype("<u2")[..., None], 16),
+        ):
+            assert (whole(asked, data) == gray[..., None]).all()
+        twelve = (ramp * 4095).astype(np.uint16).reshape(40, 30, 2)
+        packed = np.stack(
+            [twelve[..., 0] >> 4, (twelve[..., 0] & 15) << 4 | twelve[..., 1] >> 8, twelve[..., 1] & 255], axis=2
+        )
+        found = whole(asked, tiff(packed.astype(np.uint8).reshape(40, 90), 12))
+        assert np.abs(found[..., 0] - ramp * 255).max() <= 1
+    assert caplog.text.count("more than 8 bits") == 1
+
+
+def test_gifs_that_exceed_their_screen(decoder):
+    for screen in ((0, 0), (100, 100), (251, 100)):
+        data = bytearray(encode(photograph(), "GIF"))
+        data[6:10] = struct.pack("<HH", *screen)
+        found = whole(decoder, bytes(data))
+        assert found.shape == (187, 251, 3)
+        assert (found == by_pillow(KINDS["gif"]())).all()
+
+
+def test_ppm(decoder):
+    for mode, kind in (("RGB", b"P6"), ("L", b"P5")):
+        data = encode(photograph().convert(mode), "PPM")
+        assert data.startswith(kind)
+        assert (whole(decoder, data) == by_pillow(data)).all()
+        assert "takes" in only_fault(decoder, data[:-1])
+
+
+def lossless(gray: np.ndarray) -> bytes:
+    """A lossless JPEG (SOF3) of uint8 [h, w], each sample predicted by its left neighbour."""
+    left = np.concatenate([np.concatenate([[128], gray[:-1, 0]])[:, None], gray[:, :-1]], axis=1)
+    bits = ""
+    for value in (gray.astype(int) - left).ravel().tolist():
+        size = abs(value).bit_length()
+        bits += f"{size:04b}" + (f"{value if value > 0 else value + (1 << size) - 1:0{size}b}" if size else "")
+    bits += "1" * (-len(bits) % 8)
+    scan = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    frame = hostile.segment(0xC3, struct.pack(">BHHBBBB", 8, *gray.shape, 1, 1, 0x11, 0))
+    table = hostile.segment(0xC4, bytes([0, 0, 0, 0, 9, *[0] * 12, *range(9)]))
+    return b"\xff\xd8" + frame + table + hostile.segment(0xDA, bytes([1, 1, 0, 1, 0, 0])) + scan + b"\xff\xd9"
+
+
+def test_a_lossless_jpeg_is_pillows(decoder):
+    """A GPU's decoder gives zeros for some of them, without an error."""
+    gray = np.asarray(photograph(size=(56, 40)).convert("L"))
+    before = decoder.rescued
+    assert (whole(decoder, lossless(gray)) == gray[..., None]).all()
+    assert decoder.rescued == before
 
 
 # -- views --
@@ -627,6 +757,89 @@ def test_damaged_bytes_never_raise(decoder):
         (view,), faults, _ = views(decoder, images, RandomResizedCrop(32))
         assert (view[0] == want[0][0]).all()
         assert all(f.row > 0 and f.reason for f in faults)
+
+
+def claims(form: str, side: int, mode: str = "RGB", **options) -> bytes:
+    """A file of one colour that says to be as large, and holds as many pixels."""
+    return encode(Image.new(mode, (side, side)), form, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "least"),
+    [
+        (lambda: claims("WEBP", 8000, lossless=True), "every 64"),
+        (lambda: claims("PNG", 8000, "1"), "every 64"),
+        (lambda: claims("GIF", 8000, "P"), "every 64"),
+        (
+            lambda: hostile.png(4000, 4000, zlib.compress(bytes(4000 * (1 + 4000 * 8)), 9), depth=16, color=6),
+            "every 16",
+        ),
+        (lambda: hostile.bmp(8, compression=1, height=10, width=2**24, body=b"\0\2\xff\xff" * 1500), "every 8,"),
+        (lambda: hostile.bmp(4, compression=2, height=4000, width=4000, body=b"\0\0" * 4000), "every 8,"),
+    ],
+)
+def test_few_bytes_cannot_make_much_work(decoder, make, least):
+    """Some of these took 5 s, for every epoch; a larger `max_pixels` allows them all but run lengths."""
+    data = make()
+    reason = only_fault(decoder, data)
+    assert f"in {len(data)} bytes" in reason
+    assert least in reason
+    assert "`decode.max_pixels` of " in reason
+    wanted = int(reason.rsplit(" ", 1)[1])
+    larger = Decode(backend=decoder.backend, max_pixels=wanted).open("cpu")
+    assert not larger.look(pack([data])).faults
+    larger.close()
+
+
+def test_images_of_one_colour_are_shown(decoder):
+    """A white 24-megapixel photograph, a 600-dpi page and a 134-megapixel JPEG are no bombs."""
+    for data in (claims("JPEG", 4900), claims("WEBP", 4900), claims("PNG", 5900, "1")):
+        assert not decoder.look(pack([data])).faults
+    assert not decoder.look(pack([claims("JPEG", 11580)])).faults
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
+def test_texts_and_profiles_are_not_inflated(decoder, kind):
+    """DALI inflates each of them, a file of 1 MB to 1 GB; Pillow refuses the file."""
+    long = zlib.compress(bytes(2_000_000), 9)
+    head = {b"zTXt": b"k\0\0", b"iTXt": b"k\0\1\0\0\0", b"iCCP": b"k\0\0"}[kind]
+    plain = KINDS["png"]()
+    data = plain[:33] + chunk(kind, head + long) * 60 + plain[33:]
+    batch = pack([data])
+    look = decoder.look(batch)
+    assert len(look.replaced[0]) <= len(plain)
+    assert (decoder.full(batch, look)[0].numpy() == by_pillow(plain)).all()
+    oriented = encode(photograph(), "PNG", exif=exif(6))
+    data = oriented[:33] + chunk(b"iTXt", b"k\0\0\0\0\0" + b"history " * 20_000) + oriented[33:]
+    assert (whole(decoder, data) == by_pillow(data)).all()
+    assert decoder.truncated == 0
+
+
+def test_pillow_too_decodes_within_max_bytes():
+    """16 WebPs that take 84 MB each, on 8 threads: one at a time."""
+    code = (
+        "import sys, numpy as np, torch; from gpuaug.decode import Decode; from gpuaug.crop import Resize;"
+        "from test_decode import claims, pack;"
+        "peak = lambda: int(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')));"
+        "d = Decode(backend='pillow', num_threads=8, max_bytes=100_000_000).open('cpu');"
+        "small, data = claims('WEBP', 100), claims('WEBP', 2000);"
+        "go = lambda images: (lambda b, l: d.pixels(b, l, [Resize((8, 8)).boxes(None, l.height, l.width)]))("
+        "*(lambda b: (b, d.look(b)))(pack(images))); go([small] * 16); before = peak(); go([data] * 16);"
+        "print(peak() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 200_000  # kB
+
+
+def test_whole_images_obey_max_bytes(decoder):
+    small = Decode(backend=decoder.backend, max_bytes=200_000).open("cpu")
+    batch = pack([KINDS["png"]()] * 2)
+    with pytest.raises(ConfigError, match=r"`decode.max_bytes` must hold the 2 whole images"):
+        small.full(batch, small.look(batch))
+    assert whole(small, KINDS["jpeg 4:2:0"]()).shape == (187, 251, 3)
+    small.close()
 
 
 def test_many_scans_are_refused(decoder):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
+import zlib
 from contextlib import suppress
 
 import pytest
+from hostile import bmp, with_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from gpuaug import header
 from gpuaug.header import Header, HeaderError
@@ -144,3 +147,99 @@ def test_raw_is_its_size_and_its_pixels(size):
             header.read_raw(memoryview(wrong))
     assert header.read_raw(memoryview(encode("PNG"))) is None
     assert header.read_raw(memoryview(b"")) is None
+
+
+@pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])
+@pytest.mark.parametrize("orientation", [1, 6, 8])
+def test_orientation_in_imagemagicks_raw_profile(kind, orientation):
+    text = b"\nexif\n%8d\n" % len(block("<", orientation)) + block("<", orientation).hex().encode() + b"\n"
+    text = b"\0" + zlib.compress(text) if kind == b"zTXt" else text
+    payload = b"Raw profile type exif\0" + text
+    chunk = struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+    plain = encode("PNG")
+    data = plain[:33] + chunk + plain[33:]
+    assert header.read(data).orientation == orientation
+    assert ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == ((37, 21) if orientation < 5 else (21, 37))
+    for at in range(41, 41 + len(payload)):  # damaged: no orientation, or another
+        assert 1 <= header.read(data[:at] + b"\xff" + data[at + 1 :]).orientation <= 8
+
+
+def test_a_raw_profile_is_inflated_only_in_part():
+    payload = b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n 9\n" + b"00" * 50_000_000)
+    chunk = struct.pack(">I", len(payload)) + b"zTXt" + payload + b"crc!"
+    plain = encode("PNG")
+    tracemalloc.start()
+    assert header.read(plain[:33] + chunk + plain[33:]).orientation == 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(
+    ("screen", "at", "size"),
+    [
+        ((0, 0), (0, 0), (21, 37)),
+        ((10, 10), (0, 0), (21, 37)),
+        ((37, 21), (5, 3), (24, 42)),
+        ((99, 5), (0, 0), (21, 99)),
+    ],
+)
+def test_a_gif_is_as_large_as_its_screen_and_first_frame(screen, at, size):
+    data = bytearray(encode("GIF", comment=b"a comment " * 60))
+    data[6:10] = struct.pack("<HH", *screen)
+    frame = data.index(b"\x2c" + struct.pack("<HHHH", 0, 0, 37, 21))
+    data[frame + 1 : frame + 5] = struct.pack("<HH", *at)
+    found = header.read(bytes(data))
+    assert (found.height, found.width) == size == Image.open(io.BytesIO(data)).size[::-1]
+
+
+def test_a_gif_of_extensions_ends():
+    with pytest.raises(HeaderError, match="blocks before its first frame"):
+        header.read(b"GIF89a\x08\0\x08\0\0\0\0" + b"!\xfe" + b"\x01a" * 500_000)
+
+
+@pytest.mark.parametrize("kind", ["P5", "P6"])
+def test_ppm(kind):
+    samples = 21 * 37 * (3 if kind == "P6" else 1)
+    data = f"{kind}\n# a comment\n37 21 # another\n255\n".encode() + bytes(samples)
+    assert header.read(data) == Header("ppm", 21, 37)
+    for wrong, text in (
+        (data[:-1], "takes"),
+        (data.replace(b"255", b"65535"), "up to 65535"),
+        (data.replace(b"37", b"xx"), "broken header"),
+        (f"{kind} 1 1{'#' * 5000}".encode(), "broken header"),
+    ):
+        with pytest.raises(HeaderError, match=text):
+            header.read(wrong)
+
+
+def test_only_what_dali_is_known_to_decode_is_plain():
+    jpeg = encode("JPEG")
+    for marker in (0xC0, 0xC1, 0xC2):
+        assert header.read(with_frame(jpeg, marker=marker)).plain
+    for marker in (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF):
+        assert not header.read(with_frame(jpeg, marker=marker)).plain
+    for precision in (0, 1, 7, 9, 12, 16, 17, 255):
+        assert not header.read(with_frame(jpeg, precision=precision)).plain
+    for size in (12, 40, 52, 56, 108, 124):
+        for bits in range(65):
+            assert header.read(bmp(bits, size=size)).plain == (bits in (1, 4, 8, 24, 32)), (size, bits)
+    for bits in (1, 4, 8):
+        entries = 1 << bits
+        assert header.read(bmp(bits, colors=entries)).plain
+        assert header.read(bmp(bits, colors=2, entries=2)).plain
+        assert not header.read(bmp(bits, colors=entries + 1)).plain
+        assert not header.read(bmp(bits, entries=entries - 1)).plain
+    for bits in (16, 24, 32):
+        assert not header.read(bmp(bits, compression=3, masks=(0xFF, 0xFF00, 0xFF0000))).plain
+    assert not header.read(bmp(24)[:-1]).plain
+
+
+def test_the_pixels_of_a_png_are_kept():
+    data = encode("PNG", dpi=(99, 99), icc_profile=bytes(3000), exif=block("<", 6))
+    found = header.png_pixels(data)
+    assert len(found) < len(data)
+    assert Image.open(io.BytesIO(found)).tobytes() == Image.open(io.BytesIO(data)).tobytes()
+    assert header.read(found).ancillary == 0
+    header.png_pixels(data[:50])
+    assert header.read(data).ancillary > 50
