@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; the table below is what
     from gpuaug.source.materialized import MaterializedSource as MaterializedSource
     from gpuaug.source.packed import PackedSource as PackedSource
     from gpuaug.source.parquet import ParquetSource as ParquetSource
-    from gpuaug.source.remote import Remote as Remote
+    from gpuaug.source.remote.storage import Remote as Remote
     from gpuaug.source.shards import ShardSource as ShardSource
     from gpuaug.source.table import TableSource as TableSource
 
@@ -74,7 +74,7 @@ _WHERE = {
     "RandomCrop": "gpuaug.crop",
     "RandomResizedCrop": "gpuaug.crop",
     "ReadError": "gpuaug.errors",
-    "Remote": "gpuaug.source.remote",
+    "Remote": "gpuaug.source.remote.storage",
     "Repeated": "gpuaug.order",
     "Resize": "gpuaug.crop",
     "ResizeCenterCrop": "gpuaug.crop",

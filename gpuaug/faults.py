@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 
 from gpuaug.batch import Fault
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError
-from gpuaug.source.remote import LARGEST_FILE, check_regular
+from gpuaug.source.remote.storage import LARGEST_FILE, check_regular
 
 log = logging.getLogger("gpuaug")
 

@@ -33,9 +33,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.parent import end_with_it
-from gpuaug.source import Source, adapt
+from gpuaug.source.adapt import adapt
 from gpuaug.source.index import share
-from gpuaug.source.remote import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
+from gpuaug.source.protocol import Source
+from gpuaug.source.remote.storage import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 
 log = logging.getLogger("gpuaug")
 

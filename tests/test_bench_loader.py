@@ -117,7 +117,7 @@ def test_the_table_goes_between_its_marks_and_touches_nothing_else(bench):
 
 def test_the_s3_server_gives_the_folder_as_it_is(bench, tmp_path):
     from gpuaug.source import FolderSource, Remote
-    from gpuaug.source.remote import Range, Storage
+    from gpuaug.source.remote.storage import Range, Storage
 
     for name in ("a/1.jpg", "a/2.jpg", "b/3 #.jpg"):
         (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)

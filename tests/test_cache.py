@@ -20,10 +20,10 @@ import gpuaug
 from gpuaug import machine, size
 from gpuaug.errors import ConfigError
 from gpuaug.read import Reader
-from gpuaug.source import adapt, node
+from gpuaug.source import adapt, shared_memory
 from gpuaug.source.cache import RamCache
 
-pytestmark = pytest.mark.skipif(not node.SUPPORTED, reason="unnamed memory is Linux's")
+pytestmark = pytest.mark.skipif(not shared_memory.SUPPORTED, reason="unnamed memory is Linux's")
 WORKER = Path(__file__).parent / "cache_worker.py"
 
 
@@ -469,7 +469,11 @@ def test_an_index_is_there_once_for_all_ranks(tmp_path):
 def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
-    first, again, other = node.tensor(torch.arange(1000)), node.tensor(torch.arange(1000)), node.tensor(torch.zeros(9))
+    first, again, other = (
+        shared_memory.tensor(torch.arange(1000)),
+        shared_memory.tensor(torch.arange(1000)),
+        shared_memory.tensor(torch.zeros(9)),
+    )
     assert torch.equal(first, torch.arange(1000))
     assert first.dtype == torch.int64
     first.numpy()[5] = 77  # never done; shows that it is one memory
@@ -477,5 +481,5 @@ def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):
     assert torch.equal(other, torch.zeros(9))
     assert other.is_shared()
     del first
-    assert node.tensor(torch.arange(1000))[5] == 5  # the name went with its owner; what others have stays
+    assert shared_memory.tensor(torch.arange(1000))[5] == 5  # the name went with its owner; what others have stays
     assert again[5] == 77

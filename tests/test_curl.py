@@ -12,8 +12,8 @@ import pycurl
 import pytest
 
 from gpuaug.errors import ReadError
-from gpuaug.source import objects
-from gpuaug.source.curl import Curl, Get, Login, StatusError
+from gpuaug.source.remote import objects
+from gpuaug.source.remote.curl import Curl, Get, Login, StatusError
 
 BODY = bytes(range(256)) * 300
 

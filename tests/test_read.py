@@ -339,8 +339,8 @@ def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
     monkeypatch.setattr(gpuaug.read, "LARGE", 100)
     monkeypatch.setattr(gpuaug.read, "LARGEST_BATCH", 500)
     monkeypatch.setattr(gpuaug.read, "LARGEST_IMAGE", 400)
-    monkeypatch.setattr("gpuaug.source.remote.LARGEST_BATCH", 500)
-    monkeypatch.setattr("gpuaug.source.remote.LARGEST_IMAGE", 400)
+    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_BATCH", 500)
+    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_IMAGE", 400)
     sizes = [100, 300, 401, 201, 200, 101, 100]
 
     class Sized(Bytes):

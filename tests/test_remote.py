@@ -23,8 +23,8 @@ import gpuaug
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.read import Reader
 from gpuaug.source import FolderSource, Remote, adapt
-from gpuaug.source.disk import Disk, locked
-from gpuaug.source.remote import Range, Storage, join, locate, safe, shown, split
+from gpuaug.source.remote.disk import Disk, locked
+from gpuaug.source.remote.storage import Range, Storage, join, locate, safe, shown, split
 
 METHODS = multiprocessing.get_all_start_methods()
 
@@ -235,7 +235,7 @@ def either(request, monkeypatch):
 
 @pytest.mark.usefixtures("either")
 def test_a_server_without_end_is_not_read_for_ever(folder, monkeypatch):
-    monkeypatch.setattr("gpuaug.source.remote.LARGEST_FILE", 7)
+    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_FILE", 7)
     with files(folder.parent) as port:
         (found,) = Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")])
     assert isinstance(found, OSError)

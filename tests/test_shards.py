@@ -21,7 +21,7 @@ from test_remote import METHODS, read_all
 import gpuaug
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import Remote, ShardSource
-from gpuaug.source.places import braces
+from gpuaug.source.paths import braces
 from gpuaug.source.tar import members
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

@@ -20,7 +20,7 @@ from torch.utils.data import Subset, random_split
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import FolderSource, MapSource, adapt
 from gpuaug.source.index import Names
-from gpuaug.source.remote import LARGE, LARGEST_IMAGE, SIGNATURE, Range, Storage
+from gpuaug.source.remote.storage import LARGE, LARGEST_IMAGE, SIGNATURE, Range, Storage
 
 METHODS = multiprocessing.get_all_start_methods()
 
@@ -161,7 +161,7 @@ def test_a_large_file_that_is_no_image_is_not_read(tree, monkeypatch):
 
 
 def test_large_images_of_a_batch_are_bounded(monkeypatch):
-    monkeypatch.setattr("gpuaug.source.remote.LARGEST_BATCH", 3 * LARGE)
+    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_BATCH", 3 * LARGE)
     read = []
     monkeypatch.setattr(Storage, "_read_local", lambda self, part: read.append(part.place) or b"")
     parts = [Range(f"/{size}", image=size) for size in (LARGE + 5, 1, 2 * LARGE, LARGE + 6, LARGEST_IMAGE + 1)]
@@ -333,7 +333,7 @@ def test_subset_keeps_numbers(tree, tmp_path):
 @given(st.integers(1, 500), st.data())
 @settings(max_examples=30, deadline=None)
 def test_a_counted_subset_is_evenly_spread(total, data):
-    from gpuaug.source.listed import _subset
+    from gpuaug.source.filters import _subset
 
     count = data.draw(st.integers(1, total))
     numbers = _subset(count, np.arange(total))

@@ -392,7 +392,7 @@ class Profiler:
 
     def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
         """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
-        from gpuaug.source.node import SUPPORTED
+        from gpuaug.source.shared_memory import SUPPORTED
 
         source = self.loader.source
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory

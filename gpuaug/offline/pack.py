@@ -49,9 +49,10 @@ from gpuaug.faults import Faults
 from gpuaug.offline import on_ray
 from gpuaug.parent import end_with_it
 from gpuaug.read import Reader
-from gpuaug.source import Source, adapt
+from gpuaug.source.adapt import adapt
 from gpuaug.source.index import NO_ARRAY
 from gpuaug.source.packed import ENDINGS, FULL, KIND, MANIFEST, VERSION, Size, checksum, parse_manifest, shard_name
+from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 

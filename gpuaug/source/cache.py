@@ -31,7 +31,8 @@ from torch import Tensor
 
 from gpuaug import distributed, machine, size
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.source import Source, node
+from gpuaug.source import shared_memory
+from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 
@@ -61,7 +62,7 @@ class RamCache:
             raise ConfigError(f"`cache.fill` must be first-use or ahead. Found: {self.fill!r}.")
         if self.max_bytes is not None:
             size.parse(self.max_bytes, key="cache.max_bytes")
-        if not node.SUPPORTED:
+        if not shared_memory.SUPPORTED:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
@@ -264,7 +265,7 @@ class _Memory:
     def __init__(self, numbers: int, capacity: int, *, what: str) -> None:
         self.numbers = numbers
         begin = -(-8 * (HEAD + numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
-        found = node.once(what, lambda fd: os.ftruncate(fd, begin + capacity))
+        found = shared_memory.once(what, lambda fd: os.ftruncate(fd, begin + capacity))
         self._claim = found.claim
         self._map(found.fd)
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.filters import Listed, extensions_of
 from gpuaug.source.index import Names, share
-from gpuaug.source.labels import class_mapping, some
-from gpuaug.source.listed import Listed, extensions_of
-from gpuaug.source.remote import LARGE, Found, Range, Remote, Storage, is_url, join, locate, read_file, shown
+from gpuaug.source.remote.storage import LARGE, Found, Range, Remote, Storage, is_url, join, locate, read_file, shown
 
 log = logging.getLogger("gpuaug")
 

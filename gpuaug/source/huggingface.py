@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpuaug.errors import ReadError, SourceError
+from gpuaug.source.classes import label_column
+from gpuaug.source.filters import Listed
 from gpuaug.source.index import Names
-from gpuaug.source.labels import label_column
-from gpuaug.source.listed import Listed
-from gpuaug.source.remote import Storage, is_url, read_file
+from gpuaug.source.remote.storage import Storage, is_url, read_file
 
 
 def is_dataset(candidate: Any) -> bool:

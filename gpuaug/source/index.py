@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gpuaug import distributed
 from gpuaug.errors import SourceError
-from gpuaug.source import node
-from gpuaug.source.remote import open_text, read_file
+from gpuaug.source import shared_memory
+from gpuaug.source.remote.storage import open_text, read_file
 
 log = logging.getLogger("gpuaug")
 
@@ -79,8 +79,8 @@ def share(tensor: Tensor) -> Tensor:
     What is large is there once for all ranks of a machine, and must not be written to.
     """
     try:
-        if tensor.nbytes >= LARGE and distributed.local_world_size() > 1 and node.SUPPORTED:
-            return node.tensor(tensor)
+        if tensor.nbytes >= LARGE and distributed.local_world_size() > 1 and shared_memory.SUPPORTED:
+            return shared_memory.tensor(tensor)
         return tensor.share_memory_()
     except (RuntimeError, OSError) as error:  # a container's /dev/shm may be 64 MB
         log.warning("source index of %d MB stays outside shared memory: %s", tensor.nbytes >> 20, error)

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source import adapt
+from gpuaug.source.adapt import adapt
+from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import NO_ARRAY, Names, outside, share
-from gpuaug.source.listed import Subset, active
-from gpuaug.source.remote import check_regular, open_text
+from gpuaug.source.remote.storage import check_regular, open_text
 
 log = logging.getLogger("gpuaug")
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.filters import Classes, Listed, Subset
 from gpuaug.source.index import NO_ARRAY, Names, share
-from gpuaug.source.listed import Classes, Listed, Subset
-from gpuaug.source.remote import Range, Remote, Storage, is_url, join, locate, read_file, shown
+from gpuaug.source.remote.storage import Range, Remote, Storage, is_url, join, locate, read_file, shown
 
 MANIFEST = "manifest.json"  # written last: without it a folder is not finished
 KIND, VERSION = "gpuaug pack", 1

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.source.classes import label_column, some
+from gpuaug.source.filters import Classes, Listed, Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.labels import label_column, some
-from gpuaug.source.listed import Classes, Listed, Subset
-from gpuaug.source.places import common_folder, places_of
-from gpuaug.source.remote import Found, Range, Remote, Storage, is_url, shown
+from gpuaug.source.paths import common_folder, places_of
+from gpuaug.source.remote.storage import Found, Range, Remote, Storage, is_url, shown
 
 log = logging.getLogger("gpuaug")
 

@@ -22,12 +22,23 @@ import torch
 from numpy.typing import NDArray
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.disk import locked
+from gpuaug.source.classes import some
+from gpuaug.source.filters import Classes, Listed, Subset, extensions_of
 from gpuaug.source.index import Names, share
-from gpuaug.source.labels import some
-from gpuaug.source.listed import Classes, Listed, Subset, extensions_of
-from gpuaug.source.places import common_folder, places_of
-from gpuaug.source.remote import LARGEST_FILE, Found, Range, Remote, Storage, is_url, join, read_file, shown, split
+from gpuaug.source.paths import common_folder, places_of
+from gpuaug.source.remote.disk import locked
+from gpuaug.source.remote.storage import (
+    LARGEST_FILE,
+    Found,
+    Range,
+    Remote,
+    Storage,
+    is_url,
+    join,
+    read_file,
+    shown,
+    split,
+)
 from gpuaug.source.tar import BLOCK, Member, members
 
 log = logging.getLogger("gpuaug")

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.source.classes import some
+from gpuaug.source.filters import Classes, Listed, Subset
 from gpuaug.source.index import Names
-from gpuaug.source.labels import some
-from gpuaug.source.listed import Classes, Listed, Subset
 from gpuaug.source.parquet import arrow, plain
-from gpuaug.source.remote import Range, Remote, Storage, is_url, join, locate, safe, shown, split
+from gpuaug.source.remote.storage import Range, Remote, Storage, is_url, join, locate, safe, shown, split
 
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from gpuaug.errors import SourceError
-from gpuaug.source import Source
 from gpuaug.source.huggingface import DatasetSource, is_dataset
 from gpuaug.source.index import share
+from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 
@@ -76,7 +76,14 @@ class MapSource:
 
 
 def adapt(source: Any) -> Source:
-    """See :func:`gpuaug.source.adapt`."""
+    """A complete source out of any map-style object that yields ``(bytes, label)``; a complete one is given back.
+
+    A ``torch.utils.data.Subset`` (what ``random_split`` returns) becomes a view of the source beneath it, whose samples
+    keep their numbers.
+
+    Raises:
+        SourceError: if the object has no length or cannot be indexed.
+    """
     if isinstance(source, Subset):
         return _subset(source)
     if all(hasattr(source, name) for name in COMPLETE):

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source import labels as label_rules
+from gpuaug.source.classes import class_mapping, encode, some
 from gpuaug.source.index import outside, read_numbers, share
-from gpuaug.source.remote import Range, Storage, is_url, open_text, shown
+from gpuaug.source.remote.storage import Range, Storage, is_url, open_text, shown
 
 log = logging.getLogger("gpuaug")
 
@@ -134,12 +134,12 @@ class Listed:
         self, values: Sequence[Any] | NDArray[Any], *, classes: Classes, names: Sequence[str] | None = None
     ) -> None:
         """Take the labels of all samples; ``names`` are classes that the data itself names, in order."""
-        mapping = None if classes is None else label_rules.class_mapping(classes)
+        mapping = None if classes is None else class_mapping(classes)
         if mapping is not None and names is not None and list(mapping) != list(names):
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
                 raise SourceError(
                     f"`source.classes` differs from the names of the labels in {shown(self.root)!r}: "
-                    f"{label_rules.some(list(names))}. Leave it out."
+                    f"{some(list(names))}. Leave it out."
                 )
             if beyond := outside(values, len(names)):
                 raise SourceError(
@@ -149,7 +149,7 @@ class Listed:
             values = [names[i] for i in values.tolist()]  # by name: the other run counted them differently
         elif mapping is None and names is not None:
             mapping = {name: label for label, name in enumerate(names)}
-        found, known = label_rules.encode(values, classes=mapping, place=shown(self.root))
+        found, known = encode(values, classes=mapping, place=shown(self.root))
         tensor = share(torch.from_numpy(found))
         if found.dtype == np.int64:
             self.labels = tensor

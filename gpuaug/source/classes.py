@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
-from gpuaug.source.remote import open_text
+from gpuaug.source.remote.storage import open_text
 
 log = logging.getLogger("gpuaug")
 

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.remote import Found, Storage, is_url, join, locate, shown, split
+from gpuaug.source.remote.storage import Found, Storage, is_url, join, locate, shown, split
 
 MOST_FILES = 1_000_000
 

@@ -29,9 +29,9 @@ from urllib.parse import quote, unquote
 
 from gpuaug import header
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.source import objects
-from gpuaug.source.curl import Get, StatusError
-from gpuaug.source.disk import Disk
+from gpuaug.source.remote import objects
+from gpuaug.source.remote.curl import Get, StatusError
+from gpuaug.source.remote.disk import Disk
 
 log = logging.getLogger("gpuaug")
 

@@ -1,4 +1,4 @@
-"""Objects of S3, of Google Cloud Storage and of web servers, read by libcurl (:mod:`gpuaug.source.curl`).
+"""Objects of S3, of Google Cloud Storage and of web servers, read by libcurl (:mod:`gpuaug.source.remote.curl`).
 
 Where they are and as whom to ask stays with the file system of fsspec, which also lists, and reads what is told it in
 options that libcurl does not have.
@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from gpuaug.source.curl import Curl, Get, Login
+from gpuaug.source.remote.curl import Curl, Get, Login
 
 log = logging.getLogger("gpuaug")
 

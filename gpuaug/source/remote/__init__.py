@@ -1,0 +1,1 @@
+"""Reads and lists files, on a local disk or behind a URL."""
