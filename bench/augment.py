@@ -107,7 +107,7 @@ class Case:
     def ours(
         self, backend: str, work: list[Any] | None = None, dtype: torch.dtype | None = None
     ) -> Callable[[], list[Any]]:
-        from gpuaug.augment.fused import FusedBackend
+        from gpuaug.augment.fused.backend import FusedBackend
         from gpuaug.augment.reference import ReferenceBackend
 
         kind = {"fused": FusedBackend, "kornia": ReferenceBackend}[backend]

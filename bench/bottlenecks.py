@@ -36,9 +36,10 @@ import readme
 
 import gpuaug
 from gpuaug import machine
-from gpuaug.cli import main as cli
-from gpuaug.diagnose import bottleneck, profiling
-from gpuaug.loader import Inside, Loader
+from gpuaug.loader.loader import Inside, Loader
+from gpuaug.tools.main import main as cli
+from gpuaug.tools.profile import bottleneck
+from gpuaug.tools.profile import measure as profiling
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64")
 RAW = ("~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}")
@@ -221,7 +222,12 @@ def sleeping(seconds: float) -> profiling.Step:
 
 
 TUNED = {
-    "folder, SmallNet": ("num_workers=0", "prefetch=0", "model._target_=gpuaug.cli.model.SmallNet", "+model.width=16"),
+    "folder, SmallNet": (
+        "num_workers=0",
+        "prefetch=0",
+        "model._target_=gpuaug.tools.train.model.SmallNet",
+        "+model.width=16",
+    ),
     "folder, defaults": (),
     "one decode thread": ("decode.num_threads=1", "num_workers=0"),
 }

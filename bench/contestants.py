@@ -105,7 +105,7 @@ def ours_s3(spec: Spec) -> Run:
 
 
 def _inside(loader: Any) -> Any:
-    from gpuaug.loader import Inside
+    from gpuaug.loader.loader import Inside
 
     return Inside(loader)
 
@@ -126,7 +126,7 @@ def read(spec: Spec) -> Run:
 
 def _encoded(loader: Any) -> list[Any]:
     """An epoch's batches in private memory."""
-    from gpuaug.ahead import _copied
+    from gpuaug.read.prefetch import _copied
 
     inside = _inside(loader)
     batches = [_copied(batch) for batch in inside.reader.batches(inside.tasks())]

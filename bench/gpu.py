@@ -232,7 +232,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
 
     gpu_tests = [p for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
     gpu_tests.sort(key=lambda p: p.stem not in ("test_gpu", "test_decode"))  # these two say most
-    train = [python, "-m", "gpuaug.cli", "train", f"device={device}"]
+    train = [python, "-m", "gpuaug.tools", "train", f"device={device}"]
     few = ["--count", "60"] if small else []
     return [
         Part("photographs", [python, "bench/photographs.py", str(photographs), *few], "Are there photographs?", 15, 90),
@@ -242,7 +242,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
             120,
         ),
         Part(
-            "doctor", [python, "-m", "gpuaug.cli", "doctor", f"json={work / 'doctor.json'}"],
+            "doctor", [python, "-m", "gpuaug.tools", "doctor", f"json={work / 'doctor.json'}"],
             "Which of the hazards that doctor names are real here?", 100, 240, "Those that are not `ok` in doctor.log.",
         ),
         hazard(
@@ -324,7 +324,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         ),
         Part(
             "profile",
-            [python, "-m", "gpuaug.cli", "profile", f"source.root={root}", f"device={device}", "dtype=bfloat16",
+            [python, "-m", "gpuaug.tools", "profile", f"source.root={root}", f"device={device}", "dtype=bfloat16",
              f"out={work / 'profile.png'}", f"json={work / 'profile.json'}", f"trace={work / 'trace.json'}",
              *(["repeats=1", "batch_size=8", "augment=flip"] * small)],
             "Which stage is the narrowest?", 60, 200, "The one that profile.log names.",

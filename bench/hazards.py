@@ -90,7 +90,7 @@ def _training() -> Callable[[int], None]:
 
 def context() -> Any:
     """Devices on which a process has a context after an import: forked workers must not inherit one."""
-    ours = "from gpuaug.diagnose.probes import _batch, _images; from gpuaug.decode import Decode\n"
+    ours = "from gpuaug.tools.doctor.probes import _batch, _images; from gpuaug.decode.decoder import Decode\n"
     ours += "d = Decode().open('cpu'); b = _batch([_images()[0][1]]); d.full(b, d.look(b))"
     ways = {
         "nothing": "",
@@ -113,8 +113,8 @@ def feed() -> Any:
     import torch
 
     import gpuaug
-    from gpuaug.decode import Decode
-    from gpuaug.diagnose.probes import _batch
+    from gpuaug.decode.decoder import Decode
+    from gpuaug.tools.doctor.probes import _batch
 
     decoder, batch, found = Decode(num_threads=2 if REHEARSE else 8).open(DEVICE), _batch(jpegs(BATCH)), {}
     for recipe in ("standard", "dino"):
@@ -203,9 +203,9 @@ def graveyard() -> Any:
     import torch
     from nvidia.dali import Pipeline, fn, types
 
-    from gpuaug.crop import Resize
-    from gpuaug.decode import Decode
-    from gpuaug.diagnose.probes import _batch
+    from gpuaug.augment.crop import Resize
+    from gpuaug.decode.decoder import Decode
+    from gpuaug.tools.doctor.probes import _batch
 
     if REHEARSE:
         return NEEDS_GPU
@@ -289,7 +289,7 @@ def loader() -> Any:
 
 def engine() -> Any:
     """Batches decoded in a row on a busy device, as `gpuaug doctor` tests them, without the JPEG engine and with it."""
-    from gpuaug.diagnose import probes
+    from gpuaug.tools.doctor import probes
 
     if REHEARSE:
         return {"cpu": probes._order(0.0, 0, device="cpu")}

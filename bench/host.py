@@ -34,7 +34,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
 
     import gpuaug
     from gpuaug.batch import EncodedBatch
-    from gpuaug.decode import Decode, _Mixed
+    from gpuaug.decode.decoder import Decode, _Mixed
 
     rng, encoded = np.random.default_rng(0), []
     for _ in range(batch_size):

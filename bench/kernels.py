@@ -64,7 +64,7 @@ class Case:
 
     def __init__(self, recipe: str, batch: int, dtype: torch.dtype, channels_last: bool) -> None:
         import gpuaug
-        from gpuaug.augment.fused import FusedBackend
+        from gpuaug.augment.fused.backend import FusedBackend
 
         overrides = ["augment=standard", "augment.ops.jitter.order=[0,1,2,3]"] if recipe == "standard" else []
         name = {"standard_random": "standard"}.get(recipe, recipe)
@@ -95,7 +95,8 @@ class Case:
 
     def queued(self) -> Callable[[], None] | None:
         """The kernels without lowering and upload; None where an operation draws a field or runs through Kornia."""
-        from gpuaug.augment import fused, triton_kernels
+        from gpuaug.augment.fused import backend as fused
+        from gpuaug.augment.fused import cuda as triton_kernels
 
         work = []
         for backend, chosen, inputs in self.views:
@@ -160,7 +161,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def tune(recipe: str) -> list[dict[str, Any]]:
     """Device time with other blocks and warps; B = 256, bfloat16."""
-    from gpuaug.augment import triton_kernels as kernels
+    from gpuaug.augment.fused import cuda as kernels
 
     case, rows = Case(recipe, 256, torch.bfloat16, False), []
     as_shipped = (kernels.BLOCK, kernels.WARPS, kernels.TILE, kernels.BLUR_WARPS)

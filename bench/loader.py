@@ -120,7 +120,7 @@ class Contestant:
 
     def weigh(self) -> None:
         """One epoch with an eye on the memory; looking costs time, so none is taken."""
-        from gpuaug.cli import memory
+        from gpuaug.tools import memory
 
         self._ask()
         assert self.process.stdout is not None
@@ -176,7 +176,7 @@ def pack(root: Path, out: Path) -> str:
     """The same photographs as pixels, at their full size."""
     if not (out / "manifest.json").exists():
         subprocess.run(
-            [sys.executable, "-m", "gpuaug.cli", "pack", f"source.root={root}", f"out={out}", "format=uint8"],
+            [sys.executable, "-m", "gpuaug.tools", "pack", f"source.root={root}", f"out={out}", "format=uint8"],
             cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL,
         )  # fmt: skip
     return str(out)  # where it failed, the contestant says so

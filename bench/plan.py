@@ -76,7 +76,7 @@ CONFIGURATIONS = [
 def cli(*words: str) -> None:
     """A command of ours, without its output."""
     subprocess.run(
-        [sys.executable, "-m", "gpuaug.cli", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "gpuaug.tools", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def measure(configuration: Configuration, where: Sequence[str], *, seconds: floa
     """One row: planned and measured, in MiB, as a whole and in parts."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
-        call = [sys.executable, "-m", "gpuaug.cli", "plan", *where, *configuration.overrides, "device=cpu"]
+        call = [sys.executable, "-m", "gpuaug.tools", "plan", *where, *configuration.overrides, "device=cpu"]
         done = subprocess.run(
             [*call, "measure=true", f"seconds={seconds}", f"json={file}"], cwd=ROOT, capture_output=True, text=True
         )

@@ -13,6 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; the table below is what runs
+    from gpuaug.augment.crop import RandomCrop as RandomCrop
+    from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
+    from gpuaug.augment.crop import Resize as Resize
+    from gpuaug.augment.crop import ResizeCenterCrop as ResizeCenterCrop
     from gpuaug.augment.mix import Mix as Mix
     from gpuaug.augment.normalize import Normalize as Normalize
     from gpuaug.augment.policy import OneOf as OneOf
@@ -22,11 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; the table below is what
     from gpuaug.batch import EncodedBatch as EncodedBatch
     from gpuaug.config import build as build
     from gpuaug.config import compose as compose
-    from gpuaug.crop import RandomCrop as RandomCrop
-    from gpuaug.crop import RandomResizedCrop as RandomResizedCrop
-    from gpuaug.crop import Resize as Resize
-    from gpuaug.crop import ResizeCenterCrop as ResizeCenterCrop
-    from gpuaug.decode import Decode as Decode
+    from gpuaug.decode.decoder import Decode as Decode
     from gpuaug.errors import ConfigError as ConfigError
     from gpuaug.errors import DataError as DataError
     from gpuaug.errors import FaultBudgetError as FaultBudgetError
@@ -34,13 +34,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; the table below is what
     from gpuaug.errors import ReadError as ReadError
     from gpuaug.errors import SourceError as SourceError
     from gpuaug.errors import StateError as StateError
-    from gpuaug.faults import Faults as Faults
-    from gpuaug.loader import Loader as Loader
-    from gpuaug.offline.materialize import Materialize as Materialize
-    from gpuaug.order import Repeated as Repeated
-    from gpuaug.order import Sequential as Sequential
-    from gpuaug.order import Shuffle as Shuffle
-    from gpuaug.order import Weighted as Weighted
+    from gpuaug.loader.faults import Faults as Faults
+    from gpuaug.loader.loader import Loader as Loader
+    from gpuaug.read.order import Repeated as Repeated
+    from gpuaug.read.order import Sequential as Sequential
+    from gpuaug.read.order import Shuffle as Shuffle
+    from gpuaug.read.order import Weighted as Weighted
     from gpuaug.source.cache import RamCache as RamCache
     from gpuaug.source.folder import FolderSource as FolderSource
     from gpuaug.source.materialized import MaterializedSource as MaterializedSource
@@ -49,20 +48,21 @@ if TYPE_CHECKING:  # what type checkers and editors see; the table below is what
     from gpuaug.source.remote.storage import Remote as Remote
     from gpuaug.source.shards import ShardSource as ShardSource
     from gpuaug.source.table import TableSource as TableSource
+    from gpuaug.tools.materialize.materialize import Materialize as Materialize
 
 _WHERE = {
     "Augment": "gpuaug.augment.recipe",
     "Batch": "gpuaug.batch",
     "ConfigError": "gpuaug.errors",
     "DataError": "gpuaug.errors",
-    "Decode": "gpuaug.decode",
+    "Decode": "gpuaug.decode.decoder",
     "EncodedBatch": "gpuaug.batch",
     "FaultBudgetError": "gpuaug.errors",
-    "Faults": "gpuaug.faults",
+    "Faults": "gpuaug.loader.faults",
     "FolderSource": "gpuaug.source.folder",
     "GpuaugError": "gpuaug.errors",
-    "Loader": "gpuaug.loader",
-    "Materialize": "gpuaug.offline.materialize",
+    "Loader": "gpuaug.loader.loader",
+    "Materialize": "gpuaug.tools.materialize.materialize",
     "MaterializedSource": "gpuaug.source.materialized",
     "Mix": "gpuaug.augment.mix",
     "MultiView": "gpuaug.augment.recipe",
@@ -71,20 +71,20 @@ _WHERE = {
     "PackedSource": "gpuaug.source.packed",
     "ParquetSource": "gpuaug.source.parquet",
     "RamCache": "gpuaug.source.cache",
-    "RandomCrop": "gpuaug.crop",
-    "RandomResizedCrop": "gpuaug.crop",
+    "RandomCrop": "gpuaug.augment.crop",
+    "RandomResizedCrop": "gpuaug.augment.crop",
     "ReadError": "gpuaug.errors",
     "Remote": "gpuaug.source.remote.storage",
-    "Repeated": "gpuaug.order",
-    "Resize": "gpuaug.crop",
-    "ResizeCenterCrop": "gpuaug.crop",
-    "Sequential": "gpuaug.order",
+    "Repeated": "gpuaug.read.order",
+    "Resize": "gpuaug.augment.crop",
+    "ResizeCenterCrop": "gpuaug.augment.crop",
+    "Sequential": "gpuaug.read.order",
     "ShardSource": "gpuaug.source.shards",
-    "Shuffle": "gpuaug.order",
+    "Shuffle": "gpuaug.read.order",
     "SourceError": "gpuaug.errors",
     "StateError": "gpuaug.errors",
     "TableSource": "gpuaug.source.table",
-    "Weighted": "gpuaug.order",
+    "Weighted": "gpuaug.read.order",
     "build": "gpuaug.config",
     "compose": "gpuaug.config",
 }

@@ -2,7 +2,7 @@
 
 What decoders do depends on processor, devices, driver and versions, so verdicts are kept as JSON in the user's cache
 folder under a name made of them, and :func:`verdict` tells them to whoever has to choose between a fast and a safe way.
-Nothing here runs a test: that is :mod:`gpuaug.diagnose.doctor`.
+Nothing here runs a test: that is :mod:`gpuaug.tools.doctor.checks`.
 """
 
 from __future__ import annotations

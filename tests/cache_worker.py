@@ -57,7 +57,7 @@ def content(index):
 def main():
     settings = json.loads(sys.argv[1])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    from gpuaug.read import Reader
+    from gpuaug.read.reader import Reader
     from gpuaug.source import adapt
 
     torch.set_num_threads(1)

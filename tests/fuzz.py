@@ -34,7 +34,7 @@ from hostile import BAD, EITHER, GOOD, encode, photograph
 from hostile_tars import tar
 
 import gpuaug
-from gpuaug.diagnose import plan
+from gpuaug.tools.plan import predict as plan
 
 BATCH, THREADS = 64, 4
 MUTANTS = 32  # of a batch; the others are good ones
@@ -47,8 +47,8 @@ LOGGED = 20.0  # seconds between two lines of progress
 HEAD = 700  # bytes in front, where half of the damage is done: headers decide what is allocated
 SETTINGS = {
     "default": {},
-    "every codec": {"codecs": gpuaug.decode.CODECS},
-    "pillow": {"codecs": gpuaug.decode.CODECS, "backend": "pillow"},
+    "every codec": {"codecs": gpuaug.decode.decoder.CODECS},
+    "pillow": {"codecs": gpuaug.decode.decoder.CODECS, "backend": "pillow"},
 }
 FAMILIES = ("jpeg", "jpeg", "png", "png", "webp", "bmp", "bmp", "gif", "tiff", "jpeg2000")
 

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import gpuaug
-from gpuaug.header import raw_header
+from gpuaug.decode.header import raw_header
 
 
 def burn(seconds: float) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug.ahead import LOW, Ahead
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import ConfigError
+from gpuaug.read.prefetch import LOW, Ahead
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,8 +124,8 @@ MEMORY = """
 import json, sys, time
 from pathlib import Path
 import torch
-from gpuaug.ahead import Ahead
-from gpuaug.read import Reader
+from gpuaug.read.prefetch import Ahead
+from gpuaug.read.reader import Reader
 from gpuaug.source import adapt
 
 length, rows, waiting = map(int, sys.argv[1:])

@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 import gpuaug
-from gpuaug.cli import main
 from gpuaug.errors import GpuaugError
+from gpuaug.tools.main import main
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 10**6, 10**20, -(10**20), 0.0, 0.5, -0.5, 1.5, 1e308, math.nan, math.inf, -math.inf,

@@ -19,7 +19,7 @@ import torch
 import gpuaug
 from gpuaug import machine, size
 from gpuaug.errors import ConfigError
-from gpuaug.read import Reader
+from gpuaug.read.reader import Reader
 from gpuaug.source import adapt, shared_memory
 from gpuaug.source.cache import RamCache
 

@@ -16,10 +16,10 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from gpuaug.cli import COMMANDS, conf_dir, main
-from gpuaug.cli.report import Report, output
-from gpuaug.cli.request import Request
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.tools.main import COMMANDS, conf_dir, main
+from gpuaug.tools.report import Report, output
+from gpuaug.tools.request import Request
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +43,7 @@ def test_help_imports_nothing_but_a_little_of_the_standard_library(words: list[s
     """Which is why it answers in a tenth of a second: 98 modules, most of them Python's own start."""
     code = (
         "import sys; sys.modules.pop('_distutils_hack', None); before = set(sys.modules)\n"
-        "from gpuaug.cli import main; status = main(sys.argv[1:])\n"
+        "from gpuaug.tools.main import main; status = main(sys.argv[1:])\n"
         "new = set(sys.modules) - before\n"
         "others = {name.partition('.')[0] for name in new} - {'gpuaug', *sys.stdlib_module_names}\n"
         "assert not others, others\n"
@@ -65,7 +65,7 @@ def test_help_imports_nothing_but_a_little_of_the_standard_library(words: list[s
 def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
     from importlib import import_module
 
-    module = import_module(f"gpuaug.cli.{name}")
+    module = import_module(f"gpuaug.tools.{name}.command")
     settings = request(command=name).settings()
     assert set(settings) == set(module.Settings.__dataclass_fields__)
     made, default = module.Settings(**settings), module.Settings()
@@ -252,12 +252,12 @@ def test_long_lines_fit_a_narrow_terminal_and_stay_whole_in_a_pipe(capsys: pytes
     Report().add("model_of_it", 1, text)
     assert capsys.readouterr().out == f"model of it        {text}\n"
     for columns in (60, 90):
-        code = f"from gpuaug.cli.report import Report; Report().add('model_of_it', 1, {text!r})"
+        code = f"from gpuaug.tools.report import Report; Report().add('model_of_it', 1, {text!r})"
         lines = on_terminal(code, columns=columns)
         assert max(map(len, lines)) <= columns
         assert all(line.startswith(" " * 19) for line in lines[1:])
         assert " ".join("".join(f"{line[19:]} " for line in lines).split()) == text.strip()
-    code = "from gpuaug.cli.doctor import open_files, shown; print(shown(open_files((64, 4096))))"
+    code = "from gpuaug.tools.doctor.command import open_files, shown; print(shown(open_files((64, 4096))))"
     assert max(map(len, on_terminal(code, columns=60))) <= 60
 
 
@@ -302,7 +302,7 @@ def test_logging_is_as_before_afterwards(folder: Path, tmp_path: Path) -> None:
 def test_a_reader_that_has_had_enough_is_no_error(command: str) -> None:
     """As `gpuaug train --help | head -1`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpuaug.cli", *command.split()],
+        [sys.executable, "-m", "gpuaug.tools", *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -275,8 +275,8 @@ def test_a_running_hydra_application_keeps_its_state(tmp_path):
         "kornia.augmentation._2d.intensity.jpeg.JPEGCodecDifferentiable",
         "gpuaug.config.Path",
         "gpuaug.build",
-        "gpuaug.loader.threading.Thread",
-        "gpuaug.draw.Stream",
+        "gpuaug.loader.loader.threading.Thread",
+        "gpuaug.random.keyed.Stream",
         "gpuaug.augment.parameters.Prepared",
         "",
         ".os.system",
@@ -544,8 +544,8 @@ import sys
 sys.argv = ["app", "train", "source.root=/no/such/folder"]
 import gpuaug
 targets = (
-    "gpuaug gpuaug.cli.__main__ gpuaug.cli.train gpuaug.diagnose.parity gpuaug.offline.on_ray "
-    "gpuaug.cli.train.Settings "
+    "gpuaug gpuaug.tools.__main__ gpuaug.tools.train.command gpuaug.tools.parity.compare gpuaug.tools.on_ray "
+    "gpuaug.tools.train.command.Settings "
     "gpuaug.augment.recipe.Augment kornia.core.external.diffusers.X kornia.core.external.onnx.load kornia.__main__ "
     "kornia.onnx.utils.ONNXLoader kornia.feature.loftr.LoFTR kornia.augmentation.__main__"
 )
@@ -557,7 +557,7 @@ for target in targets.split():
         assert repr(target) in str(error), error
     else:
         raise SystemExit(f"{target} was taken")
-unwanted = ("gpuaug.cli", "gpuaug.diagnose.parity", "gpuaug.offline.on_ray", "diffusers", "onnx")
+unwanted = ("gpuaug.tools.main", "gpuaug.tools.parity.compare", "gpuaug.tools.on_ray", "diffusers", "onnx")
 print([m for m in unwanted if m in sys.modules])
 """
 

@@ -42,7 +42,7 @@ def test_training_goes_through(tmp_path):
         path.write_bytes(damage(path.read_bytes()))
     record = tmp_path / "faults.jsonl"
     command = [
-        sys.executable, "-m", "gpuaug.cli", "train", f"source.root={train}", "augment=standard",
+        sys.executable, "-m", "gpuaug.tools", "train", f"source.root={train}", "augment=standard",
         "augment.crop.size=64", "epochs=2", "batch_size=32", "num_workers=1", "faults.policy=blank",
         f"faults.file={record}", f"out={tmp_path / 'run'}", f"json={tmp_path / 'report.json'}",
     ]  # fmt: skip

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-from gpuaug import decode, header
+from gpuaug.augment.crop import Boxes, RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.batch import EncodedBatch, Fault
-from gpuaug.crop import Boxes, RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
-from gpuaug.decode import Decode, Decoder, _Mixed, _Plan
+from gpuaug.decode import decoder as decode
+from gpuaug.decode import header
+from gpuaug.decode.decoder import Decode, Decoder, _Mixed, _Plan
 from gpuaug.errors import ConfigError, GpuaugError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -818,7 +819,8 @@ def test_texts_and_profiles_are_not_inflated(decoder, kind):
 def test_pillow_too_decodes_within_max_bytes():
     """16 WebPs that take 84 MB each, on 8 threads: one at a time."""
     code = (
-        "import sys, numpy as np, torch; from gpuaug.decode import Decode; from gpuaug.crop import Resize;"
+        "import sys, numpy as np, torch; from gpuaug.decode.decoder import Decode;"
+        "from gpuaug.augment.crop import Resize;"
         "from test_decode import claims, pack;"
         "peak = lambda: int(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')));"
         "d = Decode(backend='pillow', num_threads=8, max_bytes=100_000_000).open('cpu');"
@@ -981,8 +983,8 @@ ON_CPU = """
 import sys
 from pathlib import Path
 import torch
-from gpuaug.crop import Resize
-from gpuaug.decode import Decode
+from gpuaug.augment.crop import Resize
+from gpuaug.decode.decoder import Decode
 from test_decode import KINDS, pack
 
 batch = pack([KINDS[kind]() for kind in ("jpeg 4:2:0", "png", "webp", "bmp")])
@@ -1124,7 +1126,8 @@ def test_nothing_global_is_touched(decoder):
 
 def test_import_is_light():
     code = (
-        "import sys, gpuaug.decode; sys.exit(any(m in sys.modules for m in ('nvidia.dali', 'PIL', 'kornia', 'hydra')))"
+        "import sys, gpuaug.decode.decoder;"
+        "sys.exit(any(m in sys.modules for m in ('nvidia.dali', 'PIL', 'kornia', 'hydra')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -1132,7 +1135,7 @@ def test_import_is_light():
 @pytest.mark.parametrize("failures", [1, 3, 4])
 def test_a_pipeline_that_failed_is_built_again(failures, monkeypatch, caplog):
     """The failure is planted, as a device error cannot be had on request; the pipelines before and after are real."""
-    from gpuaug import decode as module
+    from gpuaug.decode import decoder as module
 
     images = pack([encode(photograph(name), quality=90) for name in ("china", "flower", "china")])
     decoder = Decode(num_threads=1, backend="dali").open("cpu")
@@ -1165,8 +1168,9 @@ def test_a_webp_chunk_longer_than_its_file_allocates_nothing():
     at = data.index(b"EXIF")
     data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)
     code = (
-        "import sys, torch; from gpuaug.decode import Decode; from gpuaug.batch import EncodedBatch;"
-        "from gpuaug.crop import Resize; data = sys.stdin.buffer.read(); one = torch.zeros(1, dtype=torch.int64);"
+        "import sys, torch; from gpuaug.decode.decoder import Decode; from gpuaug.batch import EncodedBatch;"
+        "from gpuaug.augment.crop import Resize; data = sys.stdin.buffer.read();"
+        "one = torch.zeros(1, dtype=torch.int64);"
         "batch = EncodedBatch(data=torch.frombuffer(bytearray(data), dtype=torch.uint8),"
         "offsets=torch.tensor([0, len(data)]), labels=None, indices=one, repeats=one, valid=one == 0);"
         "d = Decode(backend='dali').open('cpu'); look = d.look(batch);"

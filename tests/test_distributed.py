@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpuaug import distributed, machine
-from gpuaug.decode import Decode
-from gpuaug.loader import _device
+from gpuaug import machine
+from gpuaug.decode.decoder import Decode
+from gpuaug.loader import distributed
+from gpuaug.loader.loader import _device
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 

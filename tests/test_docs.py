@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug.cli import COMMANDS
+from gpuaug.tools.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -180,7 +180,7 @@ def commands() -> list[list[str]]:
     """The words of every line of the README that runs something of ours."""
     lines = [line for language, text in BLOCKS if not language for line in text.splitlines()]
     words = [shlex.split(line) for line in lines if re.match(r"(gpuaug|torchrun|python) ", line)]
-    return [w[w.index("gpuaug.cli") if "gpuaug.cli" in w else 0 :] for w in words]
+    return [w[w.index("gpuaug.tools.main") if "gpuaug.tools.main" in w else 0 :] for w in words]
 
 
 def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor) -> None:
@@ -208,7 +208,7 @@ def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Pa
         command = [sys.executable, *words[1:], "train_data.device=cpu", "val_data.device=cpu"]
     else:
         few = {"train": ["batch_size=8", "num_workers=0", "limit_batches=1", "epochs=1"]}.get(words[1], ["samples=1"])
-        command = [sys.executable, "-m", "gpuaug.cli", *words[1:], "device=cpu", *few]
+        command = [sys.executable, "-m", "gpuaug.tools", *words[1:], "device=cpu", *few]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -262,7 +262,7 @@ def test_contributing_names_the_tables_of_the_tests() -> None:
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_of_the_module_as_a_program(words: list[str]) -> None:
-    command = [sys.executable, "-m", "gpuaug.cli", *words]
+    command = [sys.executable, "-m", "gpuaug.tools", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.startswith("usage: gpuaug")
 

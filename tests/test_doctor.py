@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from gpuaug import machine, verdicts
-from gpuaug.cli import doctor as command
-from gpuaug.cli import main
-from gpuaug.decode import Decode, _without_engine
-from gpuaug.diagnose import doctor, probes
+from gpuaug.decode.decoder import Decode, _without_engine
 from gpuaug.errors import ConfigError
+from gpuaug.tools.doctor import checks as doctor
+from gpuaug.tools.doctor import command, probes
+from gpuaug.tools.main import main
 from gpuaug.verdicts import Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +99,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     """Planted: a PATH without any."""
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("CXX", None)
-    code = "from gpuaug.diagnose.probes import main; main()"
+    code = "from gpuaug.tools.doctor.probes import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "compiler"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -301,7 +301,7 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
     """Planted: a decoder that writes each batch over the one before, which is then used late."""
     import torch
 
-    from gpuaug.decode import Decoder
+    from gpuaug.decode.decoder import Decoder
 
     pytest.importorskip("nvidia.dali")
     if device == "cuda" and not torch.cuda.is_available():
@@ -573,7 +573,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
     """Planted: few files, and no time for any test; exit status 1."""
-    words = f"ulimit -n 90; exec {sys.executable} -m gpuaug.cli doctor timeout=0.01 json={tmp_path}/d.json"
+    words = f"ulimit -n 90; exec {sys.executable} -m gpuaug.tools doctor timeout=0.01 json={tmp_path}/d.json"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuaug import draw
-from gpuaug.draw import Stream
+from gpuaug.random import keyed as draw
+from gpuaug.random.keyed import Stream
 
 # Known answers of philox4x32 with 10 rounds, from Random123's kat_vectors: counter, key, result.
 KNOWN = [

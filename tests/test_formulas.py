@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
-from gpuaug.diagnose import formulas as F
+from gpuaug.tools.parity import formulas as F
 
 
 def noise(height: int = 24, width: int = 31, seed: int = 0) -> np.ndarray:

@@ -23,14 +23,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpuaug
-from gpuaug import compiled, recycled
-from gpuaug.augment import batched, fused, lower, native
-from gpuaug.augment.fused import FusedBackend
+from gpuaug.augment.fused import backend as fused
+from gpuaug.augment.fused import batched, lower
+from gpuaug.augment.fused import cpu as native
+from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Chosen, tensors
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.native import buffers as recycled
+from gpuaug.native import build as compiled
 
 ROOT = Path(__file__).parent.parent
 NORMALIZE = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -407,7 +410,7 @@ def test_every_instruction_set_gives_the_same_bits(
     if machine in needs and not needs[machine] & has:
         pytest.skip(f"this processor is no {machine}")
     built = tmp_path / "augment.so"
-    source = Path(native.__file__).with_name("native.cpp")
+    source = Path(native.__file__).with_name("cpu.cpp")
     flags = [*native._FLAGS, f"-march={machine}", "-include", str(compiled._THREADS)]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),

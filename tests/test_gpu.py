@@ -20,10 +20,10 @@ from test_decode import by_pillow, close_enough, failing_in_decode, pack, unifor
 from test_distributed import run, seen
 
 import gpuaug
-from gpuaug.crop import ResizeCenterCrop
-from gpuaug.decode import Decode
-from gpuaug.offline.pack import Pack
-from gpuaug.offline.pack import pack as pack_source
+from gpuaug.augment.crop import ResizeCenterCrop
+from gpuaug.decode.decoder import Decode
+from gpuaug.tools.pack.pack import Pack
+from gpuaug.tools.pack.pack import pack as pack_source
 
 ROOT = Path(__file__).resolve().parent.parent
 HAVE = torch.cuda.is_available()

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from gpuaug import header
-from gpuaug.header import Header, HeaderError
+from gpuaug.decode import header
+from gpuaug.decode.header import Header, HeaderError
 
 
 def encode(form: str, size: tuple[int, int] = (37, 21), **options) -> bytes:

@@ -13,7 +13,7 @@ import torch
 import gpuaug
 from gpuaug.augment.mix import Mix
 from gpuaug.errors import ConfigError, DataError, GpuaugError, StateError
-from gpuaug.loader import _Background
+from gpuaug.loader.loader import _Background
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -503,7 +503,7 @@ def test_a_replace_that_is_refused_changes_nothing(photos, expected, changes, er
 
 
 def test_replace_hands_on_what_the_cache_holds(photos):
-    from gpuaug.loader import Inside
+    from gpuaug.loader.loader import Inside
 
     class Counting:
         def __init__(self):

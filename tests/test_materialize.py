@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug.cli import main
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError, StateError
-from gpuaug.offline import materialize
+from gpuaug.tools.main import main
+from gpuaug.tools.materialize import materialize
 
 ROOT = Path(__file__).parent.parent
 STD = (0.229, 0.224, 0.225)
@@ -590,7 +590,7 @@ def test_a_killed_run_looks_unfinished_and_goes_on(photos, tmp_path, capsys):
     words += ["batch_size=4", "num_workers=1", "store=final", "prefetch=0"]
     out = tmp_path / "killed"
     running = subprocess.Popen(
-        [sys.executable, "-m", "gpuaug.cli", *words, f"out={out}"],
+        [sys.executable, "-m", "gpuaug.tools", *words, f"out={out}"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         start_new_session=True,

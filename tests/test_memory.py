@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug.cli import memory
-from gpuaug.read import Reader
+from gpuaug.read.reader import Reader
+from gpuaug.tools import memory
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="reads /proc")
 
@@ -29,7 +29,7 @@ def private(pid):
 COUNTED = """
 import json, multiprocessing, sys
 import numpy as np
-from gpuaug.cli import memory
+from gpuaug.tools.main import memory
 
 def hold(size, ready, done):
     block = b"x" * size

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gpuaug import draw
 from gpuaug.augment.mix import Mix, _box, _symmetric_beta
 from gpuaug.errors import ConfigError
+from gpuaug.random import keyed as draw
 
 C = 5
 

@@ -16,9 +16,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gpuaug import draw
 from gpuaug.errors import ConfigError
-from gpuaug.order import (
+from gpuaug.random import keyed as draw
+from gpuaug.read.order import (
     EpochOrder,
     Ordered,
     Repeated,

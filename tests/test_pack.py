@@ -24,19 +24,19 @@ from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 
 import gpuaug
-from gpuaug import header
-from gpuaug.cli import conf_dir, main
-from gpuaug.cli.memory import tree
-from gpuaug.decode import Decode
+from gpuaug.decode import header
+from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError, GpuaugError, SourceError
-from gpuaug.faults import Faults
-from gpuaug.offline import pack as packing
-from gpuaug.offline.pack import Pack, pack, verify
-from gpuaug.read import Reader
+from gpuaug.loader.faults import Faults
+from gpuaug.read.reader import Reader
 from gpuaug.source.folder import FolderSource
 from gpuaug.source.packed import MANIFEST, PackedSource
 from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
+from gpuaug.tools.main import conf_dir, main
+from gpuaug.tools.memory import tree
+from gpuaug.tools.pack import pack as packing
+from gpuaug.tools.pack.pack import Pack, pack, verify
 
 ROOT = Path(__file__).parent.parent
 PILLOW = Decode(backend="pillow")  # starts at once
@@ -433,7 +433,7 @@ def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
     words += ["decode.backend=pillow"]
     assert main(["pack", *words[:-2], "num_workers=0", words[-1], f"out={tmp_path / 'whole'}"]) == 0
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "gpuaug.cli", "pack", *words, f"out={out}"]
+    command = [sys.executable, "-m", "gpuaug.tools", "pack", *words, f"out={out}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300

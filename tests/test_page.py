@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpuaug.cli import page, preview
-from gpuaug.cli.samples import Sample
+from gpuaug.tools.preview import command as preview
+from gpuaug.tools.preview import page
+from gpuaug.tools.samples import Sample
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

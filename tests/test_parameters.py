@@ -18,8 +18,8 @@ from torch import nn
 
 from gpuaug.augment.parameters import noise
 from gpuaug.augment.prepare import prepare, prepare_all
-from gpuaug.draw import Stream, sample_keys, uniforms
 from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Stream, sample_keys, uniforms
 
 SIZE = (37, 29)
 

@@ -18,10 +18,10 @@ pytest.importorskip("sklearn")
 import gpuaug
 from bench import photographs
 from gpuaug.augment.prepare import prepare
-from gpuaug.cli import main
-from gpuaug.cli import parity as command
-from gpuaug.diagnose.counterpart import counterpart
-from gpuaug.diagnose.parity import Difference, Parity, Sample, compare, summary
+from gpuaug.tools.main import main
+from gpuaug.tools.parity import command
+from gpuaug.tools.parity.compare import Difference, Parity, Sample, compare, summary
+from gpuaug.tools.parity.counterpart import counterpart
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_mix_is_torchvisions(name: str, photos: Path) -> None:
 
 def test_another_mix_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a box that is pasted one column further left."""
-    from gpuaug.diagnose import formulas
+    from gpuaug.tools.parity import formulas
 
     real = formulas.cutmix
     monkeypatch.setattr(formulas, "cutmix", lambda images, labels, box: real(images, labels, (box[0] + 1, *box[1:])))

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 import gpuaug
-from gpuaug import decode, machine
-from gpuaug.cli import main, training
-from gpuaug.cli.model import SmallNet
-from gpuaug.diagnose import plan
-from gpuaug.diagnose.plan import MIB, Machine, Settings
-from gpuaug.loader import Loader
+from gpuaug import machine
+from gpuaug.decode import decoder as decode
+from gpuaug.loader.loader import Loader
+from gpuaug.tools.main import main
+from gpuaug.tools.plan import predict as plan
+from gpuaug.tools.plan.predict import MIB, Machine, Settings
+from gpuaug.tools.train import training
+from gpuaug.tools.train.model import SmallNet
 
 ROOT = Path(__file__).parent.parent
 MARGIN = 1.01 / (1 - plan.SPARE)  # of what has to be there over what is needed
@@ -409,7 +411,7 @@ def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.Capture
 
 def test_help_answers_without_torch() -> None:
     shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "gpuaug.cli", "plan", "--help"],
+        [sys.executable, "-X", "importtime", "-m", "gpuaug.tools", "plan", "--help"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "measure: false" in shown.stdout
@@ -442,7 +444,7 @@ def camera(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_plan_is_within_fifteen_percent(camera: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     file = tmp_path / "plan.json"
-    call = [sys.executable, "-m", "gpuaug.cli", "plan", f"source.root={camera}", "device=cpu", "measure=true"]
+    call = [sys.executable, "-m", "gpuaug.tools", "plan", f"source.root={camera}", "device=cpu", "measure=true"]
     subprocess.run([*call, f"json={file}", *overrides], cwd=ROOT, check=True, capture_output=True, text=True)
     values = json.loads(file.read_text())
     found = values["measured_host"]

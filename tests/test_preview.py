@@ -22,9 +22,12 @@ import gpuaug
 from bench import photographs
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare
-from gpuaug.cli import main, operations, page, preview, sheet
-from gpuaug.cli.samples import Sample
 from gpuaug.errors import ConfigError
+from gpuaug.tools import sheet
+from gpuaug.tools.main import main
+from gpuaug.tools.preview import command as preview
+from gpuaug.tools.preview import operations, page
+from gpuaug.tools.samples import Sample
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,14 @@ from PIL import Image
 
 import gpuaug
 from gpuaug import machine
-from gpuaug.augment import fused
+from gpuaug.augment.fused import backend as fused
 from gpuaug.batch import Batch
-from gpuaug.cli import main
-from gpuaug.diagnose import bottleneck, profiling
-from gpuaug.diagnose.bottleneck import (
+from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.loader.loader import Loader
+from gpuaug.tools.main import main
+from gpuaug.tools.profile import bottleneck
+from gpuaug.tools.profile import measure as profiling
+from gpuaug.tools.profile.bottleneck import (
     FREE,
     GAIN,
     TITLES,
@@ -42,9 +45,7 @@ from gpuaug.diagnose.bottleneck import (
     gain,
     predict,
 )
-from gpuaug.diagnose.profiling import Profiler
-from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.loader import Loader
+from gpuaug.tools.profile.measure import Profiler
 
 ROOT = Path(__file__).parent.parent
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
@@ -634,7 +635,7 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
     )
     out, file, trace = tmp_path / "p.png", tmp_path / "p.json", tmp_path / "t.json"
     call = ["profile", "--config-dir", str(folder), "--config-name", "app", "--at", "train_data"]
-    call += ["model._target_=gpuaug.cli.model.SmallNet", "+model.width=8", f"out={out}", f"json={file}"]
+    call += ["model._target_=gpuaug.tools.train.model.SmallNet", "+model.width=8", f"out={out}", f"json={file}"]
     assert main([*call, f"trace={trace}", "repeats=1", "seconds=0.02"]) == 0
     written, values = capsys.readouterr(), json.loads(file.read_text())
     printed = written.out
@@ -665,8 +666,8 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
 @pytest.mark.parametrize("ms", [0.0123, 0.0364, 4.56, 123.0, 12345.0])
 def test_the_numbers_of_a_bar_do_not_touch(ms: float) -> None:
     """What stands behind the longest bar ends before the rate, which stands at the right edge."""
-    from gpuaug.cli import profile
-    from gpuaug.cli.sheet import font
+    from gpuaug.tools.profile import command as profile
+    from gpuaug.tools.sheet import font
 
     half, most = cost(ms / 2), cost(ms)
     m = measured(source=half, read=half, copy=half, decode=half, augment=half, host=half, whole=most)
@@ -718,7 +719,7 @@ def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:
 def test_training_is_profiled_with_its_own_model_and_stays_the_same(
     how: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuaug.cli import profile
+    from gpuaug.tools.profile import command as profile
 
     whole = profile.Settings
     monkeypatch.setattr(profile, "Settings", lambda **given: whole(**{**given, "repeats": 1, "seconds": 0.02}))
@@ -757,7 +758,7 @@ def test_labels_that_are_no_classes_are_an_error(
     names = [f"photos/{file.relative_to(photos)}" for file in sorted(photos.rglob("*.jpg"))[:4]]
     (tmp_path / "table.csv").write_text("path,label\n" + "".join(f"{name},{k + 0.5}\n" for k, name in enumerate(names)))
     call = ["profile", "source=table", f"source.root={tmp_path}/table.csv", "num_workers=0", "device=cpu", "out=null"]
-    assert main([*call, "model._target_=gpuaug.cli.model.SmallNet", "seconds=0.01"]) == 2
+    assert main([*call, "model._target_=gpuaug.tools.train.model.SmallNet", "seconds=0.01"]) == 2
     assert "`loss=cross_entropy` needs classes" in capsys.readouterr().err
 
 
@@ -769,7 +770,11 @@ def test_no_batch_is_an_error(photos: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_help_says_what_tune_tries() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "gpuaug.cli", "profile", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "gpuaug.tools", "profile", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "hardware decoder" in shown.stdout
 
@@ -819,7 +824,7 @@ def test_step_needs_a_known_model(photos: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_settings_reject_text_for_numbers() -> None:
-    from gpuaug.cli.profile import Settings
+    from gpuaug.tools.profile.command import Settings
 
     with pytest.raises(ConfigError, match="num_classes"):
         Settings(num_classes="ten")  # type: ignore[arg-type]

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-import gpuaug.read
+import gpuaug.read.reader
 from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
-from gpuaug.order import EpochOrder, Sequential, Shuffle, ordered
-from gpuaug.read import Reader
+from gpuaug.read.order import EpochOrder, Sequential, Shuffle, ordered
+from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource, TableSource
 from gpuaug.source.cache import RamCache
 
@@ -336,9 +336,9 @@ def test_labels_that_a_source_knows_are_kept_where_bytes_are_not(reading, tmp_pa
 
 @pytest.mark.parametrize("many", [False, True])
 def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
-    monkeypatch.setattr(gpuaug.read, "LARGE", 100)
-    monkeypatch.setattr(gpuaug.read, "LARGEST_BATCH", 500)
-    monkeypatch.setattr(gpuaug.read, "LARGEST_IMAGE", 400)
+    monkeypatch.setattr(gpuaug.read.reader, "LARGE", 100)
+    monkeypatch.setattr(gpuaug.read.reader, "LARGEST_BATCH", 500)
+    monkeypatch.setattr(gpuaug.read.reader, "LARGEST_IMAGE", 400)
     monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_BATCH", 500)
     monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_IMAGE", 400)
     sizes = [100, 300, 401, 201, 200, 101, 100]
@@ -366,7 +366,7 @@ def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
     script = tmp_path / "peak.py"
     script.write_text(
         "import torch\n"
-        "from gpuaug.read import Reader\n"
+        "from gpuaug.read.reader import Reader\n"
         "class Images:\n"
         "    def __len__(self): return 6\n"
         "    def __getitem__(self, i): return b'x' * (40 << 20), i\n"
@@ -584,7 +584,7 @@ def test_a_process_that_ends_while_a_thread_reads(tmp_path):
     script.write_text(
         """
 import threading, time, torch
-from gpuaug.read import Reader
+from gpuaug.read.reader import Reader
 
 class Source:
     def __len__(self):
@@ -603,7 +603,7 @@ while len(seen) < 9:
     time.sleep(0.01)
 """
     )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.read.__file__))}
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.read.reader.__file__))}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -26,10 +26,10 @@ from test_reference import images
 from torch import Tensor, nn
 
 import gpuaug
+from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import Augment, MultiView
-from gpuaug.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.errors import ConfigError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -21,7 +21,7 @@ from servers import bucket_of, files, gcs, options, proxied, s3, serving
 
 import gpuaug
 from gpuaug.errors import ConfigError, ReadError, SourceError
-from gpuaug.read import Reader
+from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource, Remote, adapt
 from gpuaug.source.remote.disk import Disk, locked
 from gpuaug.source.remote.storage import Range, Storage, join, locate, safe, shown, split

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 import gpuaug
-from gpuaug import resize
-from gpuaug.crop import Boxes
+from gpuaug.augment.crop import Boxes
+from gpuaug.decode import resize
 
 WAYS = ("bilinear", "bicubic")
 Pair = tuple[int, int]

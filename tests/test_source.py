@@ -481,7 +481,8 @@ def test_names_come_back(names):
 
 def test_import_is_light():
     code = (
-        "import sys, gpuaug.source; from gpuaug.source import FolderSource; import gpuaug.read, gpuaug.order, torch;"
+        "import sys, gpuaug.source; from gpuaug.source import FolderSource;"
+        "import gpuaug.read.reader, gpuaug.read.order, torch;"
         "assert not torch.cuda.is_initialized();"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'kornia', 'hydra', 'omegaconf', 'PIL', 'nvidia'}))"
     )

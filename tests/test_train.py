@@ -23,10 +23,13 @@ pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
 from bench import photographs
-from gpuaug.cli import main, memory, train, training
-from gpuaug.cli.model import SmallNet
-from gpuaug.cli.request import Request
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.tools import memory
+from gpuaug.tools.main import main
+from gpuaug.tools.request import Request
+from gpuaug.tools.train import command as train
+from gpuaug.tools.train import training
+from gpuaug.tools.train.model import SmallNet
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
@@ -145,7 +148,7 @@ def test_stop_during_held_out_images_keeps_the_epoch(
 
 
 def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gpuaug.cli", *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
+    command = [sys.executable, "-m", "gpuaug.tools", *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stderr is not None
@@ -219,7 +222,7 @@ def test_a_model_of_ones_own(
 def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None:
     before = torch.get_rng_state()
     request = Request(command="train")
-    config = {"_target_": "gpuaug.cli.model.SmallNet", "width": 4}
+    config = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 4}
     a, b, c = (training.build_model(request, config, num_classes=3, seed=seed).state_dict() for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -417,7 +420,7 @@ DDP_NET = (
 
 
 def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "gpuaug.cli"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "gpuaug.tools"]
     path = os.pathsep.join([str(ROOT), str(folder)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -449,7 +452,15 @@ def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.long
 def test_sigterm_under_torchrun_and_resume_on_one_rank(photos: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gpuaug.cli"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "gpuaug.tools",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = words(photos, tmp_path, "epochs=100000", "num_workers=1")
     with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True, env=environment) as process:

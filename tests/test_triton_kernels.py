@@ -19,7 +19,9 @@ import torch
 from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows
 
 import gpuaug
-from gpuaug.augment import batched, fused, native
+from gpuaug.augment.fused import backend as fused
+from gpuaug.augment.fused import batched
+from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
 
@@ -28,7 +30,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 from triton.runtime import build  # noqa: E402
 
-from gpuaug.augment import triton_kernels  # noqa: E402
+from gpuaug.augment.fused import cuda as triton_kernels  # noqa: E402
 
 RECIPES = sorted(p.stem for p in (Path(__file__).parents[1] / "conf" / "gpuaug" / "augment").glob("*.yaml"))
 # Compute capabilities of the GPUs to compile for: T4, A100, RTX 30, L4 and RTX 40, H100 and H200, B200, RTX 50

@@ -24,10 +24,11 @@ from test_fused import (
     photographs,
 )
 
-from gpuaug import draw as draws
-from gpuaug.augment import fused, triton_kernels
+from gpuaug.augment.fused import backend as fused
+from gpuaug.augment.fused import cuda as triton_kernels
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.random import keyed as draws
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

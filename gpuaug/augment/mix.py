@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import draw
 from gpuaug.errors import ConfigError
+from gpuaug.random import keyed as draw
 
 _FIXED = 6  # uniforms of a batch before those of the pairing: apply?, CutMix?, two of lambda, centre of the box
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gpuaug.draw import Float, Int, field, normal_field, scale
+from gpuaug.random.keyed import Float, Int, field, normal_field, scale
 
 logger = logging.getLogger("gpuaug")
 
@@ -336,7 +336,7 @@ def noise(
 ) -> dict[str, Tensor]:
     """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); {} for most.
 
-    ``normal`` draws standard normal values as :func:`gpuaug.draw.normal_field` does.
+    ``normal`` draws standard normal values as :func:`gpuaug.random.keyed.normal_field` does.
     """
     import kornia.augmentation as K
 

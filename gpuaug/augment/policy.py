@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, private, rule_of
-from gpuaug.draw import Float, Int
 from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, Int
 
 
 class OneOf:

@@ -26,8 +26,8 @@ from gpuaug.augment.parameters import (
     rule_of,
 )
 from gpuaug.augment.policy import OneOf
-from gpuaug.draw import Float, Int
 from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, Int
 
 logger = logging.getLogger("gpuaug")
 

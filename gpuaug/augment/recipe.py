@@ -25,19 +25,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpuaug.augment.crop import Boxes
 from gpuaug.augment.fingerprint import named, settings
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import Whole, prepare_all
-from gpuaug.crop import Boxes
-from gpuaug.draw import Float, Int, Stream, sample_keys, seed_of_call, uniforms
 from gpuaug.errors import ConfigError, ReadOnlyError
-from gpuaug.state import Difference, differences
+from gpuaug.loader.state import Difference, differences
+from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
 from gpuaug.verdicts import verdict
 
 if TYPE_CHECKING:
-    from gpuaug.augment.fused import FusedBackend
+    from gpuaug.augment.fused.backend import FusedBackend
     from gpuaug.augment.reference import ReferenceBackend
 
 log = logging.getLogger("gpuaug")
@@ -360,7 +360,7 @@ class Augment(_Recipe):
             from gpuaug.augment.reference import ReferenceBackend
 
             return ReferenceBackend(self.prepared, self.normalize)
-        from gpuaug.augment.fused import FusedBackend
+        from gpuaug.augment.fused.backend import FusedBackend
 
         return FusedBackend(self.prepared, self.normalize)
 

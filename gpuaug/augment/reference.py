@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.parameters import Chosen, Params, Prepared, noise, tensors
-from gpuaug.draw import Int
 from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Int
 
 logger = logging.getLogger("gpuaug")
 

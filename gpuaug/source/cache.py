@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import distributed, machine, size
+from gpuaug import machine, size
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.loader import distributed
 from gpuaug.source import shared_memory
 from gpuaug.source.protocol import Source
 
@@ -142,7 +143,7 @@ class CachedSource:
         """Read samples by the workers of ``reader`` into memory, once; further calls do nothing.
 
         Args:
-            reader: a :class:`~gpuaug.read.Reader` of this source.
+            reader: a :class:`~gpuaug.read.reader.Reader` of this source.
             numbers: int64 [M], what this rank reads of the epoch.
         """
         memory = self._memory

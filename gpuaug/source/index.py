@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug import distributed
 from gpuaug.errors import SourceError
+from gpuaug.loader import distributed
 from gpuaug.source import shared_memory
 from gpuaug.source.remote.storage import open_text, read_file
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpuaug import distributed
+from gpuaug.loader import distributed
 
 log = logging.getLogger("gpuaug")
 

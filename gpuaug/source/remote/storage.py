@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from gpuaug import header
+from gpuaug.decode import header
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.remote import objects
 from gpuaug.source.remote.curl import Get, StatusError

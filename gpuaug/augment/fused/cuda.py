@@ -1,0 +1,658 @@
+"""The fused program on CUDA: hand-written Triton kernels that run another list of colour steps for every sample.
+
+takes: uint8 [B, H, W, 3] (or float32 [B, 3, H, W]) on the device, and the program of every sample on the host.
+does: one upload; then per stretch of colours one kernel (two where a contrast needs the mean gray of the image at that
+point), reading the pixels once and writing them once; per blur two kernels, over the samples that have it; other steps
+through torch over the rows that have them. Nothing waits for the device.
+gives: [B, 3, H, W], normalised.
+
+A block of threads belongs to one sample, so that branching on its steps costs no divergence. What decides the speed is
+instructions, not bytes: a pixel of `standard` needs some hundred, and the device has time for as many while its bytes
+travel. So a thread takes 16 pixels (what is the same for all of them is done once), loads are 8 bytes and stores 16,
+clamps ride on the arithmetic (``.sat``), and nothing divides but the hue. `tests/test_triton_kernels.py` compiles all
+of it ahead of time, without a GPU, and counts.
+
+CUDA graphs are not used: they need the input copied to and the output copied from memory of their own, four times the
+bytes of `standard`, and would save the launches of two or three kernels, some 30 µs of host time per batch, which a
+background thread spends.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.augment.fused import batched
+from gpuaug.augment.fused.lower import ARGS, Code
+from gpuaug.random.keyed import Float
+
+BLOCK = 1024  # pixels per program: 224 x 224 is 49 of them, 96 x 96 is 9
+WARPS = 2  # so 16 pixels per thread
+TILE = (64, 32)  # rows and columns that a blur's program takes at a time
+BLUR_WARPS = 8
+
+POINTS = frozenset(
+    (
+        Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.CONTRAST, Code.SATURATION, Code.SATURATION_HSV, Code.HUE,
+        Code.GRAY, Code.SOLARIZE, Code.POSTERIZE, Code.INVERT, Code.GAMMA, Code.SHUFFLE, Code.ERASE,
+    )
+)  # fmt: skip
+
+_MULTIPLY: tl.constexpr = tl.constexpr(int(Code.MULTIPLY))
+_ADD: tl.constexpr = tl.constexpr(int(Code.ADD))
+_CONTRAST: tl.constexpr = tl.constexpr(int(Code.CONTRAST))
+_SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
+_SATURATION_HSV: tl.constexpr = tl.constexpr(int(Code.SATURATION_HSV))
+_HUE: tl.constexpr = tl.constexpr(int(Code.HUE))
+_GRAY: tl.constexpr = tl.constexpr(int(Code.GRAY))
+_SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))
+_POSTERIZE: tl.constexpr = tl.constexpr(int(Code.POSTERIZE))
+_INVERT: tl.constexpr = tl.constexpr(int(Code.INVERT))
+_GAMMA: tl.constexpr = tl.constexpr(int(Code.GAMMA))
+_SHUFFLE: tl.constexpr = tl.constexpr(int(Code.SHUFFLE))
+_ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
+_ARGS: tl.constexpr = tl.constexpr(ARGS)
+# 1/255 in two parts: a byte times the first is exact, so the sum is rounded once, and is byte / 255 to the last bit.
+_PART_1: tl.constexpr = tl.constexpr(257 / 65536)
+_PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
+_REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
+_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are whole numbers, so that their order changes nothing
+
+
+@triton.jit
+def _over_255(x):  # type: ignore[no-untyped-def]
+    return x * _PART_1 + x * _PART_2
+
+
+if isinstance(_over_255, triton.JITFunction):
+
+    @triton.jit
+    def _unit(x):  # type: ignore[no-untyped-def]
+        return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def _reciprocal(x):  # type: ignore[no-untyped-def]
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def _value(bits):  # type: ignore[no-untyped-def]
+        part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
+        return part * _REST + part
+
+else:  # Triton's interpreter knows no PTX, and rounds twice where a GPU rounds once
+
+    @triton.jit
+    def _unit(x):  # type: ignore[no-untyped-def]
+        return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+    @triton.jit
+    def _reciprocal(x):  # type: ignore[no-untyped-def]
+        return 1.0 / x
+
+    @triton.jit
+    def _value(bits):  # type: ignore[no-untyped-def]
+        return _over_255(bits - 8388608.0)
+
+
+@triton.jit
+def _power(x, gamma):  # type: ignore[no-untyped-def]
+    positive = tl.exp2(gamma * tl.log2(tl.maximum(x, 1e-30)))
+    return tl.where(x > 0.0, positive, tl.where(gamma == 0.0, 1.0, 0.0))
+
+
+@triton.jit
+def _posterized(x, bits):  # type: ignore[no-untyped-def]
+    shift = 8 - tl.minimum(tl.maximum(bits, 0), 8)
+    kept = ((x * 255.0).to(tl.int32) >> shift) << shift
+    return tl.where(bits >= 8, x, _over_255(kept.to(tl.float32)))
+
+
+@triton.jit
+def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
+    z = _unit(x + addition)
+    return tl.where(z < threshold, z, 1.0 - z)
+
+
+@triton.jit
+def _step(code, a, r, g, b, loose, p, width, mean):  # type: ignore[no-untyped-def]
+    """One step on the pixels ``p`` of an image; formulas of native.cpp. ``loose``: colours may lie outside 0..1."""
+    a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
+    if (loose != 0) & (code != _GRAY) & (code != _INVERT) & (code != _SHUFFLE) & (code != _ERASE):
+        r, g, b = _unit(r), _unit(g), _unit(b)
+        loose = 0
+    if code <= _CONTRAST:  # all three are x * scale + shift
+        add, contrast = code == _ADD, code == _CONTRAST
+        around = mean * (1.0 - a0)
+        r = _unit(r * tl.where(add, 1.0, a0) + tl.where(add, a0, tl.where(contrast, around, 0.0)))
+        g = _unit(
+            g * tl.where(add, 1.0, tl.where(contrast, a0, a1)) + tl.where(add, a1, tl.where(contrast, around, 0.0))
+        )
+        b = _unit(
+            b * tl.where(add, 1.0, tl.where(contrast, a0, a2)) + tl.where(add, a2, tl.where(contrast, around, 0.0))
+        )
+    elif code <= _HUE:
+        if code == _SATURATION:
+            gray = (1.0 - a0) * (r * 0.299 + g * 0.587 + b * 0.114)
+            r, g, b = _unit(gray + a0 * r), _unit(gray + a0 * g), _unit(gray + a0 * b)
+        else:
+            top, bottom = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
+            delta = top - bottom
+            if code == _HUE:
+                red, green = r == top, g == top
+                difference = tl.where(red, g - b, tl.where(green, b - r, r - g))
+                turns = 6.0 * a0
+                start = tl.where(red, turns, tl.where(green, turns + 2.0, turns + 4.0))
+                h = difference * _reciprocal(tl.maximum(delta, 1e-30)) + start
+                h = h - 6.0 * tl.floor(h * (1.0 / 6.0))
+                r = top - delta * _unit(2.0 - tl.abs(h - 3.0))
+                g = top - delta * _unit(tl.abs(h - 2.0) - 1.0)
+                b = top - delta * _unit(tl.abs(h - 4.0) - 1.0)
+            else:
+                adjusted = top * _unit(delta / tl.where(top == 0.0, 1.0, top + 1e-8) * a0)
+                ratio, base = adjusted / tl.where(delta == 0.0, 1.0, delta), top - adjusted
+                r = _unit((r - bottom) * ratio + base)
+                g = _unit((g - bottom) * ratio + base)
+                b = _unit((b - bottom) * ratio + base)
+    elif code == _GRAY:
+        gray = r * a0 + g * a1 + b * a2
+        r, g, b = gray, gray, gray
+        loose = tl.where(tl.load(a + 3) != 0.0, 1, loose)
+    elif code == _SOLARIZE:
+        r, g, b = _solarized(r, a0, a1), _solarized(g, a0, a1), _solarized(b, a0, a1)
+    elif code == _POSTERIZE:
+        bits = a0.to(tl.int32)
+        r, g, b = _posterized(r, bits), _posterized(g, bits), _posterized(b, bits)
+    elif code == _INVERT:
+        r, g, b = a0 - r, a0 - g, a0 - b
+        loose = 1
+    elif code == _GAMMA:
+        r, g, b = _unit(a1 * _power(r, a0)), _unit(a1 * _power(g, a0)), _unit(a1 * _power(b, a0))
+    elif code == _SHUFFLE:
+        c0 = tl.where(a0 == 0.0, r, tl.where(a0 == 1.0, g, b))
+        c1 = tl.where(a1 == 0.0, r, tl.where(a1 == 1.0, g, b))
+        c2 = tl.where(a2 == 0.0, r, tl.where(a2 == 1.0, g, b))
+        r, g, b = c0, c1, c2
+    elif code == _ERASE:
+        x, y = p % width, p // width
+        inside = (x >= a0) & (x < a0 + a2) & (y >= a1) & (y < a1 + tl.load(a + 3))
+        value = tl.load(a + 4)
+        r, g, b = tl.where(inside, value, r), tl.where(inside, value, g), tl.where(inside, value, b)
+        loose = 1
+    return r, g, b, loose
+
+
+@triton.jit
+def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Byte ``K`` of 8 as a number in 0..1: put into the bits of 2^23 it makes 2^23 + byte."""
+    word = low if K < 4 else high
+    bits = ((word >> (8 * (K % 4))) & 255) | 0x4B000000
+    return _value(bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _in_a_row(x0, x1, x2, x3, x4, x5, x6, x7, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Eight blocks [n] as one [8 n], in which element k of all of them lies together."""
+    if BACKWARDS:
+        x0, x1, x2, x3, x4, x5, x6, x7 = x7, x6, x5, x4, x3, x2, x1, x0
+    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    return tl.reshape(tl.join(even, odd), (8 * x0.shape[0],))
+
+
+@triton.jit
+def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Groups of 8 pixels, 24 bytes in three words of two halves, as red, green and blue."""
+    r = _in_a_row(
+        _byte(low0, high0, 0), _byte(low0, high0, 3), _byte(low0, high0, 6), _byte(low1, high1, 1),
+        _byte(low1, high1, 4), _byte(low1, high1, 7), _byte(low2, high2, 2), _byte(low2, high2, 5), BACKWARDS,
+    )  # fmt: skip
+    g = _in_a_row(
+        _byte(low0, high0, 1), _byte(low0, high0, 4), _byte(low0, high0, 7), _byte(low1, high1, 2),
+        _byte(low1, high1, 5), _byte(low2, high2, 0), _byte(low2, high2, 3), _byte(low2, high2, 6), BACKWARDS,
+    )  # fmt: skip
+    b = _in_a_row(
+        _byte(low0, high0, 2), _byte(low0, high0, 5), _byte(low1, high1, 0), _byte(low1, high1, 3),
+        _byte(low1, high1, 6), _byte(low2, high2, 1), _byte(low2, high2, 4), _byte(low2, high2, 7), BACKWARDS,
+    )  # fmt: skip
+    return r, g, b
+
+
+@triton.jit
+def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of pixels of the flipped image. KIND 0: float32 planes; 1: bytes; 2: bytes by eights, width % 8 == 0."""
+    pixels = height * width
+    if KIND == 2:
+        group = block * (N // 8) + tl.arange(0, N // 8)
+        mask = group * 8 < pixels
+        if flip != 0:
+            across = width // 8
+            x, y = group % across, group // across
+            x = tl.where((flip & 1) != 0, across - 1 - x, x)
+            y = tl.where((flip & 2) != 0, height - 1 - y, y)
+            group = y * across + x
+        at = src + sample.to(tl.int64) * (pixels // 8 * 3) + group * 3
+        w0, w1, w2 = tl.load(at, mask, 0), tl.load(at + 1, mask, 0), tl.load(at + 2, mask, 0)
+        low0, low1, low2 = w0.to(tl.int32), w1.to(tl.int32), w2.to(tl.int32)
+        high0, high1, high2 = (w0 >> 32).to(tl.int32), (w1 >> 32).to(tl.int32), (w2 >> 32).to(tl.int32)
+        if (flip & 1) != 0:
+            r, g, b = _unpacked(low0, high0, low1, high1, low2, high2, True)
+        else:
+            r, g, b = _unpacked(low0, high0, low1, high1, low2, high2, False)
+    else:
+        p = block * N + tl.arange(0, N)
+        mask = p < pixels
+        if flip != 0:
+            x, y = p % width, p // width
+            x = tl.where((flip & 1) != 0, width - 1 - x, x)
+            y = tl.where((flip & 2) != 0, height - 1 - y, y)
+            p = y * width + x
+        at = src + sample.to(tl.int64) * pixels * 3
+        if KIND == 1:
+            r = _over_255(tl.load(at + p * 3, mask, 0).to(tl.float32))
+            g = _over_255(tl.load(at + p * 3 + 1, mask, 0).to(tl.float32))
+            b = _over_255(tl.load(at + p * 3 + 2, mask, 0).to(tl.float32))
+        else:
+            r = tl.load(at + p, mask, 0.0)
+            g = tl.load(at + pixels + p, mask, 0.0)
+            b = tl.load(at + 2 * pixels + p, mask, 0.0)
+    return r, g, b
+
+
+@triton.jit(do_not_specialize=["first", "last", "steps"])
+def _mean_kernel(  # type: ignore[no-untyped-def]
+    src, code, args, flips, sums, height, width, first, last, steps, KIND: tl.constexpr, N: tl.constexpr
+):
+    """Adds the gray that a sample's contrast sees to ``sums``: int64 [B], in units of 2^-24."""
+    sample, block = tl.program_id(1), tl.program_id(0)
+    place = last
+    erased = 0
+    for s in range(first, last):
+        number = tl.load(code + sample * steps + s)
+        if number == _CONTRAST:
+            place = s
+        if number == _ERASE:
+            erased = 1
+    if place < last:
+        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # the mean of a mirrored image is that of the image
+        r, g, b = _load(src, sample, block, flip, height, width, KIND, N)
+        p = block * N + tl.arange(0, N)
+        loose = 1 if KIND == 0 else 0
+        for s in range(first, place):
+            number = tl.load(code + sample * steps + s)
+            if number > 2:
+                r, g, b, loose = _step(number, args + (sample * steps + s) * _ARGS, r, g, b, loose, p, width, 0.0)
+        gray = _unit(r) * 0.299 + _unit(g) * 0.587 + _unit(b) * 0.114
+        total = tl.sum(tl.where(p < height * width, gray, 0.0), axis=0)
+        tl.atomic_add(sums + sample, (total * _FIXED).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _apart(x):  # type: ignore[no-untyped-def]
+    """A block [8 n] as eight [n]; what `_in_a_row` put together."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0] // 8, 2, 2, 2)))
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of pixels. LAYOUT 0: planes; 1: channels last; 2: channels last by eights, width % 8 == 0."""
+    pixels = height * width
+    p = block * N + tl.arange(0, N)
+    mask = p < pixels
+    base = dst + sample.to(tl.int64) * pixels * 3
+    kind = dst.dtype.element_ty
+    r, g, b = r.to(kind), g.to(kind), b.to(kind)
+    if LAYOUT == 0:
+        tl.store(base + p, r, mask)
+        tl.store(base + pixels + p, g, mask)
+        tl.store(base + 2 * pixels + p, b, mask)
+    elif LAYOUT == 1:
+        tl.store(base + p * 3, r, mask)
+        tl.store(base + p * 3 + 1, g, mask)
+        tl.store(base + p * 3 + 2, b, mask)
+    else:  # 24 neighbours of a group of pixels, as three times eight
+        r0, r1, r2, r3, r4, r5, r6, r7 = _apart(r)
+        g0, g1, g2, g3, g4, g5, g6, g7 = _apart(g)
+        b0, b1, b2, b3, b4, b5, b6, b7 = _apart(b)
+        at = base + (p // 8) * 24 + p % 8
+        tl.store(at, _in_a_row(r0, g0, b0, r1, g1, b1, r2, g2, False), mask)
+        tl.store(at + 8, _in_a_row(b2, r3, g3, b3, r4, g4, b4, r5, False), mask)
+        tl.store(at + 16, _in_a_row(g5, b5, r6, g6, b6, r7, g7, b7, False), mask)
+
+
+@triton.jit(do_not_specialize=["first", "last", "steps"])
+def _points_kernel(  # type: ignore[no-untyped-def]
+    src, dst, mid, code, args, flips, sums, places, ends, height, width, first, last, steps,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, BLUR: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
+
+    With ``BLUR`` samples whose ``places`` are not negative go there in ``mid``, float32 [n, 3, H, W], without ``ends``.
+    """
+    # From the last sample: what the mean kernel has read at its end is still in the cache.
+    sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
+    if KIND == 2 or LAYOUT == 2:
+        width = tl.multiple_of(width, 8)
+    pixels = height * width
+    r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, KIND, N)
+    p = block * N + tl.arange(0, N)
+    loose = 1 if KIND == 0 else 0
+    mean = 0.0
+    if MEAN:
+        mean = tl.load(sums + sample).to(tl.float32) * (1.0 / _FIXED) / pixels
+    for s in range(first, last):
+        number = tl.load(code + sample * steps + s)
+        if (number > 2) & (number <= _ERASE):
+            r, g, b, loose = _step(number, args + (sample * steps + s) * _ARGS, r, g, b, loose, p, width, mean)
+    place = -1
+    if BLUR:
+        place = tl.load(places + sample)
+    if place >= 0:
+        _store(mid, place, block, r, g, b, height, width, 0, N)
+    else:
+        r = r * tl.load(ends) + tl.load(ends + 3)
+        g = g * tl.load(ends + 1) + tl.load(ends + 4)
+        b = b * tl.load(ends + 2) + tl.load(ends + 5)
+        _store(dst, sample, block, r, g, b, height, width, LAYOUT, N)
+
+
+@triton.jit
+def _border(i, size, border):  # type: ignore[no-untyped-def]
+    """Where a position up to one image outside of 0..size-1 is read, and whether it counts (border 0: not outside)."""
+    below, above = i < 0, i >= size
+    reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
+    wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
+    j = tl.where(border == 1, reflected, tl.where(border == 3, wrapped, i))
+    counts = ((i >= 0) & (i < size)).to(tl.int32) + border
+    return tl.minimum(tl.maximum(j, 0), size - 1), counts > 0
+
+
+@triton.jit
+def _blurred(plane, y, x, height, width, taps, ratio, border, VERTICAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile [R, C] of a plane, blurred one way; ``y`` [R, 1] and ``x`` [1, C] are its positions."""
+    inside = (y < height) & (x < width)
+    value = tl.load(plane + y * width + x, inside, 0.0)
+    # exp(-d^2 / 2 sigma^2) for d = 1, 2, ...: each is the one before times a factor, which shrinks by ratio^2
+    weight, factor, total = 1.0, ratio, 1.0
+    for d in range(1, taps // 2 + 1):
+        weight = weight * factor
+        factor = factor * ratio * ratio
+        total += 2.0 * weight
+        if VERTICAL:
+            before, counts_before = _border(y - d, height, border)
+            after, counts_after = _border(y + d, height, border)
+            pair = tl.load(plane + before * width + x, inside & counts_before, 0.0)
+            pair += tl.load(plane + after * width + x, inside & counts_after, 0.0)
+        else:
+            before, counts_before = _border(x - d, width, border)
+            after, counts_after = _border(x + d, width, border)
+            pair = tl.load(plane + y * width + before, inside & counts_before, 0.0)
+            pair += tl.load(plane + y * width + after, inside & counts_after, 0.0)
+        value += weight * pair
+    return value / total, inside
+
+
+@triton.jit(do_not_specialize=["column", "steps"])
+def _blur_kernel(  # type: ignore[no-untyped-def]
+    src, dst, samples, args, ends, height, width, column, steps,
+    VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A tile of a channel of a sample, one way: rows of ``src`` to planes, then columns of those with ``ends``."""
+    across = tl.cdiv(width, C)
+    tiles = across * tl.cdiv(height, R)
+    plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    sample, channel = tl.load(samples + plane // 3), plane % 3
+    a = args + (sample * steps + column) * _ARGS
+    taps = tl.load(a + (1 if VERTICAL else 0)).to(tl.int32)
+    twice, border = 2.0 * tl.load(a + 2) * tl.load(a + 2), tl.load(a + 3).to(tl.int32)
+    ratio = tl.where(twice == 0.0, 0.0, tl.exp(-1.0 / tl.maximum(twice, 1e-30)))
+    pixels = height * width
+    y = (tile // across * R + tl.arange(0, R))[:, None]
+    x = (tile % across * C + tl.arange(0, C))[None, :]
+    start = plane.to(tl.int64) * pixels
+    value, inside = _blurred(src + start, y, x, height, width, taps, ratio, border, VERTICAL)
+    if VERTICAL:
+        value = value * tl.load(ends + channel) + tl.load(ends + 3 + channel)
+        start = sample.to(tl.int64) * pixels * 3
+        to = (y * width + x) * 3 + channel if CHANNELS_LAST else channel * pixels + y * width + x
+    else:
+        to = y * width + x
+    tl.store(dst + start + to, value.to(dst.dtype.element_ty), inside)
+
+
+@triton.jit
+def _uniforms(words):  # type: ignore[no-untyped-def]
+    return ((words >> 8).to(tl.float32) + 0.5) * (2.0**-24)
+
+
+@triton.jit
+def _philox(seed, position):  # type: ignore[no-untyped-def]
+    """Value ``position`` of a sample's stream, as uint32: one word of the block of four that it is in."""
+    block = (position // 4).to(tl.uint32)
+    zero = block * 0
+    w0, w1, w2, w3 = tl.philox(seed, block, zero, zero, zero)
+    lane = position % 4
+    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+
+
+@triton.jit
+def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Normal noise: ``keys`` int64 [B, 2] to ``dst`` float32 [B, count]; half = (count + 1) // 2."""
+    row = tl.program_id(1)
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    mask = at < half
+    seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
+    radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
+    angle = 6.283185307179586 * _uniforms(_philox(seed, half + at))
+    to = dst + row.to(tl.int64) * count
+    tl.store(to + at, radius * tl.cos(angle), mask)
+    tl.store(to + half + at, radius * tl.sin(angle), mask & (half + at < count))
+
+
+class CannotRunError(Exception):
+    """Triton cannot compile, load or launch a kernel here; nothing is wrong with the device."""
+
+
+def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+    """Launch a kernel.
+
+    Raises:
+        CannotRunError: whatever Triton raised: errors of its own, of the compiler it runs, of its folders, of libcuda.
+        torch.AcceleratorError: the device's own error, from now on that of every call.
+    """
+    try:
+        kernel[grid](*args, enable_fp_fusion=True, **constants)
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+            raise
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises what is wrong with the device, which Triton calls a RuntimeError
+        raise CannotRunError(f"{type(error).__name__}: {error}") from error
+
+
+def normal_field(keys: Tensor, count: int) -> Tensor:
+    """:func:`gpuaug.random.keyed.normal_field` in one kernel: the same integers, and floats within 1e-5."""
+    values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
+    half = -(-count // 2)
+    with torch.cuda.device(keys.device) if keys.device.type == "cuda" else nullcontext():
+        grid = (triton.cdiv(half, BLOCK), len(keys))
+        _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Columns [first, last) whose colours run in one kernel, and the other steps of the last column, which follow."""
+
+    first: int
+    last: int
+    contrast: bool
+    rest: list[batched.Group]
+
+    @property
+    def blur(self) -> bool:
+        """Whether what follows is a kernel of ours."""
+        return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
+
+
+def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
+    """The program of a batch as few kernels; only steps that some sample has count."""
+    columns = code.shape[1]
+    found: list[Stretch] = []
+    first, contrasts, erased = 0, np.zeros(len(code), dtype=np.int64), False
+    for column in range(columns):
+        here = {int(c) for c in np.unique(code[:, column])} - {0}
+        again = Code.CONTRAST in here and bool((contrasts[code[:, column] == Code.CONTRAST] > 0).any())
+        # One mean per kernel and sample; flips happen at the load, before an erased rectangle.
+        if again or (erased and here & {Code.HFLIP, Code.VFLIP}):
+            found.append(Stretch(first, column, bool(contrasts.any()), []))
+            first, contrasts, erased = column, np.zeros(len(code), dtype=np.int64), False
+        contrasts += code[:, column] == Code.CONTRAST
+        erased = erased or Code.ERASE in here
+        if here - POINTS:
+            others = np.where(np.isin(code[:, column], list(POINTS)), 0, code[:, column])[:, None]
+            rest = batched.groups(others.astype(np.int32), args[:, column : column + 1], range(1))
+            for group in rest:
+                group.column = column
+            found.append(Stretch(first, column + 1, bool(contrasts.any()), rest))
+            first, contrasts, erased = column + 1, np.zeros(len(code), dtype=np.int64), False
+    if first < columns or not found or not found[-1].blur:
+        found.append(Stretch(first, columns, bool(contrasts.any()), []))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch, and what its kernels read, on the device."""
+
+    stretch: Stretch
+    flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down
+    sums: Tensor  # int64 [B], zero: where the gray of a contrast is added up
+    places: Tensor  # int32 [B]: place among the blurred samples, -1 for others
+    rows: list[Tensor]  # of a blur int32 [n], the blurred samples; else int32 per group of `rest`
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A batch's program on the device."""
+
+    parts: list[Part]
+    code: Tensor  # int32 [B, S]
+    args: Tensor  # float32 [B, S, ARGS]
+    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each: of a part in between, and of the last
+    ramps: Tensor
+
+
+def upload(
+    code: NDArray[np.int32],
+    args: Float,
+    ramps: Float,
+    scale: tuple[float, float, float],
+    shift: tuple[float, float, float],
+    device: torch.device,
+) -> Program:
+    """The program in one copy; the sums are zeros in it, so that nothing has to be launched for them."""
+    found = stretches(code, args)
+    ends = [np.array([(1, 1, 1), (0, 0, 0)], dtype=np.float32), np.array([scale, shift], dtype=np.float32)]
+    nowhere = np.full(len(code), -1, dtype=np.int32)
+    arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
+    for stretch in found:
+        within = code[:, stretch.first : stretch.last]
+        turned = (within == Code.HFLIP).sum(1) % 2 + 2 * ((within == Code.VFLIP).sum(1) % 2)
+        places, rows = nowhere, [group.rows.astype(np.int32) for group in stretch.rest]
+        if stretch.blur:
+            rows, places = [np.concatenate(rows)], nowhere.copy()
+            places[rows[0]] = np.arange(len(rows[0]))
+        arrays += [turned.astype(np.int32), np.zeros((len(code), 2), dtype=np.int32), places, *rows]
+    packed = iter(batched.upload(arrays, device))
+    on_device = [next(packed) for _ in range(5)]
+    parts = [
+        Part(
+            stretch, next(packed), next(packed).view(torch.int64), next(packed),
+            [next(packed) for _ in range(1 if stretch.blur else len(stretch.rest))],
+        )
+        for stretch in found
+    ]  # fmt: skip
+    return Program(parts, on_device[0], on_device[1], (on_device[2], on_device[3]), on_device[4])
+
+
+def launch(
+    x: Tensor, program: Program, *, fields: dict[int, Tensor], dtype: torch.dtype, channels_last: bool
+) -> Tensor:
+    """Queue the program's kernels; ``x`` contiguous uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
+    steps, eights = program.code.shape[1], width % 8 == 0
+    grid = (triton.cdiv(height * width, BLOCK), batch)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    out = torch.empty((batch, 3, height, width), dtype=dtype, device=x.device, memory_format=memory_format)
+
+    def planes(count: int) -> Tensor:
+        return torch.empty((count, 3, height, width), dtype=torch.float32, device=x.device)
+
+    for number, part in enumerate(program.parts):
+        stretch, last = part.stretch, number == len(program.parts) - 1
+        final = last and (stretch.blur or not stretch.rest)  # a kernel of ours writes the result
+        y, ends = out if final else planes(batch), program.ends[final]
+        kind = 0
+        if x.dtype == torch.uint8:
+            kind = 2 if eights and x.data_ptr() % 8 == 0 else 1
+            x = x.view(-1).view(torch.int64) if kind == 2 else x
+        layout = (2 if eights else 1) if final and channels_last else 0
+        if stretch.contrast:
+            _queue(
+                _mean_kernel, grid, x.device, x, program.code, program.args, part.flips, part.sums, height, width,
+                stretch.first, stretch.last, steps, KIND=kind, N=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        mid = planes(len(part.rows[0])) if stretch.blur else y
+        _queue(
+            _points_kernel, grid, x.device, x, y, mid, program.code, program.args, part.flips, part.sums, part.places,
+            ends, height, width, stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout, MEAN=stretch.contrast,
+            BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+        x = y
+        if stretch.blur:
+            tiles = (len(mid) * 3 * triton.cdiv(height, TILE[0]) * triton.cdiv(width, TILE[1]),)
+            between = torch.empty_like(mid)
+            for src, dst, vertical in ((mid, between, False), (between, y, True)):
+                _queue(
+                    _blur_kernel, tiles, x.device, src, dst, part.rows[0], program.args, ends, height, width,
+                    stretch.last - 1, steps, VERTICAL=vertical, CHANNELS_LAST=vertical and layout > 0,
+                    R=TILE[0], C=TILE[1], num_warps=BLUR_WARPS,
+                )  # fmt: skip
+        elif stretch.rest:
+            x = batched.run(x, stretch.rest, program.args, part.rows, fields=fields, ramps=program.ramps)
+    return x
+
+
+def run(
+    images: Tensor,
+    code: NDArray[np.int32],
+    args: Float,
+    *,
+    fields: dict[int, Tensor],
+    ramps: Float,
+    scale: tuple[float, float, float],
+    shift: tuple[float, float, float],
+    dtype: torch.dtype,
+    channels_last: bool,
+) -> Tensor:
+    """Every sample through its own program; arguments as those of :func:`gpuaug.augment.fused.cpu.run`."""
+    with torch.cuda.device(images.device) if images.device.type == "cuda" else nullcontext():
+        program = upload(code, args, ramps, scale, shift, images.device)
+        return launch(images.contiguous(), program, fields=fields, dtype=dtype, channels_last=channels_last)

@@ -1,1 +1,0 @@
-"""What shows where time, memory and pixels go: the working parts of profile, plan, parity and doctor."""

@@ -1,0 +1,1 @@
+"""C++ that is compiled once per machine, and the memory it works in."""

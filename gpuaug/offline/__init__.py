@@ -1,1 +1,0 @@
-"""Preparation before a training: packed data sets and augmented epochs, on one machine or a Ray cluster."""

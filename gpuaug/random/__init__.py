@@ -1,0 +1,1 @@
+"""Keyed random numbers: a pure function of (seed, epoch, sample, operation)."""

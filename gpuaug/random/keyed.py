@@ -1,0 +1,251 @@
+"""Keyed randomness: everything random is a pure function of (seed, epoch, index, repeat, view, operation).
+
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A stream of
+numbers belongs to a name: the 64-bit key is a BLAKE2 hash of the scheme's version, the seed, the view, its copy and the
+operation. The counter holds who draws: index, epoch, repeat, and the number of the block of four values. So adding an
+operation, a view or a sample moves nothing that others draw.
+
+A batch's uniforms come from draw.cpp where there is a C++ compiler, else from numpy: the same bits, ten times as long.
+
+No generator of torch, numpy or Python is read or moved, but by :func:`seed_of_call`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.errors import ConfigError
+from gpuaug.native import build as compiled
+
+EPOCHS = 2**32  # an epoch's number has one counter word
+VERSION = 1  # of the scheme; travels in loader states, because another scheme would draw other values
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers and key increments of the paper
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+
+Float = NDArray[np.float32]
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A named row of random numbers: which view, which of its copies, which operation, and how many values."""
+
+    view: str
+    copy: int
+    op: str
+    count: int
+
+
+def key(seed: int, view: str, copy: int, op: str) -> tuple[int, int]:
+    """The two 32-bit key words of a stream; the same on every machine and in every process."""
+    text = "\0".join(("gpuaug", str(VERSION), str(int(seed)), view, str(copy), op))
+    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return value & _LOW, value >> 32
+
+
+def seed_of_call() -> int:
+    """A seed from torch's default CPU generator, which moves by one draw.
+
+    Mixed with the rank and the number of the DataLoader worker: their generators may be in one state.
+    """
+    value = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else os.environ.get("RANK", 0)
+    worker = torch.utils.data.get_worker_info()
+    text = f"{value} {rank} {None if worker is None else worker.id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
+    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all held in broadcastable uint64.
+
+    Equal to the known-answer vectors published with Random123.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    mask, shift = np.uint64(_LOW), np.uint64(32)
+    m0, m1 = np.uint64(_M0), np.uint64(_M1)
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + np.uint64(_W0)) & mask, (k1 + np.uint64(_W1)) & mask
+    return [c0, c1, c2, c3]
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
+    """Per block of four values: both key words, and the block's number within its stream; [3, blocks]."""
+    named = [(key(seed, s.view, s.copy, s.op), s.count) for s in streams]
+    rows = [(*words, number) for words, count in named for number in range(-(-count // 4))]
+    return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled generator, or None where it cannot be compiled; logs once which and why."""
+    found = compiled.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="is numpy's, ten times as long")
+    if found is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        found.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
+        found.gpuaug_uniforms.restype = None
+    return found
+
+
+def uniforms(
+    streams: Sequence[Stream], *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
+) -> dict[tuple[str, int, str], Float]:
+    """Uniform values in [0, 1) for every stream and sample, in one vectorised call.
+
+    Args:
+        streams: what is needed; (view, copy, op) must be distinct.
+        seed: any integer.
+        epoch: 0 <= epoch < 2**32.
+        indices: int64 [B], numbers of the samples in their source.
+        repeats: int64 [B] below 65536, how often the epoch yielded the index before; None: 0.
+
+    Returns:
+        (view, copy, op) to float32 [B, count], multiples of 2**-24.
+
+    Raises:
+        ConfigError: if the epoch does not fit into 32 bits.
+    """
+    if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < EPOCHS:
+        raise ConfigError(f"`epoch` must satisfy 0 <= epoch < 2**32. Found: {epoch!r}.")
+    streams = tuple(streams)
+    keys = _keys(int(seed), streams)
+    indices = np.ascontiguousarray(indices, dtype=np.int64)
+    again = None if repeats is None else np.ascontiguousarray(repeats, dtype=np.int64)
+    blocks = keys.shape[1]
+    values = np.empty((len(indices), blocks, 4), dtype=np.float32)
+    native = library()
+    if native is not None:
+        native.gpuaug_uniforms(
+            keys.ctypes.data,
+            blocks,
+            indices.ctypes.data,
+            None if again is None else again.ctypes.data,
+            len(indices),
+            int(epoch),
+            values.ctypes.data,
+        )
+    else:
+        _uniforms(keys, indices, again, int(epoch), values)
+    flat = values.reshape(len(indices), 4 * blocks)
+    out, start = {}, 0
+    for s in streams:
+        out[s.view, s.copy, s.op] = flat[:, start : start + s.count]
+        start += -(-s.count // 4) * 4
+    return out
+
+
+def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch: int, out: Float) -> None:
+    """What draw.cpp does, in numpy."""
+    k0, k1, number = keys.astype(np.uint64)[:, None, :]
+    index = indices.astype(np.uint64)[:, None]
+    extra = number if repeats is None else number | (repeats.astype(np.uint64)[:, None] << np.uint64(16))
+    words = philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), (k0, k1))  # type: ignore[arg-type]
+    for lane, word in enumerate(words):
+        out[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits: exact in float32
+    out *= np.float32(2.0**-24)
+
+
+def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:
+    """``count`` 64-bit values, a function of (name, seed, epoch, position): for the order of an epoch."""
+    k0, k1 = key(seed, "", 0, name)
+    position = np.arange(start, start + count, dtype=np.uint64)
+    c0, c1, _, _ = philox(
+        (position & np.uint64(_LOW), position >> np.uint64(32), np.uint64(epoch), np.uint64(0)),  # type: ignore[arg-type]
+        (np.uint64(k0), np.uint64(k1)),  # type: ignore[arg-type]
+    )
+    return (c1 << np.uint64(32)) | c0
+
+
+def sample_keys(
+    stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
+) -> NDArray[np.int64]:
+    """One pair of 32-bit key words per sample, int64 [B, 2], for :func:`field` (per-pixel noise on the device)."""
+    k0, k1 = key(seed, stream.view, stream.copy, stream.op)
+    index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
+    again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
+    a, b, _, _ = philox(
+        (
+            index & np.uint64(_LOW),
+            index >> np.uint64(32),
+            np.uint64(epoch),
+            (again << np.uint64(16)) | np.uint64(0xFFFF),
+        ),  # type: ignore[arg-type]
+        (np.uint64(k0), np.uint64(k1)),  # type: ignore[arg-type]
+    )
+    return np.stack([a, b], axis=1).astype(np.int64)
+
+
+def field(keys: Tensor, count: int) -> Tensor:
+    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``: a pure function of each sample's key.
+
+    The same Philox in torch int64 arithmetic (a product wraps modulo 2**64, so its two halves are exact).
+
+    Args:
+        keys: int64 [B, 2], from :func:`sample_keys`.
+        count: how many values per sample.
+    """
+    return _by_rows(_field, keys, count)
+
+
+def _field(keys: Tensor, count: int) -> Tensor:
+    blocks = -(-count // 4)
+    c0 = torch.arange(blocks, device=keys.device)[None, :].expand(len(keys), -1)
+    c1 = c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = keys[:, :1], keys[:, 1:]
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    words = torch.stack([c0, c1, c2, c3], dim=2).reshape(len(keys), -1)[:, :count]
+    return ((words >> 8).float() + 0.5) * 2.0**-24
+
+
+def normal_field(keys: Tensor, count: int) -> Tensor:
+    """Standard normal values, float32 ``[B, count]``, by Box-Muller from :func:`field`."""
+    return _by_rows(_normal_field, keys, count)
+
+
+def _normal_field(keys: Tensor, count: int) -> Tensor:
+    u = _field(keys, 2 * (-(-count // 2)))
+    half = u.shape[1] // 2
+    radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
+    angle = 2.0 * torch.pi * u[:, half:]
+    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count]
+
+
+_AT_ONCE = 2**21  # values: what is made on the way, 64-bit words above all, takes some 40 bytes each
+
+
+def _by_rows(of: Callable[[Tensor, int], Tensor], keys: Tensor, count: int) -> Tensor:
+    """``of`` for some samples at a time."""
+    values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
+    rows = max(1, _AT_ONCE // max(count, 1))
+    for some, out in zip(keys.split(rows), values.split(rows), strict=True):
+        out.copy_(of(some, count))
+    return values
+
+
+def scale(u: Float, low: float, high: float) -> Float:
+    """``low + u * (high - low)`` in float32, as torch's Uniform computes it."""
+    return np.float32(low) + u * (np.float32(high) - np.float32(low))
+
+
+Draws = Mapping[tuple[str, int, str], Float]

@@ -1,0 +1,1 @@
+"""The commands of `gpuaug`, a folder each, and what they share."""

@@ -1,0 +1,171 @@
+"""The command line: `gpuaug COMMAND [OVERRIDE ...]`, one file per command.
+
+Nothing heavy is imported before a command runs, so that help and misspelt names answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import logging
+import os
+import select
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gpuaug.errors import ConfigError, GpuaugError
+
+log = logging.getLogger("gpuaug")
+
+COMMANDS = {
+    "train": "train a network on the loader: AMP, DDP under torchrun, checkpoint and resume",
+    "pack": "write a source once, resized: JPEG shards, or pixels that need no decoding",
+    "materialize": "write augmented epochs to disk, to be replayed without decoding and augmentation",
+    "profile": "measure every stage, name the bottleneck, and say what to change",
+    "plan": "predict the memory of host and device before a run; measure=true compares",
+    "preview": "show what a recipe does to your images, exactly as training would see it: PNG or HTML",
+    "doctor": "check this machine: versions, devices, decoders, compiler, workers, limits, and what to do",
+    "parity": "compare our pixels with Pillow's and torchvision's formulas on your own images",
+}
+EPILOG = """\
+Overrides are Hydra's, the same strings as in gpuaug.compose:
+  source.root=DIR augment=simclr augment.ops.jitter.p=0.5 '~augment.ops.gray' batch_size=256 device=cuda
+
+`gpuaug COMMAND --help` lists the command's own keys; the loader's are in
+  {train} and the folders beside it.
+Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DIR
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives back the exit status: 0, 2 for what the user can mend, 143 after SIGTERM."""
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _unread():  # a worker's
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers goes there
+        return 141
+    return status
+
+
+def _unread() -> bool:
+    """Whether whoever read what is printed has had enough, as `head` has."""
+    if not hasattr(select, "poll"):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except (OSError, ValueError):
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    given = parser.parse_intermixed_args(argv)
+    if not given.words:
+        print(parser.format_help())
+        return 0 if given.help else 2
+    name, *overrides = given.words
+    debug = given.debug or bool(os.environ.get("GPUAUG_DEBUG"))
+    with _logging():
+        try:
+            if name not in COMMANDS:
+                raise ConfigError(f"`{name}` is not a command. {_nearest(name)}")
+            if given.help:
+                print(_help(name, parser))
+                return 0
+            # read when torch is imported: threads of a network on the CPU that spin while they wait for each other take
+            # the cores from the loader's (`gpuaug train` on two busy cores: 46 images/s spinning, 348 sleeping)
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            from gpuaug.tools.request import Request
+
+            request = Request(
+                command=name,
+                overrides=tuple(overrides),
+                config_dir=given.config_dir,
+                config_name=given.config_name,
+                at=given.at,
+                trust=tuple(given.trust),
+            )
+            return int(importlib.import_module(f"gpuaug.tools.{name}.command").main(request))
+        except GpuaugError as error:
+            if debug:
+                traceback.print_exc()
+            rank = os.environ.get("RANK", "0")
+            print(f"gpuaug{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            if debug:
+                traceback.print_exc()
+            print("gpuaug: interrupted", file=sys.stderr)
+            return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="gpuaug",
+        usage="gpuaug COMMAND [OVERRIDE ...] [options]",
+        description=f"Encoded images to augmented batches on the training device.\n\ncommands:\n{listed}",
+        epilog=EPILOG.format(train=conf_dir() / "train.yaml"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="store_true", help="this text; after COMMAND, its keys")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own Hydra groups and files")
+    parser.add_argument("--config-name", metavar="NAME", help="the primary file there, for a configuration of your own")
+    parser.add_argument("--at", metavar="PATH", help="where the loader stands in it, e.g. train_data")
+    parser.add_argument(
+        "--trust", metavar="PREFIX", action="append", default=[], help="allow `_target_` in modules beginning so"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks (as GPUAUG_DEBUG=1)")
+    return parser
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped YAML: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parent.parent
+    inside = package / "conf" / "gpuaug"
+    return inside if inside.is_dir() else package.parent / "conf" / "gpuaug"
+
+
+def _help(name: str, parser: argparse.ArgumentParser) -> str:
+    keys = (conf_dir() / "command" / f"{name}.yaml").read_text(encoding="utf-8")
+    indented = "\n".join(f"  {line}" for line in keys.splitlines())
+    options = parser.format_help().partition("options:\n")[2].partition("\nOverrides")[0]
+    return (
+        f"usage: gpuaug {name} [OVERRIDE ...] [options]\n\n{COMMANDS[name]}\n\nkeys and defaults:\n{indented}\n\n"
+        f"options:\n{options}"
+    )
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if not near and "=" in name:
+        return f"The command comes first: gpuaug {next(iter(COMMANDS))} {name}"
+    return f"Did you mean `{near[0]}`?" if near else f"Commands: {', '.join(COMMANDS)}."
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Log to stderr while a command runs; under torchrun, of other ranks than the first only warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before

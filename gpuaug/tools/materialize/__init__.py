@@ -1,0 +1,1 @@
+"""`gpuaug materialize`: augmented epochs, written to disk."""

@@ -1,0 +1,125 @@
+"""`gpuaug pack`: a source resized once and written as JPEG shards or as pixels, and checked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gpuaug.decode.decoder import Decode
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.loader.faults import Faults
+from gpuaug.tools.pack.pack import Pack, finished, pack, verify
+from gpuaug.tools.report import Report, check_text
+from gpuaug.tools.request import OVERRIDE, Request
+
+PARTS = ("source", "decode", "faults")  # of the loader's configuration; nothing else decides what is packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to write and how; the keys of ``conf/gpuaug/command/pack.yaml``, which says what they mean."""
+
+    out: str | None = None
+    format: Any = "jpeg"
+    sizes: Any = None
+    quality: int = 90
+    subsampling: str = "4:2:0"
+    interpolation: Any = "bicubic"
+    samples: int = 1000
+    num_workers: int | None = None
+    on: Literal["local", "ray"] = "local"
+    verify: bool = False
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        check_text(self, "out", "json", optional=True)
+        if not isinstance(self.verify, bool):
+            raise ConfigError(f"`verify` must be true or false. Found: {self.verify!r}.")
+
+    @property
+    def what(self) -> Pack:
+        """What is written."""
+        names = ("format", "sizes", "quality", "subsampling", "interpolation", "samples")
+        return Pack(**{name: getattr(self, name) for name in names})
+
+
+def main(request: Request) -> int:
+    """Pack, or go on; then check, where asked for."""
+    settings = Settings(**request.settings())
+    what, out = settings.what, settings.out
+    if out is None:
+        raise ConfigError("`out` must be given: the folder to write. Set it: out=DIR")
+    report = Report(file=settings.json)
+    _refuse_what_does_not_matter(request)
+    config = request.loader()
+    only_check = settings.verify and _nothing_to_pack(config) and finished(out) is not None
+    if not only_check:
+        source = request.build(config.source)
+        decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
+        faults: Faults = request.build(config.faults) if config.get("faults") is not None else Faults()
+        begin, before = time.monotonic(), finished(out)
+        manifest = pack(
+            source,
+            out,
+            what=what,
+            decode=decode,
+            faults=faults,
+            num_workers=settings.num_workers,
+            on=settings.on,
+        )
+        seconds = time.monotonic() - begin
+        _tell(report, manifest, out, seconds=None if before is not None else seconds)
+    if settings.verify:
+        damage = verify(out, num_workers=settings.num_workers or None)
+        if damage:
+            report.values["damage"] = damage
+            report.write()
+            more = f", and {len(damage) - 20} more" if len(damage) > 20 else ""
+            listed = "\n  ".join(damage[:20])
+            raise SourceError(
+                f"{out!r} is damaged in {len(damage)} files:\n  {listed}{more}\nPack again into a new folder."
+            )
+        report.add("verified", True, "all files are as they were written")
+    report.write()
+    return 0
+
+
+def _tell(report: Report, manifest: dict[str, Any], out: str, *, seconds: float | None) -> None:
+    total, bad = manifest["samples"], len(manifest["dropped"])
+    left_out = f", {bad} bad ones left out" if bad else ""
+    speed = "finished already" if seconds is None else f"{seconds:.1f} s"
+    report.add("images", total, f"{total}{left_out} ({speed})")
+    report.values |= {"dropped": bad, "seconds": seconds}
+    for size in manifest["sizes"]:
+        files = {name: size_of for name, (size_of, _) in manifest["files"].items() if name.startswith(f"{size}/")}
+        used = sum(files.values())
+        report.add(
+            f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
+        )
+    if manifest["format"] == "uint8":
+        report.add("read_it_with", out, f"source=packed source.root={out}")
+    else:
+        report.add("read_it_with", out, f"source=packed source.root={out}, or as WebDataset shards")
+
+
+def _nothing_to_pack(config: Any) -> bool:
+    from omegaconf import OmegaConf
+
+    source = config.get("source")
+    return source is None or OmegaConf.is_missing(source, "root")
+
+
+def _refuse_what_does_not_matter(request: Request) -> None:
+    """Name an override that would change nothing here: augmentation comes after packing."""
+    if request.config_name is not None:
+        return
+    own = set(request.settings())
+    for text in request.overrides:
+        match = OVERRIDE.fullmatch(text)
+        root = "" if match is None else match["root"]
+        if "=" in text and root not in own and root.split("/")[0] not in (*PARTS, "hydra"):
+            raise ConfigError(
+                f"`{root}` changes nothing that `gpuaug pack` writes. It reads its own keys and {', '.join(PARTS)}."
+            )

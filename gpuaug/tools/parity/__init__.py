@@ -1,0 +1,1 @@
+"""`gpuaug parity`: our pixels compared with Pillow's and torchvision's."""

@@ -1,0 +1,1 @@
+"""`gpuaug plan`: the memory of a configuration before it runs."""

@@ -1,0 +1,1 @@
+"""`gpuaug preview`: pictures of what a recipe does."""

@@ -1,0 +1,1 @@
+"""`gpuaug profile`: the time of every stage, the bottleneck, and the change that helps."""

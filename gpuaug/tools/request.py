@@ -1,0 +1,170 @@
+"""What the command line asks for: the command's own keys on one side, the loader's configuration on the other."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpuaug import config
+from gpuaug.errors import ConfigError
+from gpuaug.tools.main import conf_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omegaconf import DictConfig
+
+OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
+# what a held-out loader takes from the training's where `val.` does not say otherwise: the machine, not the recipe
+SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
+
+
+def _split(override: str) -> tuple[str, str, str]:
+    match = OVERRIDE.fullmatch(override)
+    assert match is not None  # every part of the pattern may be empty
+    return match["sign"], match["root"], match["rest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One call of one command.
+
+    Attributes:
+        command: its name; its keys stand in ``conf/gpuaug/command/<name>.yaml``.
+        overrides: Hydra's override strings, for command and loader alike.
+        config_dir: folder of the user's own groups and configurations.
+        config_name, at: the primary one of them, and where in it the loader stands; None: our ``train``.
+        trust: module prefixes that `_target_` may name beside ours and Kornia's.
+    """
+
+    command: str
+    overrides: tuple[str, ...] = ()
+    config_dir: str | None = None
+    config_name: str | None = None
+    at: str | None = None
+    trust: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.at is not None and self.config_name is None:
+            raise ConfigError(
+                f"`--at {self.at}` is a place in your own configuration: give --config-dir and --config-name."
+            )
+        if self.config_name is not None and self.config_dir is None:
+            raise ConfigError(
+                f"`--config-name {self.config_name}` is a file of your own: give its folder, --config-dir."
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """The command's own keys, defaults and overrides."""
+        from omegaconf import OmegaConf
+
+        mine = [f"{sign}command.{root}{rest}" for sign, root, rest in self._split() if self._is_mine(root, rest)]
+        try:
+            composed = config.compose(f"command/{self.command}", mine)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("command.", "")) from error
+        return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
+
+    def loader(self, *, at: str | None = None) -> DictConfig:
+        """The loader's configuration: ``train`` with overrides, or the place ``at`` in the user's own."""
+        overrides = [
+            sign + root + rest
+            for sign, root, rest in self._split()
+            if not self._is_mine(root, rest) and not self._is_held_out(root, rest)
+        ]
+        name = self.config_name or "train"
+        self._check_roots(overrides)
+        composed = config.compose(name, overrides, config_dir=self.config_dir)
+        return self._part(composed, at or self.at)
+
+    def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
+        """The configuration of the held-out loader; None where nothing asks for one.
+
+        Args:
+            train: the training's configuration; size of batches, device and workers are the same unless overridden.
+            at: place in the user's configuration, instead of overrides behind ``val.``.
+        """
+        overrides = [sign + rest[1:] for sign, root, rest in self._split() if self._is_held_out(root, rest)]
+        if at is not None:
+            if overrides:
+                raise ConfigError(
+                    f"`val={at}` and overrides behind `val.` exclude each other: override `{at}.…` itself."
+                )
+            if self.config_name is None:
+                raise ConfigError(
+                    f"`val={at}` names a place in your own configuration (--config-dir, --config-name). "
+                    "Without one: val.source.root=DIR."
+                )
+            composed = self.loader(at=at)
+        elif overrides:
+            try:
+                composed = config.compose("eval", overrides, config_dir=self.config_dir)
+            except ConfigError as error:
+                raise ConfigError(f"Behind `val.`: {error}") from error
+            given = {text.lstrip("+~").partition("=")[0] for text in overrides}
+            for key in SHARED:
+                if key in train and key not in given:
+                    composed[key] = train[key]
+        else:
+            return None
+        return composed
+
+    def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
+        """The held-out loader, with the training's ``classes`` where its source has none of its own set."""
+        from omegaconf import OmegaConf
+
+        source = part.get("source")
+        if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
+            return self.build(part)
+        # an object, because names of folders are data: a configuration would resolve `${oc.env:HOME}` and ask for `???`
+        return self.build(part, source=self.build(source, classes=list(classes)))
+
+    def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
+        """What a part of the configuration describes."""
+        return config.build(part, trust=(*self.trust, *trust), **objects)
+
+    def _split(self) -> list[tuple[str, str, str]]:
+        """Each override as its sign (+, ++, ~), the first word of its key, and what follows."""
+        return [_split(text) for text in self.overrides]
+
+    def _is_held_out(self, root: str, rest: str) -> bool:
+        return self.command == "train" and root == "val" and rest.startswith(".")
+
+    def _is_mine(self, root: str, rest: str) -> bool:
+        return root in self._keys() and not self._is_held_out(root, rest)
+
+    def _keys(self) -> list[str]:
+        from omegaconf import OmegaConf
+
+        return [str(key) for key in OmegaConf.load(conf_dir() / "command" / f"{self.command}.yaml")]
+
+    def _check_roots(self, overrides: list[str]) -> None:
+        """Say that a key is neither the command's nor the loader's, and which of both is nearest."""
+        for text in overrides:
+            if "=" not in text and not text.startswith("~"):
+                raise ConfigError(f"`{text}` is no override: expected key=value. Options begin with --.")
+        if self.config_name is not None:
+            return  # its keys are the user's; compose names them
+        theirs = [str(key) for key in config.compose("train", config_dir=self.config_dir)]
+        for text in overrides:
+            _, root, _ = _split(text)
+            if root.startswith("hydra") or text.startswith("+") or "/" in root or root in theirs:
+                continue
+            if near := difflib.get_close_matches(root, self._keys(), n=1):
+                raise ConfigError(
+                    f"`{root}` is a key neither of the command nor of the loader. Did you mean `{near[0]}`?"
+                )
+
+    @staticmethod
+    def _part(composed: DictConfig, at: str | None) -> DictConfig:
+        from omegaconf import OmegaConf
+
+        if at is None:
+            return composed
+        part = OmegaConf.select(composed, at, throw_on_missing=False)
+        if not OmegaConf.is_dict(part):
+            found = ", ".join(map(str, composed)) or "nothing"
+            raise ConfigError(f"`{at}` must be the place of a loader in your configuration, which has: {found}.")
+        return part

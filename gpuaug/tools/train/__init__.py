@@ -1,0 +1,1 @@
+"""`gpuaug train`: a small training run on the loader."""

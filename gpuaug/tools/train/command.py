@@ -1,0 +1,73 @@
+"""`gpuaug train`: a small, honest training run on the loader."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from gpuaug.errors import ConfigError
+from gpuaug.loader.loader import Loader
+from gpuaug.tools.plan import command as plan
+from gpuaug.tools.profile import command as profile
+from gpuaug.tools.report import Report
+from gpuaug.tools.request import Request
+from gpuaug.tools.train.training import Settings, Stop, Training, build_model, step_memory
+
+log = logging.getLogger("gpuaug")
+
+
+def main(request: Request) -> int:
+    """Train as asked; 0, or 143 after a checkpoint on SIGTERM."""
+    settings = Settings(**request.settings())
+    train = request.loader()
+    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if under_torchrun and train.get("last") == "uneven":
+        raise ConfigError(
+            "`last=uneven` gives the ranks unequal numbers of batches, and DDP would wait for ever for the missing "
+            "one. Set `last=pad` or `last=drop`."
+        )
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(Stop())
+        loader: Loader = stack.enter_context(request.build(train))
+        if loader.device.type == "cuda":  # before anything is done on a device: the first one is another rank's
+            torch.cuda.set_device(loader.device)
+        if loader.num_classes is None:
+            raise ConfigError("`gpuaug train` needs labels, and this source has none.")
+        model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
+        step = step_memory(model, settings, loader)
+        if settings.check_memory:
+            plan.check(loader, also=step, prefix="" if request.at is None else f"{request.at}.")
+        if settings.profiling:
+            profile.inside(request, train, loader, settings)
+        if under_torchrun:
+            stack.enter_context(_process_group(loader.device))
+        held_out = request.held_out(train, at=settings.val)
+        val: Loader | None = None
+        if held_out is None:
+            log.info("no held-out images: val.source.root is not set")
+        else:
+            val = stack.enter_context(request.build_held_out(held_out, classes=loader.source.classes))
+            if settings.check_memory:
+                plan.check(val, beside=(loader,), also=step, prefix=f"{settings.val or 'val'}.")
+            if val.source.classes != loader.source.classes:
+                raise ConfigError(
+                    f"the held-out images must have the training's classes, {loader.source.classes}. "
+                    f"Found: {val.source.classes}."
+                )
+        training = Training(loader, model=model, val=val, settings=settings, stop=stop)
+        return training.run(Report(file=settings.json, quiet=not training.first))
+
+
+@contextlib.contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    """torch.distributed as torchrun describes it: gloo for what is on the CPU, nccl for what is on a GPU."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,602 @@
+"""The training of `gpuaug train`: epochs of steps on the loader, measured, stopped and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from gpuaug.batch import Batch
+from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
+from gpuaug.loader import distributed
+from gpuaug.loader.loader import Loader
+from gpuaug.tools import memory
+from gpuaug.tools.plan import predict as plan
+from gpuaug.tools.report import Report, check_text, output
+from gpuaug.tools.request import Request
+from gpuaug.tools.train import checkpoint
+
+log = logging.getLogger("gpuaug")
+
+TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
+AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS = ("sgd", "adamw")
+LOSSES = ("cross_entropy", "binary_cross_entropy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to train; the keys of ``conf/gpuaug/command/train.yaml``, which says what they mean."""
+
+    epochs: int = 10
+    model: Any = None
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    warmup: float = 0.1
+    loss: str = "cross_entropy"
+    amp: str = "auto"
+    out: str = "outputs/train"
+    resume: str | None = None
+    val: str | None = None
+    check_memory: bool = True
+    profiling: bool | int = False
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.check_memory, bool):
+            raise ConfigError(f"`check_memory` must be true or false. Found: {self.check_memory!r}.")
+        if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
+            raise ConfigError(
+                f"`profiling` must be true, false, or how many batches, at least 1. Found: {self.profiling!r}."
+            )
+        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ConfigError(f"`epochs` must be a whole number >= 1. Found: {self.epochs!r}.")
+        for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {getattr(self, name)!r}.")
+        for name, low, high in (
+            ("lr", 0.0, math.inf),
+            ("momentum", 0.0, 1.0),
+            ("weight_decay", 0.0, math.inf),
+            ("warmup", 0.0, 1.0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"`{name}` must be a number in [{low:g}, {high:g}]. Found: {value!r}.")
+        check_text(self, "out")
+        check_text(self, "resume", "val", "json", optional=True)
+
+
+class Stop(contextlib.AbstractContextManager["Stop"]):
+    """Whether SIGTERM has come; the signal is only noted, so that the step under way can end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._pid = os.getpid()
+        self._before: Any = None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            os._exit(TERMINATED)  # a forked worker has inherited this: for it the signal means what it always does
+        self.asked = True
+
+
+class EachView(nn.Module):
+    """A model applied to every view of a batch, as one forward pass that DDP can wrap."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, views: list[Tensor]) -> list[Tensor]:
+        """Logits of each view."""
+        return [self.model(view) for view in views]
+
+
+class Pace:
+    """Images, seconds, and the seconds of them in which the device stood still because the next batch was not there.
+
+    On the CPU the time between asking for a batch and having it. On CUDA the gap between two steps on the training's
+    stream: there the host may well wait for a batch while the device still works on the one before.
+
+    Args:
+        device: where the steps run.
+        without: start counting when the first batch is there, and keep the time until then apart, as ``start_up``:
+            workers start, kernels are compiled.
+    """
+
+    def __init__(self, device: torch.device, *, without: bool) -> None:
+        self.images, self.waited = 0, 0.0
+        self.start_up: float | None = None
+        self._device, self._without = device, without
+        self._begun = time.perf_counter()
+        self._ended: float | None = None
+        self._asked: Any = None
+        self._gaps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @property
+    def seconds(self) -> float:
+        """From the start until now, or until ``stop``; never 0."""
+        return max(1e-9, (self._ended or time.perf_counter()) - self._begun)
+
+    def ask(self) -> None:
+        """The last step is queued; now the next batch is asked for."""
+        self._asked = self._mark()
+
+    def have(self) -> None:
+        """The batch is there."""
+        if self._without:
+            self._without, self.start_up = False, self.seconds
+            self._begun = time.perf_counter()
+            return
+        mark = self._mark()
+        if self._device.type != "cuda":
+            self.waited += mark - self._asked
+            return
+        self._gaps.append((self._asked, mark))
+        if len(self._gaps) > 2:  # taking the oldest also keeps the host from running further ahead than two steps
+            self._take()
+
+    def stop(self) -> None:
+        """The last step is queued; wait until it is done."""
+        while self._gaps:
+            self._take()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._ended = time.perf_counter()
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _take(self) -> None:
+        asked, there = self._gaps.popleft()
+        there.synchronize()
+        self.waited += asked.elapsed_time(there) / 1000
+
+
+@dataclass
+class Usage:
+    """What the run has cost so far: all epochs' pace, without checkpoints and held-out images, and the memory."""
+
+    images: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    start_up: float | None = None
+    peak: int = 0  # bytes of host memory of this process and its workers
+    _next_look: float = field(default=0.0, repr=False)
+
+    def add(self, pace: Pace) -> None:
+        """Take in the pace of one epoch, or of what was left of it."""
+        self.images += pace.images
+        self.seconds += pace.seconds
+        self.waited += pace.waited
+        self.start_up = pace.start_up if self.start_up is None else self.start_up
+        self.look()
+
+    def look(self, *, every: float = 0.0) -> None:
+        """Note the memory in use; reading it costs milliseconds, so at most once in ``every`` seconds."""
+        if time.monotonic() >= self._next_look or not every:
+            self.peak = max(self.peak, memory.host())
+            self._next_look = time.monotonic() + every
+
+
+class Training:
+    """One training run: epochs of steps, with a checkpoint and a look at held-out images after each.
+
+    Args:
+        loader: gives the batches; its device is the training's.
+        model: takes images [B, 3, H, W], gives logits [B, classes].
+        settings: how to train.
+        val: loader of held-out images, or None.
+        stop: when to end early; None: never.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        model: nn.Module,
+        settings: Settings,
+        val: Loader | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self.loader, self.val, self.settings, self.stop = loader, val, settings, stop or Stop()
+        self.device = loader.device
+        self.amp = _amp(settings, self.device)
+        self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
+        self.each = _parallel(EachView(self.model), self.device)
+        self.optimizer = _optimizer(self.model, settings)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
+        self.ranks = dist.get_world_size() if distributed.active() else 1
+        self.first = not distributed.active() or dist.get_rank() == 0
+        self.usage = Usage()
+        self.steps = 0
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, samples of the epoch
+        self.history: list[dict[str, float | int | None]] = []
+
+    def run(self, report: Report) -> int:
+        """Train to the end and report; 0, or 143 after a checkpoint on SIGTERM."""
+        file = Path(self.settings.out) / "last.pt"
+        if self.first:
+            output(str(file), "out")
+        if (found := self._resume_from(file)) is not None:
+            self.load(found)
+            if self.loader.epoch >= self.settings.epochs:
+                log.info("nothing is left to train: `epochs=%d` are done", self.settings.epochs)
+        elif self.first and file.exists():
+            log.info("%s is of an earlier run and will be overwritten; resume=auto would go on with it", file)
+        if self.settings.amp == "auto":
+            log.info("amp %s: %s device", str(self.amp).removeprefix("torch."), self.device.type)
+        with logging_redirect_tqdm(loggers=[log]):
+            while self.loader.epoch < self.settings.epochs:
+                ended = self._epoch()
+                self.save(file)
+                if not (ended and self._hold_out()):
+                    if self.first:
+                        log.info("SIGTERM: stopped in epoch %d. Go on with resume=%s", self.loader.epoch + 1, file)
+                    return TERMINATED
+        self.save(file)  # now with the last held-out accuracy
+        self._report(report, file)
+        return 0
+
+    def _epoch(self) -> bool:
+        """Train on what is left of the loader's epoch; False if SIGTERM came before its end."""
+        loader, usage, epoch = self.loader, self.usage, self.loader.epoch
+        whole = len(loader)
+        if not whole:
+            raise ConfigError(
+                f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}` on "
+                f"{self.ranks} ranks, `last={loader.last}`. Make `batch_size` smaller or set `last=pad`."
+            )
+        done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
+        self.each.train()
+        bar = tqdm(
+            total=whole,
+            initial=min(whole, round(done)),
+            desc=f"epoch {epoch + 1}/{self.settings.epochs}",
+            unit="batch",
+            disable=not self.first,
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        )
+        stopped = False
+        pace = Pace(self.device, without=usage.start_up is None)
+        with bar:
+            batches = iter(loader)
+            while True:
+                pace.ask()
+                try:
+                    batch = next(batches, None)
+                except ReadError:
+                    if not self.stop.asked:
+                        raise
+                    stopped = True  # whoever ends this process may have ended its workers first
+                    break
+                if batch is None:
+                    break
+                pace.have()
+                asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
+                self._step(batch, valid=valid, progress=(epoch + min(1.0, done / whole)) / self.settings.epochs)
+                pace.images += int(valid)
+                done += 1
+                usage.look(every=5.0)
+                if bar.update():
+                    bar.set_postfix_str(self._postfix(pace), refresh=False)
+                if asked and loader.state_dict()["epoch"] == epoch:
+                    sums = _sum(self.sums.tolist())
+                    self.sums = torch.tensor(sums, dtype=torch.float64, device=self.device)
+                    stopped = True
+                    break
+            pace.stop()
+            bar.set_postfix_str(self._postfix(pace), refresh=True)
+        usage.add(pace)
+        if stopped:
+            return False
+        loss, right, samples = _sum(self.sums.tolist())
+        self.sums.zero_()
+        if not math.isfinite(loss):
+            raise GpuaugError(
+                f"the loss of epoch {epoch + 1} is {loss}. Lower `lr`, now {self.settings.lr:g}, or set `amp=float32`."
+            )
+        samples = max(1.0, samples)
+        self.history.append(
+            {"epoch": epoch, "loss": loss / samples, "train_accuracy": right / samples, "held_out_accuracy": None}
+        )
+        return True
+
+    def _step(self, batch: Batch, *, valid: float, progress: float) -> None:
+        """One step on one batch; ``valid`` samples over all ranks count, each as much as any other."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
+        weight = batch.valid.to(self.device, non_blocking=True).float()
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with self._autocast():
+                logits = self.each(self._views(batch))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ConfigError(
+                f"the model's batch norm cannot learn from a batch of {len(batch)}. Set `last=drop` or another "
+                "`batch_size`."
+            ) from error
+        losses, right = outcome(logits, batch.labels, self.settings.loss)
+        summed = (losses * weight).sum()
+        # DDP takes the mean of the ranks' gradients; the mean wanted is that of all valid samples
+        self.scaler.scale(summed * (self.ranks / max(1.0, valid))).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.steps += 1
+        self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
+
+    def _views(self, batch: Batch) -> list[Tensor]:
+        views = batch.images if isinstance(batch.images, list) else [batch.images]
+        return [view.float() if self.amp is torch.float32 else view for view in views]
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not torch.float32)
+
+    def _postfix(self, pace: Pace) -> str:
+        loss, _, samples = self.sums.tolist()
+        device = f", device {memory.gib(_in_use(self.device))}" if self.device.type == "cuda" else ""
+        return (
+            f"{pace.images / pace.seconds:.0f} images/s, loss {loss / max(1.0, samples):.3f}, "
+            f"waiting {pace.waited / pace.seconds:.0%}, memory {memory.gib(self.usage.peak)}{device}"
+            + memory.waiting(self.loader.ahead_level, self.loader.ahead)
+        )
+
+    def _hold_out(self) -> bool:
+        """Note the held-out accuracy in the history's last entry; False if SIGTERM came before its end."""
+        entry = self.history[-1]
+        accuracy = None if self.val is None else self.evaluate(self.val)
+        (asked,) = _sum([float(self.stop.asked)])
+        if self.first:
+            held_out = "" if accuracy is None else f", held-out {accuracy:.1%}"
+            text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
+            log.info("epoch %d: %s", self.loader.epoch, text)
+        entry["held_out_accuracy"] = accuracy
+        return not asked
+
+    @torch.no_grad()
+    def evaluate(self, loader: Loader) -> float | None:
+        """Share of right answers over all ranks; None if SIGTERM came before the end."""
+        if self.ranks > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)  # each rank has its own running statistics since the last step
+        self.each.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        hidden = not (self.first and sys.stderr.isatty())
+        for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
+            with self._autocast():
+                logits = [self.model(view) for view in self._views(batch)]
+            _, right = outcome(logits, batch.labels, self.settings.loss)
+            weight = batch.valid.to(self.device).float()
+            sums += torch.stack([(right * weight).sum(), weight.sum()])
+            self.usage.look(every=5.0)
+            if self.stop.asked:
+                break
+        asked, right_all, samples = _sum([float(self.stop.asked), *sums.tolist()])
+        return None if asked else right_all / max(1.0, samples)
+
+    def save(self, file: Path) -> None:
+        """Write the checkpoint, whole or not at all; only the first rank does."""
+        if not self.first:
+            return
+        source = self.loader.source
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "loader": self.loader.state_dict(),
+            "classes": None if source.classes is None else list(source.classes),
+            "sums": self.sums.tolist(),
+            "steps": self.steps,
+            "history": self.history,
+        }
+        checkpoint.write(file, parts)
+
+    def load(self, file: Path) -> None:
+        """Go on from a checkpoint, with the very next sample; batch size, workers and ranks may be others now.
+
+        Raises:
+            StateError: if it is none of ours, or of another model or other classes.
+        """
+        found = checkpoint.read(file)
+        classes = self.loader.source.classes
+        if found["classes"] is not None and found["classes"] != (None if classes is None else list(classes)):
+            raise StateError(f"{file} was trained on the classes {found['classes']}. Found here: {classes}.")
+        try:
+            self.model.load_state_dict(found["model"])
+            self.optimizer.load_state_dict(found["optimizer"])
+            for parameter, state in self.optimizer.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                        raise ValueError(f"`{name}` {list(value.shape)} of a parameter {list(parameter.shape)}")
+            if found["scaler"]:
+                self.scaler.load_state_dict(found["scaler"])
+        except Exception as error:  # torch raises whatever it stumbles upon
+            raise StateError(f"{file} is of another model or optimizer: {error}") from error
+        self.loader.load_state_dict(found["loader"])
+        if self.first:  # the sums of all ranks are in the first one's hands from here on
+            self.sums += torch.tensor(found["sums"], dtype=torch.float64, device=self.device)
+        self.steps, self.history = found["steps"], found["history"]
+        log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, found["loader"]["position"])
+
+    def _resume_from(self, last: Path) -> Path | None:
+        if self.settings.resume is None or (self.settings.resume == "auto" and not last.exists()):
+            return None
+        return last if self.settings.resume == "auto" else Path(self.settings.resume)
+
+    def _report(self, report: Report, file: Path) -> None:
+        usage, last = self.usage, self.history[-1] if self.history else {}
+        waited, peak = _sum([usage.waited / self.ranks, float(usage.peak)])
+        if usage.images:
+            ranks = "" if self.ranks == 1 else f" on {self.ranks} ranks"
+            speed = usage.images / usage.seconds
+            report.add("images_per_second", speed, f"{speed:.0f} ({usage.images} in {usage.seconds:.1f} s{ranks})")
+            share = waited / usage.seconds
+            report.add("waiting_for_data", share, f"{share:.1%} of the time")
+            report.add("start_up", usage.start_up, f"{usage.start_up:.1f} s until the first batch, not counted above")
+        report.add("peak_memory", int(peak), f"{memory.gib(peak)} (this process and its workers)")
+        if held := memory.workers():
+            report.add("worker_memory", held, f"{memory.gib(max(held))} at most in each of {len(held)} workers (PSS)")
+        if self.device.type == "cuda":
+            torch_peak, used = torch.cuda.max_memory_allocated(self.device), _in_use(self.device)
+            text = f"{memory.gib(torch_peak)} at most in torch's tensors, {memory.gib(used)} in use on the device"
+            report.add("device_memory", {"torch_peak": torch_peak, "in_use": used}, text)
+        for name, note in (("train_accuracy", " on augmented images, last epoch"), ("held_out_accuracy", "")):
+            if (value := last.get(name)) is not None:
+                report.add(name, value, f"{value:.1%}{note}")
+        report.add("checkpoint", str(file), str(file))
+        report.values["history"] = self.history
+        report.write()
+
+
+def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -> nn.Module:
+    """The model that ``model._target_`` names, its weights a function of ``seed``; torch's generator is put back."""
+    from omegaconf import OmegaConf
+
+    if not isinstance(config, Mapping) or config.get("_target_") is None:
+        raise ConfigError(
+            f"`model` must be a mapping whose `_target_` names a class. Found: {config!r}. "
+            "Set `model._target_=my_pkg.MyNet`, and allow it with `--trust my_pkg.`"
+        )
+    part = OmegaConf.create({"model": config}).model
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = request.build(part, trust=("gpuaug.tools.train.model.SmallNet",), num_classes=num_classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model._target_` must name a torch.nn.Module. Found: {type(model).__name__}.")
+    return model
+
+
+def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callable[[plan.Sizes], tuple[plan.Term, ...]]:
+    """What training this model takes beside the loader's batches: the first call says the sizes of its images."""
+    _optimizer(model, settings)  # the first one imports 75 MiB of torch's compiler, which are then held already
+    states = 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
+    found: list[tuple[plan.Term, ...]] = []
+
+    def terms(sizes: plan.Sizes) -> tuple[plan.Term, ...]:
+        if not found:
+            taken = plan.step(
+                model,
+                views=sizes.views,
+                rows=min(loader.batch_size, max(1, len(loader.source))),
+                device=loader.device,
+                amp=_amp(settings, loader.device),
+                given=loader.dtype,
+                states=states,
+                parallel=int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            )
+            found.append(taken)
+        return found[0]
+
+    return terms
+
+
+def _amp(settings: Settings, device: torch.device) -> torch.dtype:
+    """What the model computes in."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return AMP[auto if settings.amp == "auto" else settings.amp]
+
+
+def rate(progress: float, *, warmup: float) -> float:
+    """Share of the highest learning rate at ``progress`` in [0, 1] of the training: linear up, then a cosine to 0."""
+    if progress < warmup:
+        return 0.1 + 0.9 * progress / warmup
+    return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / max(1e-9, 1.0 - warmup))
+
+
+def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
+    """Loss and share of right answers of each sample, float [B]; several views: their mean loss, their summed logits.
+
+    Args:
+        logits: float [B, C] per view.
+        labels: int64 [B], or float [B, C]; the truth of a mixed label is its largest part.
+        loss: ``cross_entropy`` or ``binary_cross_entropy``.
+    """
+    if labels is None:
+        raise ConfigError("`gpuaug train` needs labels, and a batch has none.")
+    views = [view.float() for view in logits]
+    if loss == "cross_entropy":
+        if labels.ndim == 1 and labels.is_floating_point():
+            raise ConfigError(
+                "`loss=cross_entropy` needs classes, whole numbers or names. Found: labels like "
+                f"{float(labels[0]):g}, one number for an image, as for a regression."
+            )
+        losses = [cross_entropy(view, labels, reduction="none") for view in views]
+        truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
+        right = (sum(views[1:], views[0]).argmax(dim=1) == truth).float()
+    else:
+        if labels.shape != views[0].shape:
+            found = f"labels {tuple(labels.shape)}, logits {tuple(views[0].shape)}"
+            raise ConfigError(f"`loss=binary_cross_entropy` needs a label for every class of an image. Found: {found}.")
+        truth = labels.float()
+        losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
+        right = ((sum(views[1:], views[0]) > 0) == (truth > 0.5)).float().mean(dim=1)
+    return torch.stack(losses).mean(dim=0), right
+
+
+def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.lr)
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.momentum > 0)
+
+
+def _parallel(model: nn.Module, device: torch.device) -> nn.Module:
+    if not distributed.active():
+        return model
+    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def _sum(values: list[float]) -> list[float]:
+    """The same values, summed over all ranks; on the CPU, so that no rank waits for its device."""
+    if not distributed.active():
+        return values
+    summed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(summed)
+    return summed.tolist()
+
+
+def _in_use(device: torch.device) -> int:
+    """Bytes of device memory in use, DALI's and other processes' among them."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
