@@ -84,7 +84,7 @@ class Decode:
             CUDA cores and the split depends on the batch, so anything above 0 gives up bit equality.
         max_pixels: an image whose header claims more pixels is a fault, before anything is allocated; so is one of more
             than a quarter of it that has less than a byte for 64 pixels.
-        max_bytes: memory for decoding; a batch that takes more is decoded in chunks, an image that does alone.
+        max_bytes: bytes of memory for decoding; a batch that takes more is decoded in chunks, an image that does alone.
         codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; others are faults. `raw` is
             what `gpuaug pack` writes: pixels, with their size in front.
     """
