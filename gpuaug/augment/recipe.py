@@ -74,7 +74,7 @@ class _Recipe(Whole):
             kind = type(self).__name__
             raise ReadOnlyError(
                 f"`{kind}.{name}` cannot be assigned: settings are read once, when a gpuaug.{kind} is made. Build "
-                "another one; `loader.replace(augment=...)` puts it into a loader."
+                "another one, as `Augment.replace` does; `loader.replace(augment=...)` puts it into a loader."
             )
         super().__setattr__(name, value)
 
@@ -87,7 +87,8 @@ class _Recipe(Whole):
         for where, made, now in self._changes():
             raise ReadOnlyError(
                 f"`augment.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no effect: "
-                "settings are read once. Build another recipe; `loader.replace(augment=...)` puts it into a loader."
+                "settings are read once. Build another recipe, as `Augment.replace` does; `loader.replace(augment=...)` "
+                "puts it into a loader."
             )
         for view in self.views:
             view.augment._seen = view.augment._values()

@@ -384,6 +384,7 @@ class Loader:
             GpuaugError: if policy ``drop`` leaves none of the samples.
         """
         self._live.check_open()
+        self.augment.check_unchanged()
         epoch = self._epoch if epoch is None else _epoch(epoch)
         number = _integers("indices", indices)
         repeat = torch.zeros_like(number) if repeats is None else _integers("repeats", repeats)
