@@ -87,8 +87,8 @@ class _Recipe(Whole):
         for where, made, now in self._changes():
             raise ReadOnlyError(
                 f"`augment.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no effect: "
-                "settings are read once. Build another recipe, as `Augment.replace` does; `loader.replace(augment=...)` "
-                "puts it into a loader."
+                "settings are read once. Build another recipe, as `Augment.replace` does; "
+                "`loader.replace(augment=...)` puts it into a loader."
             )
         for view in self.views:
             view.augment._seen = view.augment._values()
