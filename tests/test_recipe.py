@@ -259,7 +259,7 @@ def test_without_indices_workers_draw_for_themselves(start_method: str) -> None:
 
 RANK = """
 import sys, torch, torch.distributed as dist
-from tests.test_recipe import images, standard
+from test_recipe import images, standard
 if sys.argv[1] == "gloo":
     dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -272,7 +272,7 @@ def test_without_indices_ranks_draw_for_themselves(group: str, tmp_path: Path) -
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir", str(tmp_path / "log")]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words, "--redirects=3", str(script), group]
     subprocess.run(command, check=True, timeout=300, env=environment)
