@@ -51,7 +51,7 @@ def test_equals_torchvision(name: str, given: dict) -> None:
         import torchvision.transforms.v2.functional as theirs
     except Exception as error:
         pytest.skip(f"torchvision cannot be imported: {type(error).__name__}")
-    more = {"interpolation": "bilinear"} if name in ("affine", "rotate", "perspective") else {}
+    more = {"interpolation": Image.Resampling.BILINEAR} if name in ("affine", "rotate", "perspective") else {}
     image = noise()
     x = torch.from_numpy(image).permute(2, 0, 1).contiguous()
     for ours, other, unit in ((image, x, 1), (F.to_float(image), theirs.to_dtype(x, torch.float32, scale=True), 255)):

@@ -85,6 +85,14 @@ if isinstance(_over_255, triton.JITFunction):
         )
 
     @triton.jit
+    def _cos(x):  # type: ignore[no-untyped-def]
+        return tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def _sin(x):  # type: ignore[no-untyped-def]
+        return tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
     def _value(bits):  # type: ignore[no-untyped-def]
         part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
         return part * _REST + part
@@ -98,6 +106,14 @@ else:  # Triton's interpreter knows no PTX, and rounds twice where a GPU rounds 
     @triton.jit
     def _reciprocal(x):  # type: ignore[no-untyped-def]
         return 1.0 / x
+
+    @triton.jit
+    def _cos(x):  # type: ignore[no-untyped-def]
+        return tl.cos(x)
+
+    @triton.jit
+    def _sin(x):  # type: ignore[no-untyped-def]
+        return tl.sin(x)
 
     @triton.jit
     def _value(bits):  # type: ignore[no-untyped-def]
@@ -459,10 +475,10 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
-    angle = 6.283185307179586 * _uniforms(_philox(seed, half + at))
+    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # half a turn off: within 2^-20.9 there
     to = dst + row.to(tl.int64) * count
-    tl.store(to + at, radius * tl.cos(angle), mask)
-    tl.store(to + half + at, radius * tl.sin(angle), mask & (half + at < count))
+    tl.store(to + at, -radius * _cos(angle), mask)
+    tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))
 
 
 class CannotRunError(Exception):
