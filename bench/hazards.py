@@ -376,7 +376,7 @@ def ask(name: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"name": name, "seconds": round(time.perf_counter() - began, 1)}
     if lines:
         return {**answer, "answer": json.loads(lines[-1].removeprefix("ANSWER "))}
-    return {**answer, "reason": reason, "end": (out + err)[-3000:]}
+    return {**answer, "reason": reason, "end": (out + err)[-6000:]}
 
 
 def main() -> int:

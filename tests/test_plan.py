@@ -150,7 +150,7 @@ def test_on_cuda_the_decoders_own_buffers_are_counted(photos: Path) -> None:
     with build(photos, "decode.num_threads=3") as loader:
         sizes = plan.look(loader)
         assert "decoder's buffers" not in terms(loader, sizes=sizes)
-        loader.device = torch.device("cuda", 0)  # the formula alone: nothing is started there
+        vars(loader)["device"] = torch.device("cuda", 0)  # for the formula alone: nothing is started there
         found = plan.predict(loader, sizes, base=plan.NOTHING)
     of = {(t.name, t.place): t.bytes for t in found.terms}
     assert of["decoder's buffers", "device"] == 3 * 16 * MIB
