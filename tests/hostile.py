@@ -535,51 +535,98 @@ def odd() -> dict[str, bytes]:
         "P4": b"8 2\n\x55\xaa", "P5": b"2 2\n65535\n" + bytes(8), "P6": b"3 2\n255\n" + bytes(18),
     }  # fmt: skip
     files |= {f"ppm {kind}": kind.encode() + b"\n" + rest for kind, rest in netpbm.items()}
-    return files | {f"bomb {name}": data for name, data in bombs().items()}
+    return files | with_lengths() | {f"bomb {name}": data for name, data in bombs().items()}
+
+
+def with_lengths() -> dict[str, bytes]:
+    """Valid files of which four bytes, in front or at the end, say three gigabytes."""
+    valid, files = originals(), {}
+    names = ("png palette", "webp", "webp lossless", "webp alpha", "bmp 8", "bmp 24", "gif", "jpeg 420", "tiff raw")
+    for name in names:
+        data = valid[name]
+        for at in [*range(2, 48), *range(len(data) - 16, len(data) - 3)]:
+            for order, value in (("big", b"\xc0\0\0\x10"), ("little", b"\x10\0\0\xc0")):
+                files[f"{name} with 3 GB, {order} endian, at {at}"] = data[:at] + value + data[at + 4 :]
+    return files
+
+
+def many_entries(count: int, each: int) -> bytes:
+    """A block of EXIF, or a TIFF, of so many entries that share ``each`` bytes of data."""
+    entries = b"".join(struct.pack("<HHII", 40_000 + k, 7, each, 10 + 12 * count) for k in range(count))
+    return b"II*\0" + struct.pack("<IH", 8, count) + entries + bytes(each)
+
+
+def sized_bombs(side: int) -> dict[str, bytes]:
+    """Small files that claim ``side`` x ``side`` pixels."""
+    square, lines = (side, side), b"\x01\x01\0\0" * min(side, 10_000) + b"\0\x01"
+    jpeg, progressive = (encode(photograph(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
+    scans, flat = 12 * 178_000_000 // side**2 - 10, Image.new("P", (min(side, 8_000),) * 2)
+    return {
+        "bmp RLE8 of lines": bitmap(8, size=square, compression=1, pixels=lines),
+        "bmp RLE4 of lines": bitmap(4, size=square, compression=2, pixels=lines),
+        "bmp RLE8 of skips": bitmap(8, size=square, compression=1, pixels=b"\0\x02\xff\xff" * 60),
+        "bmp RLE8 of nothing": bitmap(8, size=square, compression=1, pixels=b"\0\x01"),
+        "webp of 34 bytes": plain_webp(side, side),
+        "webp with a tail": plain_webp(side, side) + b"JUNK" + struct.pack("<I", 1_040_000) + bytes(1_040_000),
+        "png of 1 bit": bomb(side, side),
+        "png of RGB": png(side, side, zeros(side * (3 * side + 1))),
+        "png of RGB, interlaced": png(side, side, zeros(side * (3 * side + 20)), interlace=1),
+        "png of RGBA of 16 bits": png(side, side, zeros(min(1 << 30, side * (8 * side + 1))), depth=16, color=6),
+        "jpeg that is all missing": with_size(jpeg, side, side),
+        "jpeg progressive that is all missing": with_size(progressive, side, side),
+        "jpeg progressive of many scans": with_size(many_scans(progressive, max(0, scans)), side, side),
+        "jpeg arithmetic that is all missing": with_frame(with_size(jpeg, side, side), marker=0xC9),
+        "jpeg arithmetic of many scans": with_frame(
+            with_size(many_scans(progressive, max(0, scans)), side, side), marker=0xCA
+        ),
+        "jpeg lossless that is all missing": with_frame(with_size(jpeg, side, side), marker=0xC3),
+        "jpeg of CMYK that is all missing": with_size(encode(photograph(40, 56).convert("CMYK"), "JPEG"), side, side),
+        "gif of one colour": encode(flat, "GIF"),
+        "gif, interlaced": encode(flat, "GIF", interlace=1),
+        "tiff of one strip": encode(flat, "TIFF", compression="tiff_adobe_deflate"),
+        "tiff of lzw": encode(flat.convert("RGB"), "TIFF", compression="tiff_lzw"),
+        "tiff of jpeg": encode(flat.convert("RGB"), "TIFF", compression="jpeg"),
+        "tiff of group 4": encode(flat.convert("1"), "TIFF", compression="group4"),
+    }
 
 
 def bombs() -> dict[str, bytes]:
     """Small files, each below 1 MiB, that ask for much work or memory."""
-    side, one = 13_300, zlib.compress(bytes(25))
-    jpeg = {
-        how: encode(photograph(40, 56), "JPEG", quality=90, progressive=how == "progressive")
-        for how in ("baseline", "progressive")
-    }
-    half = zeros(960 << 20)
+    jpeg, progressive = (encode(photograph(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
+    pixels, half = zlib.compress(bytes(200)), zeros(960 << 20)
     text = chunk(b"zTXt", b"Comment\0\0" + zeros(16 << 20))
     small_text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(1 << 18), 9))
-    gif = encode(Image.new("P", (8000, 8000)), "GIF")
+    long_title = chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zeros(16 << 20))
+    gif = encode(photograph(40, 56), "GIF")
+    exif = b"".join(
+        segment(0xE1, b"Exif\0\0" + piece)
+        for data in (many_entries(20_000, 600_000),)
+        for piece in (data[k : k + 65_000] for k in range(0, len(data), 65_000))
+    )
+    at, _ = find(jpeg, 0xC0)
     return {
         "bmp RLE8 of idle lines": idle_lines(),
-        "bmp RLE8 of skips": bitmap(8, size=(side, side), compression=1, pixels=b"\0\x02\xff\xff" * 60),
-        "bmp RLE8 of nothing": bitmap(8, size=(side, side), compression=1, pixels=b"\0\x01"),
-        "bmp RLE4 of nothing": bitmap(4, size=(side, side), compression=2, pixels=b"\0\x01"),
-        "bmp RLE4 of lines": bitmap(4, size=(side, side), compression=2, pixels=b"\x01\x01\0\0" * side + b"\0\x01"),
-        "bmp of 1 bit": bitmap(1, size=(side, 600), pixels=bytes(76 * side)),
-        "webp of 34 bytes": plain_webp(),
-        "webp of 34 bytes, wide": plain_webp(10_800, 16_384),
-        "png of 1 bit": bomb(side, side),
-        "png of RGB": png(8000, 8000, zeros(8000 * 24_001 + (1 << 24))),
-        "png of RGB, interlaced": png(8000, 8000, zeros(8000 * 24_100 + (1 << 24)), interlace=1),
-        "png of RGBA of 16 bits": png(8000, 8000, zeros(8000 * 64_001 + (1 << 24)), depth=16, color=6),
+        "bmp of 1 bit": bitmap(1, size=(13_300, 600), pixels=bytes(76 * 13_300)),
+        "webp, wide": plain_webp(2_700, 16_384),
         "png with too many pixels": png(8, 8, half),
-        "png with a profile": png(8, 8, zlib.compress(bytes(200)), extra=chunk(b"iCCP", b"p\0\0" + half)),
-        "png with texts": png(8, 8, zlib.compress(bytes(200)), extra=text * 60),
-        "png with many texts": png(8, 8, zlib.compress(bytes(200)), extra=small_text * 3000),
-        "png with international texts": png(
-            8, 8, zlib.compress(bytes(200)), extra=chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zeros(16 << 20)) * 60
-        ),
-        "png with small chunks": png(8, 8, zlib.compress(bytes(200)), extra=chunk(b"tEXt", b"a\0b") * 60_000),
-        "png of empty IDATs": png(8, 8, zlib.compress(bytes(200)), extra=chunk(b"IDAT", b"") * 80_000),
-        "png animated": png(8, 8, one, extra=chunk(b"acTL", struct.pack(">II", 2**31 - 1, 0))),
-        "jpeg that is all missing": with_size(jpeg["baseline"], side, side),
-        "jpeg progressive that is all missing": with_size(jpeg["progressive"], side, side),
-        "jpeg of many scans": with_size(many_scans(jpeg["progressive"], 5), side, side),
-        "jpeg of many scans, small": with_size(many_scans(jpeg["progressive"], 240), 3000, 3000),
-        "jpeg of markers": inserted(jpeg["baseline"], b"\xff\xfe\0\2" * 200_000),
-        "gif of one colour": gif,
-        "gif of frames": gif[:-1] + b"\0;" + bytes(10),
+        "png with a profile": png(8, 8, pixels, extra=chunk(b"iCCP", b"p\0\0" + half)),
+        "png with texts": png(8, 8, pixels, extra=text * 60),
+        "png with three texts": png(8, 8, pixels, extra=text * 3),
+        "png with many texts": png(8, 8, pixels, extra=small_text * 3000),
+        "png with international texts": png(8, 8, pixels, extra=long_title * 60),
+        "png with small chunks": png(8, 8, pixels, extra=chunk(b"tEXt", b"a\0b") * 60_000),
+        "png of empty IDATs": png(8, 8, pixels, extra=chunk(b"IDAT", b"") * 80_000),
+        "png of nothing but a long end": png(8, 8, pixels)[:33] + b"\xc9\x6e\0\0IEND\xae\x42\x60\x82",
+        "png animated": png(8, 8, pixels, extra=chunk(b"acTL", struct.pack(">II", 2**31 - 1, 0))),
+        "png of exif that shares data": png(8, 8, pixels, extra=chunk(b"eXIf", many_entries(5_000, 900_000))),
+        "jpeg of markers": inserted(jpeg, b"\xff\xfe\0\2" * 200_000),
+        "jpeg of tables": inserted(jpeg, jpeg[slice(*find(jpeg, 0xDB))] * 7_000),
+        "jpeg of exif that shares data": inserted(jpeg, segment(0xE1, b"Exif\0\0" + many_entries(2_000, 40_000))),
+        "jpeg arithmetic of exif that shares data": inserted(with_frame(jpeg, marker=0xC9), exif),
+        "jpeg of small scans": with_size(many_scans(progressive, 240), 3_000, 3_000),
+        "jpeg of 4 x 4 sampling": with_size(jpeg[: at + 11] + b"\x44" + jpeg[at + 12 :], 6_650, 6_650),
         "gif of extensions": gif[:13] + b"\x21\xfe\x01a\0" * 150_000 + gif[13:],
-        "tiff of one strip": encode(Image.new("L", (8000, 8000)), "TIFF", compression="tiff_adobe_deflate"),
-        "tiff of packbits": encode(Image.new("RGB", (4000, 4000)), "TIFF", compression="packbits"),
-    }
+        "gif of many frames": gif[:-1] + gif[gif.index(b"\x2c") : -1] * (900_000 // len(gif)) + b";",
+        "tiff that shares data": many_entries(5_000, 900_000),
+        "tiff of directories": b"II*\0" + b"".join(struct.pack("<IHI", 8 + 6 * k, 0, 0)[:6] for k in range(100_000)),
+    } | {f"{side} {name}": data for side in (13_300, 6_650, 2_350) for name, data in sized_bombs(side).items()}
