@@ -9,7 +9,7 @@ from typing import Any
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
 
-VERSION = 1
+VERSION = 2
 
 Difference = tuple[str, Any, Any]
 
