@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -21,7 +22,7 @@ from gpuaug.augment.prepare import prepare
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import command
 from gpuaug.tools.parity.compare import Difference, Parity, Sample, compare, summary
-from gpuaug.tools.parity.counterpart import counterpart
+from gpuaug.tools.parity.counterpart import counterpart, torchvision
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def measured(photos: Path, ops: dict, *, count: int = 3, **more: object) -> Pari
         return compare(loader, gpuaug.Decode(num_threads=2), indices=range(0, 7 * count, 7))
 
 
-def found(parity: Parity, name: str, kind: str = "formula, float") -> Difference:
+def found(parity: Parity, name: str, kind: str = ", float") -> Difference:
     (difference,) = [d for d in parity.differences if d.name == name and d.reference.endswith(kind)]
     return difference
 
@@ -80,9 +81,9 @@ def test_operations_are_torchvisions(name: str, backend: str, following: dict[st
 
 
 def test_the_fraction_that_uint8_cuts_off_is_seen(following: dict[str, Parity]) -> None:
-    difference = found(following["fused"], "hue", "formula, uint8")
+    difference = found(following["fused"], "hue", ", uint8")
     assert 0 < difference.largest <= 1.001
-    jitter = found(following["fused"], "jitter", "formula, uint8")
+    jitter = found(following["fused"], "jitter", ", uint8")
     assert 0.5 < jitter.bias < 4
     assert "cut off" in jitter.why
     steps = [d for d in following["fused"].differences if d.name.startswith("jitter: ")]
@@ -106,7 +107,7 @@ def test_another_formula_is_named(op: torch.nn.Module, word: str, photos: Path) 
     assert difference.verdict == "other" or type(op) is K.RandomPosterize
     assert word in difference.why
     if type(op) is K.RandomPosterize:  # torchvision's uint8 one is the same
-        assert found(parity, "op", "formula, uint8").verdict == "equal"
+        assert found(parity, "op", ", uint8").verdict == "equal"
     else:
         assert "`op` does something else" in summary(parity)
 
@@ -141,16 +142,8 @@ def test_noise_is_torchvisions_but_for_the_clip(backend: str, photos: Path) -> N
     worst = difference.worst
     assert worst is not None
     np.testing.assert_allclose(np.clip(worst.ours, 0, 255), worst.theirs, atol=2e-3)
-    assert 0.5 < found(parity, "noise", "formula, uint8").mean < 5  # half a level of fractions cut off, and the clip
-    told = next(note for note in parity.notes if note.startswith("`noise`"))
-    assert "mean 0.01" in told
-    assert "0.01 and 0.1 were asked for" in told
+    assert 0.5 < found(parity, "noise", ", uint8").mean < 5  # half a level of fractions cut off, and the clip
     assert found(parity, "everything").images == 3
-
-
-def test_the_displacements_of_elastic_are_said(following: dict[str, Parity]) -> None:
-    told = next(note for note in following["fused"].notes if note.startswith("`elastic`"))
-    assert "v2.ElasticTransform(alpha=[28.8, 43.2], sigma=[3, 4])" in told
 
 
 MIXES = {"mixup": {"mixup_alpha": 0.4}, "cutmix": {"cutmix_alpha": 1.0}, "both": {"mixup_alpha": 1, "cutmix_alpha": 1}}
@@ -177,17 +170,19 @@ def test_mix_is_torchvisions(name: str, photos: Path) -> None:
         assert [(d.name, d.view) for d in mixed] == [(k, v) for k in kinds for v in views]
         assert all(d.verdict == "equal" and d.images == 5 for d in mixed)
         for kind in kinds:
-            note = next(n for n in parity.notes if n.startswith(f"{kind}: labels differ by at most "))
-            assert float(note.split("at most ")[1].split(". ")[0]) < 1e-6
+            assert any(note.startswith(f"{kind}: torchvision pairs") for note in parity.notes)
         assert any("CrossEntropyLoss" in note for note in parity.notes)
 
 
 def test_another_mix_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a box that is pasted one column further left."""
-    from gpuaug.tools.parity import formulas
 
-    real = formulas.cutmix
-    monkeypatch.setattr(formulas, "cutmix", lambda images, labels, box: real(images, labels, (box[0] + 1, *box[1:])))
+    class Shifted(torchvision()[0].CutMix):
+        def transform(self, inpt: torch.Tensor, params: dict) -> torch.Tensor:
+            left, *rest = params["box"]
+            return super().transform(inpt, {**params, "box": (left + 1, *rest)})
+
+    monkeypatch.setattr(torchvision()[0], "CutMix", Shifted)
     augment = gpuaug.Augment(crop=gpuaug.Resize((32, 32)))
     source = gpuaug.FolderSource(photos)
     mix = gpuaug.Mix(cutmix_alpha=1.0)
@@ -195,6 +190,13 @@ def test_another_mix_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch) -> N
         parity = compare(loader, gpuaug.Decode(num_threads=1), indices=[0, 20, 40])
     (mixed,) = [d for d in parity.differences if d.stage == "mix"]
     assert mixed.verdict != "equal"
+
+
+def test_without_torchvision_it_says_what_to_install(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchvision.cache_clear()
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(gpuaug.ConfigError, match="pip install torchvision"):
+        measured(photos, {}, count=1)
 
 
 def test_mix_of_one_image_is_not_compared(photos: Path) -> None:
@@ -218,12 +220,8 @@ def test_policies_are_compared_by_what_they_choose(photos: Path) -> None:
     assert names == {"choice: RandomGrayscale", "choice: RandomHue"}
 
 
-def test_resize_is_taken_apart(photos: Path) -> None:
+def test_resize_is_compared_by_both_interpolations(photos: Path) -> None:
     parity = measured(photos, {}, crop=gpuaug.Resize((40, 40)))
-    effects = {e.what.partition(": ")[2]: e for e in parity.effects}
-    assert effects["ours"].mean < 0.5
-    assert effects["without antialias"].mean > 4 * effects["ours"].mean
-    assert effects["corners aligned instead of half-pixel centres"].mean > 2 * effects["ours"].mean
     resized = [d for d in parity.differences if d.stage == "resize"]
     assert [d.name for d in resized] == ["crop, bilinear", "crop, bicubic"]
     assert all(d.verdict == "rounding" for d in resized)
@@ -231,7 +229,6 @@ def test_resize_is_taken_apart(photos: Path) -> None:
     (crop,) = [d for d in unscaled.differences if d.stage == "resize"]
     assert crop.name == "crop"
     assert crop.verdict == "equal"
-    assert not unscaled.effects
 
 
 def test_a_wrong_resize_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +302,7 @@ def test_command(more: tuple[str, ...], photos: Path, tmp_path: Path, capsys: py
     told = " ".join(printed.split())
     values = json.loads((tmp_path / "p.json").read_text())
     assert values["summary"] in told
-    assert "follow torchvision's formulas" in told or "augment=eval" in more
+    assert "follow torchvision's functions" in told or "augment=eval" in more
     assert {d["stage"] for d in values["differences"]} >= {"decode", "resize", "normalize", "all"}
     for d in values["differences"]:
         assert 0 <= d["mean"] <= d["largest"] <= 255
@@ -326,7 +323,7 @@ def test_the_picture_shows_both_and_the_difference() -> None:
     theirs[20, 5] = 110
     difference = Difference("operation", "op", "another", why="planted")
     difference.add(ours, theirs, sample=Sample(0, "a.jpg"), what="planted")
-    ((_, worst),) = command.worst_cases(Parity([difference], [], [], 1, None), 5)
+    ((_, worst),) = command.worst_cases(Parity([difference], [], 1, "0"), 5)
     assert (worst.y, worst.x) == (20, 5)
     shown = command.pictures(worst, 4)
     assert [p.size for p in shown] == [(command.CELL,) * 2] * 5

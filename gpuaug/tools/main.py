@@ -29,7 +29,7 @@ COMMANDS = {
     "plan": "predict the memory of host and device before a run; measure=true compares",
     "preview": "show what a recipe does to your images, exactly as training would see it: PNG or HTML",
     "doctor": "check this machine: versions, devices, decoders, compiler, workers, limits, and what to do",
-    "parity": "compare our pixels with Pillow's and torchvision's formulas on your own images",
+    "parity": "compare our pixels with Pillow's and torchvision's on your own images",
 }
 EPILOG = """\
 Overrides are Hydra's, the same strings as in gpuaug.compose:

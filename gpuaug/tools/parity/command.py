@@ -86,10 +86,10 @@ def main(request: Request) -> int:
 
 
 def table(parity: Parity) -> list[str]:
-    """What is printed: a line for each comparison, why it differs, what makes resizes differ, and the notes."""
+    """What is printed: a line for each comparison, why it differs, and the notes."""
     wide = max([24, *(len(d.title) for d in parity.differences)])
     refer = max([9, *(len(d.reference) for d in parity.differences)])
-    lines = [f"{parity.samples} images; differences in levels of 1/255"]
+    lines = [f"{parity.samples} images; differences in levels of 1/255; torchvision {parity.torchvision}"]
     head = f"  {'':{wide}}  {'beside':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {'> 1 level':>10}  verdict"
     for stage, heading in HEADINGS.items():
         found = [d for d in parity.differences if d.stage == stage]
@@ -105,17 +105,6 @@ def table(parity: Parity) -> list[str]:
         for why in dict.fromkeys(d.why for d in found if d.why and not d.step):
             names = dict.fromkeys(d.name for d in found if d.why == why and not d.step)
             lines.append(_folded(f"{', '.join(names)}: {why}.", 112, "    "))
-        if stage == "resize" and parity.effects:
-            lines += ["  what makes resizes differ, each beside the exact formula (antialiased, half-pixel centres):"]
-            lines += [
-                f"    {e.what:60} largest {e.largest:6.2f}  mean {e.mean:6.3f}  ({e.images} images)"
-                for e in parity.effects
-            ]
-    if parity.torchvision is None:
-        lines += [
-            "",
-            "torchvision cannot be imported here: its formulas, as gpuaug/diagnose/formulas.py has them, stand for it",
-        ]
     return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
 
 

@@ -1,14 +1,12 @@
-"""Our pixels beside Pillow's and torchvision's, on the user's own images: stage by stage, operation by operation.
+"""Our pixels compared with Pillow's and torchvision's, on the user's own images: by stage and by operation.
 
 takes: a loader, and numbers of samples.
-does: every stage gets the very input of the other side, so that a difference belongs to the stage that shows it:
-decode beside Pillow's decode, crop and resize beside Pillow's on the same decoded image, each operation of the recipe
-beside torchvision's formula with the same drawn parameters, normalization beside its formula, MixUp and CutMix with the
-same pairs. Then the whole way of an image beside the whole way of the other side.
+does: both sides of each stage get the same input, so that a difference belongs to the stage that shows it. Decoding,
+crop and resize are compared with Pillow, each operation of the recipe with torchvision's function and the same drawn
+parameters, normalization and MixUp and CutMix with torchvision's. Then the whole path of an image with the whole path.
 gives: :class:`Parity`.
 
-Differences are in levels: 1/255 of the range of a pixel. torchvision's formulas stand in formulas.py, in its float and
-its uint8 arithmetic, which differ from each other; where torchvision can be imported, it is asked as well.
+Differences are in levels: 1/255 of the range of a pixel. torchvision is asked in float and in uint8, which differ.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,19 +32,16 @@ from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode, Decoder, Look
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
-from gpuaug.tools.parity import formulas
-from gpuaug.tools.parity.counterpart import ABSENT, Call, counterpart, remark, text, why
+from gpuaug.tools.parity.counterpart import ABSENT, Call, call, counterpart, text, torchvision, why
 
 log = logging.getLogger("gpuaug")
 
 EPOCHS = 32  # searched for samples that an operation is drawn for
-LARGE = 8_000_000  # pixels of a box, above which the causes of resize differences are not taken apart
 INTERPOLATIONS: tuple[Interpolation, ...] = ("bilinear", "bicubic")
 EQUAL, LEVEL = 0.05, 1.001  # float32 on one side, float64 on the other; one level, and what float32 leaves of it
 CLOSE = 4.0  # cutting off fractions costs half a level a step, and recipes have up to eight
 
 Image = NDArray[Any]
-Run = Callable[[Image, Call], Image]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,22 +140,6 @@ class Difference:
 
 
 @dataclass(eq=False)
-class Effect:
-    """What one thing in which resizes differ does, beside the exact formula; in levels, over ``images`` images."""
-
-    what: str
-    images: int = 0
-    largest: float = 0.0
-    mean: float = 0.0
-
-    def add(self, values: Image, exact: Image) -> None:
-        """One more image [H, W, 3]."""
-        gap = np.abs(values - exact)
-        self.mean = (self.mean * self.images + float(gap.mean())) / (self.images + 1)
-        self.largest, self.images = max(self.largest, float(gap.max())), self.images + 1
-
-
-@dataclass(eq=False)
 class Sample:
     """One image on its way: the views as the recipe's crop gives them on our side, and on Pillow's."""
 
@@ -176,17 +155,15 @@ class Parity:
 
     Attributes:
         differences: in the order of the stages.
-        effects: what makes resizes differ.
         notes: what could not be compared, and what a reader should know.
         samples: images that were compared.
-        torchvision: the version that was asked as well; None where it cannot be imported.
+        torchvision: its version.
     """
 
     differences: list[Difference]
-    effects: list[Effect]
     notes: list[str]
     samples: int
-    torchvision: str | None
+    torchvision: str
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -194,7 +171,6 @@ class Parity:
             "samples": self.samples,
             "torchvision": self.torchvision,
             "differences": [d.plain() for d in self.differences],
-            "resize": [asdict(e) for e in self.effects],
             "notes": self.notes,
             "summary": summary(self),
         }
@@ -216,27 +192,29 @@ def compare(
         indices: numbers of the samples in the source.
         epoch: whose draws; where they leave an operation out, those of the next epochs are searched.
         progress: wraps what is iterated, as ``tqdm(items, desc=what)`` does.
+
+    Raises:
+        ConfigError: if torchvision cannot be imported.
     """
+    _, version = torchvision()
     found = _Found()
     views = [view for view in loader.augment.views if view.copy == 0]
     samples = _decoded(loader, decode, found, views, progress(indices, "decode"), epoch=epoch)
     if samples:
-        references = _references()
         for view in views:
-            _operations(loader, found, view, samples, references, epoch=epoch, progress=progress)
+            _operations(loader, found, view, samples, epoch=epoch, progress=progress)
         for view in views:
             _normalize(loader, found, view, samples)
         _mixed(loader, found, views, samples, epoch=epoch)
         for view in views:
-            _whole(loader, found, view, samples, references, epoch=epoch)
+            _whole(loader, found, view, samples, epoch=epoch)
     for difference in found.differences.values():
         difference.why = difference.why if difference.verdict != "equal" else ""
     return Parity(
         sorted(found.differences.values(), key=lambda d: _STAGES.index(d.stage)),
-        list(found.effects.values()),
         found.notes,
         len(samples),
-        _torchvision()[1],
+        version,
     )
 
 
@@ -266,14 +244,14 @@ def summary(parity: Parity) -> str:
             "picture say which stage it comes from."
         )
     )
-    dark = [d.bias for d in parity.differences if d.stage == "all" and d.reference.endswith("formula, uint8")]
+    dark = [d.bias for d in parity.differences if d.stage == "all" and d.reference.endswith("uint8")]
     if dark and max(dark) > 0.75:
         told += (
             f" torchvision's uint8 arithmetic cuts off fractions and leaves augmented images {max(dark):.1f} levels "
             "darker than its float arithmetic, which ours equals."
         )
     if same:
-        told += f" {_and(same)} {'follows' if len(same) == 1 else 'follow'} torchvision's formulas."
+        told += f" {_and(same)} {'follows' if len(same) == 1 else 'follow'} torchvision's functions."
     if other:
         told += (
             f" {_and(other)} {'does' if len(other) == 1 else 'do'} something else than torchvision's of that name: "
@@ -290,7 +268,6 @@ _STAGES = ("decode", "resize", "operation", "normalize", "mix", "all")
 class _Found:
     def __init__(self) -> None:
         self.differences: dict[tuple[str, str, str, str], Difference] = {}
-        self.effects: dict[str, Effect] = {}
         self.notes: list[str] = []
 
     def at(
@@ -298,9 +275,6 @@ class _Found:
     ) -> Difference:
         made = Difference(stage, name, reference, view, why=why, step=step)
         return self.differences.setdefault((stage, name, reference, view), made)
-
-    def effect(self, what: str) -> Effect:
-        return self.effects.setdefault(what, Effect(what))
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -390,8 +364,6 @@ def _resized(
         difference.add(ours, theirs, sample=sample, epoch=epoch, what=_told(part))
         if interpolation == box.interpolation:
             sample.ours[view.name] = ours
-            if scaled and part.box[0, 2:].astype(np.int64).prod() <= LARGE:
-                _causes(found, ours, theirs, image, part)
 
 
 _DECODE = "two decoders' inverse DCT and colour conversion round differently"
@@ -411,24 +383,6 @@ def _is_deep(data: bytes) -> bool:
 
     with Pillow.open(io.BytesIO(data)) as opened:
         return opened.mode.startswith("I")
-
-
-def _causes(found: _Found, ours: Image, theirs: Image, image: Image, box: Boxes) -> None:
-    """What each thing in which resizes differ does to this image, beside the exact formula."""
-    top, left, height, width = box.box[0].tolist()
-    part, size = image[top : top + height, left : left + width], tuple(box.resized[0].tolist())
-
-    def exact(**how: Any) -> Image:
-        return _placed(formulas.resize(part, size, box.interpolation, **how), box)
-
-    truth = exact()
-    kind = box.interpolation
-    found.effect(f"{kind}: ours").add(ours, truth)
-    found.effect(f"{kind}: Pillow").add(theirs, truth)
-    found.effect(f"{kind}: rounded to uint8 between columns and rows").add(np.rint(exact(between="columns")), truth)
-    found.effect(f"{kind}: rounded to uint8 between rows and columns").add(np.rint(exact(between="rows")), truth)
-    found.effect(f"{kind}: without antialias").add(exact(antialias=False), truth)
-    found.effect(f"{kind}: corners aligned instead of half-pixel centres").add(exact(half_pixel=False), truth)
 
 
 def _by_pillow(data: bytes) -> Image:
@@ -474,7 +428,6 @@ def _operations(
     found: _Found,
     view: View,
     samples: list[Sample],
-    references: dict[str, Run],
     *,
     epoch: int,
     progress: Callable[[Iterable[Any], str], Iterable[Any]],
@@ -503,16 +456,14 @@ def _operations(
                     if isinstance(calls, str):
                         found.note(f"`{name}`{_of(view)} is not compared: {calls}")
                         continue
-                    if counts[name] == 1 and (told := _remark(op, chosen, slots, calls, image)):
-                        found.note(f"`{name}`{_of(view)}: {told}")
                     key = (op.name, -1 if len(slots) == len(op.slots) else slots[0])
                     if key not in backends:
                         backends[key] = _backend(augment, [replace(op, slots=tuple(op.slots[s] for s in slots))])
                     params = tuple(chosen.params[s] for s in slots)
                     own = [Chosen(chosen.choice[:, list(slots)], params, chosen.keys)]
                     ours = _run(backends[key], image, own, loader.device) * 255
-                    for reference, run in _able(references, calls):
-                        theirs = _levels(run, image, calls, reference)
+                    for reference in REFERENCES:
+                        theirs = _levels(image, calls, reference)
                         why, step = _why(op, chosen, slots, reference), name != op.name and counts.get(op.name, 0) > 0
                         difference = found.at("operation", name, reference, why, view=view.name, step=step)
                         difference.add(ours, theirs, sample=sample, epoch=now, what=text(calls))
@@ -574,85 +525,25 @@ def _params(module: nn.Module, chosen: Chosen, slot: int, image: Image) -> Param
     return params
 
 
-def _remark(op: Prepared, chosen: Chosen, slots: Sequence[int], calls: list[Call], image: Image) -> str:
-    """What is to be known of the only operation of some slots; "" where it is one of several."""
-    active = [s for s in slots if chosen.choice[0, s] >= 0]
-    if len(active) != 1 or len(calls) != 1:
-        return ""
-    module = op.slots[active[0]][int(chosen.choice[0, active[0]])]
-    return remark(module, calls[0], _params(module, chosen, active[0], image))
-
-
 def _why(op: Prepared, chosen: Chosen, slots: Sequence[int], reference: str) -> str:
     active = [s for s in slots if chosen.choice[0, s] >= 0]
     return why({type(op.slots[s][int(chosen.choice[0, s])]).__name__ for s in active}, reference)
 
 
-# --- the other side
+# --- torchvision's side
+
+REFERENCES = ("torchvision, float", "torchvision, uint8")
 
 
-# what torchvision's function draws by itself, so that it cannot be asked with our draws
-_DRAWING = ("gaussian_noise",)
-
-
-def _able(references: dict[str, Run], calls: list[Call]) -> list[tuple[str, Run]]:
-    """Who can be asked for these calls."""
-    drawing = any(name in _DRAWING for name, _ in calls)
-    return [(name, run) for name, run in references.items() if run is _by_formula or not drawing]
-
-
-def _by_formula(image: Image, call: Call) -> Image:
-    out: Image = getattr(formulas, call[0])(image, **call[1])
-    return out
-
-
-def _references() -> dict[str, Run]:
-    """Who is asked, by name; the arithmetic is in the name."""
-    found: dict[str, Run] = {"torchvision's formula, float": _by_formula, "torchvision's formula, uint8": _by_formula}
-    functional, version = _torchvision()
-    if functional is not None:
-
-        def ask(image: Image, call: Call) -> Image:
-            name, given = call
-            if name in ("affine", "rotate", "perspective"):
-                given = {**given, "interpolation": "bilinear"}
-            if name == "rgb_to_grayscale":
-                given = {"num_output_channels": 3}
-            if name == "elastic":
-                given = {"displacement": torch.from_numpy(given["displacement"].astype(np.float32))[None]}
-            x = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
-            if name == "erase":
-                given = {**given, "v": torch.tensor(given["v"]).to(x.dtype)}
-            out: Image = getattr(functional, name)(x, **given).permute(1, 2, 0).numpy()
-            return out
-
-        found |= {f"torchvision {version}, float": ask, f"torchvision {version}, uint8": ask}
-    return found
-
-
-@lru_cache(maxsize=1)
-def _torchvision() -> tuple[Any, str | None]:
-    """``torchvision.transforms.v2.functional`` and its version; (None, None) where it cannot be imported."""
-    try:
-        import torchvision
-        import torchvision.transforms.v2.functional as functional
-    except Exception as error:  # a build for another torch fails in its own ways
-        if not isinstance(error, ModuleNotFoundError):
-            log.info("torchvision cannot be imported (%s): its formulas are used alone", error)
-        return None, None
-    return functional, str(torchvision.__version__)
-
-
-def _levels(run: Run, image: Image, calls: list[Call], reference: str) -> Image:
-    """What the other side makes of uint8 [H, W, 3], in levels."""
-    if "uint8" in reference:
-        for name, given in calls:
-            image = run(image, (name, {k: v * 255 if k in ("threshold", "v") else v for k, v in given.items()}))
-        return image.astype(np.float32)
-    x = formulas.to_float(image, np.float32)
-    for call in calls:
-        x = run(x, call)
-    return x * 255
+def _levels(image: Image, calls: list[Call], reference: str) -> Image:
+    """What torchvision makes of uint8 [H, W, 3], in levels."""
+    x = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    if not reference.endswith("uint8"):
+        x = x.float() / 255
+    for one in calls:
+        x = call(one, x)
+    out: Image = x.permute(1, 2, 0).numpy().astype(np.float32)
+    return out if x.dtype == torch.uint8 else out * 255
 
 
 # --- our side
@@ -685,8 +576,9 @@ def _normalize(loader: Loader, found: _Found, view: View, samples: list[Sample])
     backend, how = _backend(view.augment, (), normalize), normalize.settings
     for sample in samples:
         ours = _run(backend, sample.ours[view.name], [], loader.device)
-        theirs = formulas.normalize(formulas.to_float(sample.ours[view.name], np.float32), **how)
-        difference = found.at("normalize", "normalize", "torchvision's formula, float", view=view.name)
+        x = torch.from_numpy(sample.ours[view.name]).permute(2, 0, 1).float() / 255
+        theirs = torchvision()[0].functional.normalize(x, **how).permute(1, 2, 0).numpy()
+        difference = found.at("normalize", "normalize", REFERENCES[0], view=view.name)
         difference.add(*(_restored(v, how) for v in (ours, theirs)), sample=sample)
 
 
@@ -696,7 +588,7 @@ def _restored(image: Image, how: dict[str, Any] | None) -> Image:
 
 
 def _mixed(loader: Loader, found: _Found, views: list[View], samples: list[Sample], *, epoch: int) -> None:
-    """MixUp and CutMix of the views as one batch, which the other side gets in an order in which its pairs are ours."""
+    """MixUp and CutMix of the views as one batch; torchvision gets it in an order in which its pairs are ours."""
     mix = loader.mix
     kinds = [k for k in ("mixup", "cutmix") if mix is not None and getattr(mix, f"{k}_alpha")]
     if mix is None or not kinds:
@@ -705,70 +597,74 @@ def _mixed(loader: Loader, found: _Found, views: list[View], samples: list[Sampl
     if len(samples) < 2 or any(image.shape != batch[0].shape for batch in batches for image in batch):
         found.note("mix is not compared: that takes two images of one size at least")
         return
-    arrays = [formulas.to_float(np.stack(batch), np.float32) for batch in batches]
+    views_in = [torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).float() / 255 for batch in batches]
     for kind in kinds:
         other = "cutmix" if kind == "mixup" else "mixup"
         alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
-        ours, labels, boxes = _mixture(alone, arrays, loader, samples, epoch=epoch)
-        before = labels.copy()
-        np.fill_diagonal(before, 0)
-        lam = float(labels.diagonal().mean())
-        # each is mixed with one other, all in one chain; in its order backwards that is torchvision's "one before"
-        chain = list(range(len(samples)))
-        for n in range(1, len(chain) if before.any() else 0):  # lambda may be drawn as 1
-            chain[n] = int(before[chain[n - 1]].argmax())
-        order = np.array(chain[::-1])
-        eye = np.eye(len(samples), dtype=np.float32)[order]
-        gap = 0.0
-        for n, (view, x) in enumerate(zip(views, arrays, strict=True)):
-            theirs, soft = np.empty_like(x), np.empty_like(eye)
-            made = formulas.mixup(x[order], eye, lam) if kind == "mixup" else formulas.cutmix(x[order], eye, boxes[n])
-            theirs[order], soft[order] = made
-            gap = max(gap, float(np.abs(soft - labels).max())) if n == 0 else gap
-            difference = found.at("mix", kind, "torchvision's formula, float", view=view.name)
+        ours, labels, boxes = _mixture(alone, views_in, loader, samples, epoch=epoch)
+        order, lam = _chain(labels), float(labels.diagonal().mean())
+        for n, (view, x) in enumerate(zip(views, views_in, strict=True)):
+            given = {"batch_size": len(samples), "labels": torch.arange(len(samples))[order]}
+            given |= {"lam": lam} if kind == "mixup" else {"box": boxes[n], "lam_adjusted": lam}
+            theirs = torch.empty_like(x)
+            transform = torchvision()[0].MixUp if kind == "mixup" else torchvision()[0].CutMix
+            theirs[order] = transform(num_classes=len(samples)).transform(x[order], given)
+            difference = found.at("mix", kind, REFERENCES[0], view=view.name)
             what = f"lambda {lam:.3g}" if kind == "mixup" else f"box {boxes[n]}"
             for row, sample in enumerate(samples):
-                difference.add(ours[n][row] * 255, theirs[row] * 255, sample=sample, epoch=epoch, what=what)
+                pair = (v[row].permute(1, 2, 0).cpu().numpy() * 255 for v in (ours[n], theirs))
+                difference.add(*pair, sample=sample, epoch=epoch, what=what)
         found.note(
-            f"{kind}: labels differ by at most {gap:.1g}. torchvision pairs each image with the one before it in the "
-            "batch, here the pairs are drawn; the same ones were given to both"
+            f"{kind}: torchvision pairs each image with the one before it in the batch, here the pairs are drawn; the "
+            "same ones were given to both"
         )
     if mix.label_smoothing:
-        found.note("mix: label smoothing is the loss's affair in torchvision (CrossEntropyLoss(label_smoothing=...))")
+        found.note("mix: torchvision leaves label smoothing to the loss (CrossEntropyLoss(label_smoothing=...))")
+
+
+def _chain(labels: Tensor) -> list[int]:
+    """The rows in an order in which each is mixed with the one before it, as torchvision does it.
+
+    ``labels`` [B, B]: the share of each label in each row. Our pairs form one chain.
+    """
+    others = labels.clone().fill_diagonal_(0)
+    chain = list(range(len(labels)))
+    for n in range(1, len(chain) if others.any() else 0):  # lambda may be drawn as 1
+        chain[n] = int(others[chain[n - 1]].argmax())
+    return chain[::-1]
 
 
 def _mixture(
-    mix: Mix, arrays: list[Image], loader: Loader, samples: list[Sample], *, epoch: int
-) -> tuple[list[Image], Image, list[tuple[int, int, int, int]]]:
-    """Mixed views [B, H, W, 3], labels [B, B] that say whose each is, and per view the box (x1, y1, x2, y2) pasted."""
+    mix: Mix, views: list[Tensor], loader: Loader, samples: list[Sample], *, epoch: int
+) -> tuple[list[Tensor], Tensor, list[tuple[int, int, int, int]]]:
+    """Mixed views [B, 3, H, W], labels [B, B], and per view the box (x1, y1, x2, y2) that CutMix pasted."""
     count = len(samples)
-    named: dict[str, Any] = {
-        "valid": torch.ones(count, dtype=torch.bool),
-        "num_classes": None,
-        "seed": loader.seed,
-        "epoch": epoch,
-    }
 
-    def run(images: list[Tensor]) -> tuple[list[Image], Image]:
-        labels = torch.eye(count, device=loader.device)
-        images = [x.to(loader.device) for x in images]
-        made, soft = mix(images, labels, **named, first_index=samples[0].index)
-        return [x.permute(0, 2, 3, 1).cpu().numpy() for x in made], soft.cpu().numpy()
+    def run(images: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        made, soft = mix(
+            [x.to(loader.device) for x in images],
+            torch.eye(count, device=loader.device),
+            valid=torch.ones(count, dtype=torch.bool),
+            num_classes=None,
+            seed=loader.seed,
+            epoch=epoch,
+            first_index=samples[0].index,
+        )
+        return [x.cpu() for x in made], soft.cpu()
 
-    ours, labels = run([torch.from_numpy(x).permute(0, 3, 1, 2) for x in arrays])
+    ours, labels = run(views)
     numbers = torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1)
-    marked, _ = run([numbers.expand(-1, 3, *x.shape[1:3]) for x in arrays])  # where its number is another's
+    marked, _ = run([numbers.expand(-1, *x.shape[1:]) for x in views])  # where row 0 holds another row's number
     boxes = []
     for x in marked:
-        rows, columns = np.nonzero(x[0, :, :, 0])
-        whole = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1) if len(rows) else ()
-        boxes.append(whole or (0, 0, 0, 0))
+        rows, columns = x[0, 0].nonzero(as_tuple=True)
+        empty = not len(rows)
+        box = (0, 0, 0, 0) if empty else (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+        boxes.append((int(box[0]), int(box[1]), int(box[2]), int(box[3])))
     return ours, labels, boxes
 
 
-def _whole(
-    loader: Loader, found: _Found, view: View, samples: list[Sample], references: dict[str, Run], *, epoch: int
-) -> None:
+def _whole(loader: Loader, found: _Found, view: View, samples: list[Sample], *, epoch: int) -> None:
     """From the bytes to the normalized view, everything ours on one side and theirs on the other."""
     augment = view.augment
     how = None if augment.normalize is None else augment.normalize.settings
@@ -792,8 +688,8 @@ def _whole(
             left_out += 1
             continue
         ours = _restored(_run(whole, image, chosen, loader.device), how)
-        for reference, run in _able(references, calls):
-            theirs_too = _levels(run, theirs, calls, reference)
+        for reference in REFERENCES:
+            theirs_too = _levels(theirs, calls, reference)
             found.at("all", "everything", f"Pillow, then {reference}", _ADDED, view=view.name).add(
                 ours, theirs_too, sample=sample, epoch=epoch, what=text(calls)
             )

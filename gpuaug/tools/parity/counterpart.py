@@ -1,22 +1,90 @@
 """Which of torchvision's functions a Kornia operation corresponds to, and why their pixels differ where they do.
 
-A counterpart is a list of calls of formulas.py (or of torchvision itself, which has the same names), with the values
-that were drawn; or a text that says why there is none.
+A counterpart is a list of calls of ``torchvision.transforms.v2.functional`` with the values that were drawn; or a text
+that says why there is none.
 """
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from gpuaug.augment.parameters import Params
+from gpuaug.errors import ConfigError
 
-Call = tuple[str, dict[str, Any]]  # a function of formulas.py, and what to call it with, values in 0..1
+Call = tuple[str, dict[str, Any]]  # a function of torchvision, and what to call it with, values in 0..1
+
+
+@lru_cache(maxsize=1)
+def torchvision() -> tuple[Any, str]:
+    """``torchvision.transforms.v2`` and torchvision's version.
+
+    Raises:
+        ConfigError: if torchvision cannot be imported.
+    """
+    try:
+        try:
+            import torchvision
+        except RuntimeError:  # a build for another torch lacks two operators at import, which no transform uses
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            _operators.append(torch.library.Library("torchvision", "DEF"))
+            for name in ("nms", "qnms"):
+                _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            import torchvision
+        from torchvision.transforms import v2
+    except Exception as error:
+        raise ConfigError(
+            f"`gpuaug parity` compares with torchvision, which cannot be imported ({type(error).__name__}: {error}). "
+            "Install the release for your torch: pip install torchvision."
+        ) from error
+    return v2, str(torchvision.__version__)
+
+
+_operators: list[Any] = []  # torch forgets what nobody holds
+
+
+def call(one: Call, image: Tensor) -> Tensor:
+    """The function of a call, on float32 or uint8 [3, H, W]."""
+    name, given = one
+    if not image.is_floating_point():
+        given = {k: v * 255 if k in ("threshold", "v") else v for k, v in given.items()}
+    if name == "gaussian_noise":  # torchvision's draws by itself: the same sum, with the field that was drawn here
+        field = torch.from_numpy(given["noise"]).permute(2, 0, 1)
+        if image.is_floating_point():
+            return (image + field).clamp(0, 1)
+        return (image + (field * 255).to(torch.int16)).clamp(0, 255).to(torch.uint8)
+    if name in ("affine", "rotate", "perspective"):
+        given = {**given, "interpolation": "bilinear"}
+    elif name == "rgb_to_grayscale":
+        given = {"num_output_channels": 3}
+    elif name == "elastic":
+        given = {"displacement": torch.from_numpy(given["displacement"].astype(np.float32))[None]}
+    elif name == "erase":
+        given = {**given, "v": torch.tensor(given["v"]).to(image.dtype)}
+    elif name == "jpeg":  # torchvision's needs its compiled operators; both are libjpeg
+        return _jpeg(image, **given)
+    out: Tensor = getattr(torchvision()[0].functional, name)(image, **given)
+    return out
+
+
+def _jpeg(image: Tensor, quality: int) -> Tensor:
+    """What Pillow, and so libjpeg, gives back of an image at this quality."""
+    from PIL import Image
+
+    pixels = image if image.dtype == torch.uint8 else (image * 255).round().to(torch.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=quality)
+    made = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)
+    return made if image.dtype == torch.uint8 else made.float() / 255
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
@@ -103,36 +171,6 @@ def displacement(
 def _smoothing(flags: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     given = {name: flags[name] for name in ("kernel_size", "sigma", "alpha")}
     return {k: tuple(v.tolist() if hasattr(v, "tolist") else v) for k, v in given.items()}
-
-
-def remark(module: nn.Module, call: Call, params: Params) -> str:
-    """What somebody who comes from torchvision should know of an operation even where pixels are equal; else ""."""
-    import kornia.augmentation as K
-
-    if type(module) is K.RandomGaussianNoise:
-        generator: Any = module._param_generator
-        field = call[1]["noise"]
-        return (
-            f"both add a normal field; ours comes from the sample's key, torchvision's from torch's generator, so ours "
-            f"was given to both: mean {field.mean():.2g} and std {field.std():.3g}, where {float(generator.mean):.2g} "
-            f"and {float(generator.std):.3g} were asked for"
-        )
-    if type(module) is K.RandomElasticTransform:
-        from gpuaug.tools.parity.formulas import elastic_displacement
-
-        how = _smoothing(vars(module)["flags"])
-        field = call[1]["displacement"]
-        size = np.array(field.shape[:2])
-        alpha = (np.array(how["alpha"]) * size).tolist()
-        own = elastic_displacement(params["noise"].transpose(1, 2, 0).astype(np.float64), alpha, how["sigma"][::-1])
-        moved, theirs = (np.abs(x * size[::-1] / 2).max() for x in (field, own))
-        return (
-            f"the same displacements were given to both. Kornia's alpha is in halves of the image and its blur has "
-            f"zeros outside; torchvision's v2.ElasticTransform(alpha=[{alpha[0]:.4g}, {alpha[1]:.4g}], "
-            f"sigma=[{how['sigma'][1]:.4g}, {how['sigma'][0]:.4g}]) blurs over 8 sigma and reflects: the same noise "
-            f"moves pixels by up to {moved:.2f} pixels here, and by up to {theirs:.2f} there"
-        )
-    return ""
 
 
 def _geometry(kind: type[nn.Module], p: dict[str, Any]) -> list[Call] | str:
