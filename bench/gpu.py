@@ -271,7 +271,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
             (
                 Want("standard: share of a copy", lambda r: _kernels(r, "standard")["share_of_copy"], 0.5),
                 Want("standard: launches", lambda r: _kernels(r, "standard")["launches"], most=2),
-                Want("simclr: launches", lambda r: _kernels(r, "simclr")["launches"], most=8),
+                Want("simclr: launches, both views", lambda r: _kernels(r, "simclr")["launches"], most=8),
                 Want("randaugment: host ms", lambda r: _kernels(r, "randaugment")["host_microseconds"] / 1e3, most=1.5),
             ),
             needs_gpu=True,
