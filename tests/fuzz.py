@@ -482,9 +482,9 @@ class Run:
 # -- whole epochs
 
 BAD_FILES: dict[str, Callable[[], bytes]] = {
-    "rgb555.bmp": lambda: hostile.bitmap(16),
-    "no_bits.bmp": lambda: hostile.bitmap(0, pixels=bytes(4000)),
-    "palette.bmp": lambda: hostile.bitmap(8, colors=2**31 - 1),
+    "rgb555.bmp": lambda: hostile.bmp(16),
+    "no_bits.bmp": lambda: hostile.bmp(0, body=bytes(4000)),
+    "palette.bmp": lambda: hostile.bmp(8, colors=2**31 - 1),
     **{
         f"precision_{p}.jpg": lambda p=p: hostile.with_frame(encode(photograph(), "JPEG"), precision=p)
         for p in (7, 9, 16, 255)

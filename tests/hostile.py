@@ -354,42 +354,19 @@ def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]
 # -- classes of files: what encoders write, field by field, and what decoders were never tried with
 
 
-def bitmap(
-    bits: int, *, size: tuple[int, int] = (24, 40), header: int = 40, compression: int = 0, masks: tuple[int, ...] = (),
-    colors: int | None = None, palette: bytes | None = None, pixels: bytes | None = None,
-) -> bytes:  # fmt: skip
-    """A Windows (40, 52, 56, 64, 108, 124) or OS/2 (12) bitmap of ``size`` = (height, width); what is given may lie."""
-    height, width = size
-    if pixels is None:
-        pixels = random.Random(bits).randbytes(-(-width * bits // 32) * 4 * abs(height))
-    colors = (1 << bits if bits <= 8 else 0) if colors is None else colors
-    entry = 3 if header == 12 else 4
-    if palette is None:
-        palette = b"".join(bytes([k * 37 % 256, k * 91 % 256, k, 0][:entry]) for k in range(min(colors, 256)))
-    if header == 12:
-        head = struct.pack("<IHHHH", 12, width, height, 1, bits)
-    else:
-        head = struct.pack(
-            "<IiiHHIIiiII", header, width, height, 1, bits, compression, len(pixels), 2835, 2835, colors, 0
-        )
-        fields = struct.pack(f"<{len(masks)}I", *masks)
-        head += fields.ljust(header - 40, b"\0") if header > 40 else fields
-    start = 14 + len(head) + len(palette)
-    return b"BM" + struct.pack("<IHHI", start + len(pixels), 0, 0, start) + head + palette + pixels
-
-
 def runs(bits: int, *, size: tuple[int, int] = (24, 40)) -> bytes:
     """An RLE8 or RLE4 bitmap: runs, literals, a skip and ends of lines."""
     height, width = size
     line = b"\x05\x12\x03\x34\0\x05" + (b"\x01\x02\x03\x04\x05\0" if bits == 8 else b"\x12\x34\x50\0")
     line += bytes([width - 13, 0x56]) + b"\0\0"
     pixels = line * (height - 2) + b"\0\x02\x03\x01" + bytes([width - 3, 0x11]) + b"\0\x01"
-    return bitmap(bits, size=size, compression=1 if bits == 8 else 2, pixels=pixels)
+    return bmp(bits, height=height, width=width, compression=1 if bits == 8 else 2, body=pixels)
 
 
 def idle_lines(height: int = 10, width: int = 16_777_472) -> bytes:
     """A small RLE8 bitmap of long lines, each of them ended before it begins."""
-    return bitmap(8, size=(height, width), compression=1, pixels=b"\x01\x01\0\0" * height + b"\0" * 5000 + b"\0\x01")
+    lines = b"\x01\x01\0\0" * height
+    return bmp(8, height=height, width=width, compression=1, body=lines + b"\0" * 5000 + b"\0\x01")
 
 
 def plain_webp(height: int = 13_300, width: int = 13_300) -> bytes:
@@ -457,12 +434,12 @@ def originals() -> dict[str, bytes]:
         "webp alpha": encode(small.convert("RGBA"), "WEBP"),
         "webp animated": encode(frames[0], "WEBP", **animated),
         "bmp": encode(small, "BMP"),
-        "bmp OS/2": bitmap(24, header=12),
-        "bmp OS/2 palette": bitmap(8, header=12),
-        "bmp 565": bitmap(16, compression=3, masks=(0xF800, 0x7E0, 0x1F)),
-        "bmp BITFIELDS": bitmap(32, header=56, compression=3, masks=(0xFF0000, 0xFF00, 0xFF, 0)),
-        "bmp V4": bitmap(32, header=108, compression=3, masks=(0xFF0000, 0xFF00, 0xFF, 0xFF000000)),
-        "bmp V5 top down": bitmap(24, header=124, size=(-24, 40)),
+        "bmp OS/2": bmp(24, size=12),
+        "bmp OS/2 palette": bmp(8, size=12),
+        "bmp 565": bmp(16, compression=3, masks=(0xF800, 0x7E0, 0x1F)),
+        "bmp BITFIELDS": bmp(32, size=56, compression=3, masks=(0xFF0000, 0xFF00, 0xFF, 0)),
+        "bmp V4": bmp(32, size=108, compression=3, masks=(0xFF0000, 0xFF00, 0xFF, 0xFF000000)),
+        "bmp V5 top down": bmp(24, size=124, height=-11),
         "bmp RLE8": runs(8),
         "bmp RLE4": runs(4),
         "gif": encode(small, "GIF"),
@@ -472,7 +449,7 @@ def originals() -> dict[str, bytes]:
         "tiff cmyk": encode(small.convert("CMYK"), "TIFF"),
         "jpeg2000": encode(small, "JPEG2000"),
     }
-    files |= {f"bmp {bits}": bitmap(bits) for bits in (1, 4, 8, 16, 24, 32)}
+    files |= {f"bmp {bits}": bmp(bits) for bits in (1, 4, 8, 16, 24, 32)}
     for color, depths in {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}.items():
         files |= {
             f"png type {color} of {d} bits{' interlaced' * i}": png_of(color, d, interlaced=i)
@@ -500,12 +477,12 @@ def odd() -> dict[str, bytes]:
         files[f"jpeg sampling {sampling:02x}"] = jpeg[: at + 11] + bytes([sampling]) + jpeg[at + 12 :]
     for bits in (0, 1, 2, 3, 4, 8, 15, 16, 24, 32, 48, 64, 65535):
         for compression in (0, 1, 2, 3, 4, 5, 6, 11, 12, 13):
-            files[f"bmp {bits} bits, compression {compression}"] = bitmap(
-                bits, compression=compression, masks=(0x7C00, 0x3E0, 0x1F), pixels=bytes(range(256)) * 20
+            files[f"bmp {bits} bits, compression {compression}"] = bmp(
+                bits, compression=compression, masks=(0x7C00, 0x3E0, 0x1F), body=bytes(range(256)) * 20
             )
     for header in (0, 12, 16, 40, 52, 56, 64, 108, 124, 2**31, 2**32 - 1):
         for bits in (8, 16, 32):
-            whole = bitmap(bits, header=header if 12 <= header <= 124 else 40)
+            whole = bmp(bits, size=header if 12 <= header <= 124 else 40)
             files[f"bmp {bits} bits, header {header}"] = whole[:14] + struct.pack("<I", header) + whole[18:]
     masks = {
         "swapped": (0xFF, 0xFF00, 0xFF0000), "10 bits": (0x3FF00000, 0xFFC00, 0x3FF), "all": (2**32 - 1,) * 3,
@@ -513,10 +490,10 @@ def odd() -> dict[str, bytes]:
     }  # fmt: skip
     for name, mask in masks.items():
         for bits in (16, 24, 32):
-            files[f"bmp {bits} bits, masks {name}"] = bitmap(bits, compression=3, masks=mask)
+            files[f"bmp {bits} bits, masks {name}"] = bmp(bits, compression=3, masks=mask)
     for colors in (0, 1, 2, 3, 257, 65536, 2**31 - 1, 2**32 - 1):
-        files[f"bmp palette of {colors} for 8 bits"] = bitmap(8, colors=colors)
-        files[f"bmp palette of {colors} that is missing"] = bitmap(4, colors=colors, palette=b"")
+        files[f"bmp palette of {colors} for 8 bits"] = bmp(8, colors=colors)
+        files[f"bmp palette of {colors} that is missing"] = bmp(4, colors=colors, entries=0)
     for color in range(8):
         for depth in (0, 1, 2, 3, 4, 8, 16, 32):
             files[f"png type {color}, depth {depth}"] = png(9, 9, zlib.compress(bytes(2000)), color=color, depth=depth)
@@ -558,14 +535,14 @@ def many_entries(count: int, each: int) -> bytes:
 
 def sized_bombs(side: int) -> dict[str, bytes]:
     """Small files that claim ``side`` x ``side`` pixels."""
-    square, lines = (side, side), b"\x01\x01\0\0" * min(side, 10_000) + b"\0\x01"
+    square, lines = {"height": side, "width": side}, b"\x01\x01\0\0" * min(side, 10_000) + b"\0\x01"
     jpeg, progressive = (encode(photograph(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
     scans, flat = 12 * 178_000_000 // side**2 - 10, Image.new("P", (min(side, 8_000),) * 2)
     return {
-        "bmp RLE8 of lines": bitmap(8, size=square, compression=1, pixels=lines),
-        "bmp RLE4 of lines": bitmap(4, size=square, compression=2, pixels=lines),
-        "bmp RLE8 of skips": bitmap(8, size=square, compression=1, pixels=b"\0\x02\xff\xff" * 60),
-        "bmp RLE8 of nothing": bitmap(8, size=square, compression=1, pixels=b"\0\x01"),
+        "bmp RLE8 of lines": bmp(8, **square, compression=1, body=lines),
+        "bmp RLE4 of lines": bmp(4, **square, compression=2, body=lines),
+        "bmp RLE8 of skips": bmp(8, **square, compression=1, body=b"\0\x02\xff\xff" * 60),
+        "bmp RLE8 of nothing": bmp(8, **square, compression=1, body=b"\0\x01"),
         "webp of 34 bytes": plain_webp(side, side),
         "webp with a tail": plain_webp(side, side) + b"JUNK" + struct.pack("<I", 1_040_000) + bytes(1_040_000),
         "png of 1 bit": bomb(side, side),
@@ -606,7 +583,7 @@ def bombs() -> dict[str, bytes]:
     at, _ = find(jpeg, 0xC0)
     return {
         "bmp RLE8 of idle lines": idle_lines(),
-        "bmp of 1 bit": bitmap(1, size=(13_300, 600), pixels=bytes(76 * 13_300)),
+        "bmp of 1 bit": bmp(1, height=13_300, width=600, body=bytes(76 * 13_300)),
         "webp, wide": plain_webp(2_700, 16_384),
         "png with too many pixels": png(8, 8, half),
         "png with a profile": png(8, 8, pixels, extra=chunk(b"iCCP", b"p\0\0" + half)),
