@@ -489,7 +489,7 @@ def test_a_triton_that_cannot_be_imported_is_done_without(error: str, tmp_path: 
     (tmp_path / "triton" / "__init__.py").write_text(f"raise {error}\n")
     code = (
         "import logging, torch\n"
-        "from gpuaug.augment import fused\n"
+        "from gpuaug.augment.fused import backend as fused\n"
         "logging.basicConfig()\n"
         "print([fused._triton_kernels(torch.device('cuda')) for _ in range(2)])\n"
     )
