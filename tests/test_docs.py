@@ -180,7 +180,7 @@ def commands() -> list[list[str]]:
     """The words of every line of the README that runs something of ours."""
     lines = [line for language, text in BLOCKS if not language for line in text.splitlines()]
     words = [shlex.split(line) for line in lines if re.match(r"(gpuaug|torchrun|python) ", line)]
-    return [w[w.index("gpuaug.tools.main") if "gpuaug.tools.main" in w else 0 :] for w in words]
+    return [w[w.index("gpuaug.tools") if "gpuaug.tools" in w else 0 :] for w in words]
 
 
 def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor) -> None:
@@ -222,24 +222,23 @@ def test_what_the_readme_names_is_there() -> None:
     assert set(re.findall(r"^(?:.*\s)?gpuaug ([a-z]+)\s+[a-z_.]+=", README, re.MULTILINE)) <= set(COMMANDS)
     for name in re.findall(r"\bgpuaug\.([A-Za-z]\w*)\(", README):
         assert name in gpuaug.__all__, f"README uses gpuaug.{name}"
-    tree = README.partition("## What is where")[2].partition("```")[2].partition("```")[0]
-    folder = ""
-    for line in tree.strip().splitlines():
-        path = line.split()[0]
-        folder = "" if not line.startswith(" ") else folder
-        assert (ROOT / folder / path).exists(), f"README lists {folder}{path}"
-        folder = path if not line.startswith(" ") else folder
-    listed = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
-    parts = {
-        path.name for path in (ROOT / "gpuaug").iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"
-    }
-    assert parts - listed == {"__init__.py"}
 
 
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_layout_in_contributing_is_that_of_the_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = text.partition("## What is where")[2].partition("```")[2].partition("```")[0].splitlines()
+    named = {word.rstrip("/") for line in tree if line.startswith("  ") for word in line[2:22].split()}
+    there = {p.name for p in (ROOT / "gpuaug").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert named <= there
+    folders = {name for name in there if "." not in name}
+    assert folders <= named
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md"])
 def test_links_and_files_that_are_named_are_there(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
-    assert [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (ROOT / link).exists()] == []
+    folder = (ROOT / file).parent
+    assert [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (folder / link).exists()] == []
     named = [
         path for path in re.findall(r"`((?:gpuaug|tests|conf|examples|bench)/[\w./]+)`", text) if "NAME" not in path
     ]

@@ -141,7 +141,7 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(code, a, r, g, b, loose, p, width, mean):  # type: ignore[no-untyped-def]
-    """One step on the pixels ``p`` of an image; formulas of native.cpp. ``loose``: colours may lie outside 0..1."""
+    """One step on the pixels ``p`` of an image; formulas of cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
     if (loose != 0) & (code != _GRAY) & (code != _INVERT) & (code != _SHUFFLE) & (code != _ERASE):
         r, g, b = _unit(r), _unit(g), _unit(b)
