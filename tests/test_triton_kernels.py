@@ -338,7 +338,8 @@ def check(made: dict[Any, Any], folder: Path) -> None:
         usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
         found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
         assert found["LOCAL"] == 0, (key, found)
-        assert found["STACK"] <= 16, (key, found)
+        # Triton 3.6 reduces the angle of a sine above 100,000 in 28 bytes of memory; ours are below 2 pi.
+        assert found["STACK"] <= (32 if name == "_normal_kernel" else 16), (key, found)
         assert found["REG"] <= 200, (key, found)
         assert kernel.metadata.shared <= 48 * 1024, key
         code = subprocess.run([tool, "--dump-sass", file], capture_output=True, text=True, check=True).stdout
