@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PHOTOS := demo/photographs
+# `gpuaug parity` compares with torchvision. PyPI has it for CUDA only: beside torch for a CPU, other packages that import
+# it fail. So the tests have it in a folder of its own.
+TORCHVISION := .venv/torchvision
 
 .PHONY: demo test test-long fuzz notebooks lint clean
 
@@ -25,7 +28,7 @@ fuzz: $(READY)  ## hostile images for ten minutes, tars, and epochs with bad fil
 	$(BIN)/python tests/fuzz.py epochs --count 50
 
 notebooks: $(READY)  ## execute all of them where they lie, with the seconds of each; on a machine that does nothing else
-	$(BIN)/python bench/notebooks.py
+	PYTHONPATH=$(TORCHVISION) $(BIN)/python bench/notebooks.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -41,4 +44,5 @@ $(READY): pyproject.toml
 		{ echo "gpuaug needs Python 3.11 or newer; found: $$($(PYTHON) --version 2>&1). Set PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --progress-bar on --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHVISION) 'torchvision>=0.26,<0.29'
 	touch $@

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve the others
@@ -21,6 +22,9 @@ hypothesis_settings.register_profile(
     "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 hypothesis_settings.load_profile("busy")
+
+
+TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, out of the way of other packages
 
 
 def photographs() -> dict[str, np.ndarray]:

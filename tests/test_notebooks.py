@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import TORCHVISION
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
@@ -27,7 +28,9 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
 
 @pytest.mark.parametrize("path", PARAMETERS)
 def test_notebook_runs_and_shows_what_is_committed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(FOLDER.parent), str(TORCHVISION), os.environ.get("PYTHONPATH", "")])
+    )
     committed = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ from PIL import Image
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
+from conftest import TORCHVISION
+
 import gpuaug
 from bench import photographs
 from gpuaug.augment.prepare import prepare
@@ -23,6 +26,13 @@ from gpuaug.tools.main import main
 from gpuaug.tools.parity import command
 from gpuaug.tools.parity.compare import Difference, Parity, Sample, compare, summary
 from gpuaug.tools.parity.counterpart import counterpart, torchvision
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchvision() -> None:
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(TORCHVISION))
+    torchvision()
 
 
 @pytest.fixture(scope="module")
