@@ -36,7 +36,7 @@ import readme
 
 import gpuaug
 from gpuaug import machine
-from gpuaug.loader.loader import Inside, Loader
+from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main as cli
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
@@ -209,7 +209,7 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
 
 def loader_cached(loader: Loader) -> bool:
     """Whether it keeps bytes in memory."""
-    return Inside(loader).cached is not None
+    return loader.pipeline.cache is not None
 
 
 def sleeping(seconds: float) -> profiling.Step:

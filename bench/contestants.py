@@ -84,7 +84,7 @@ def _epoch(loader: Any) -> Run:
 
 def ours(spec: Spec) -> Run:
     loader = _loader(spec)
-    if spec.engine and not _inside(loader).stages.decoder.settings.hardware_load:
+    if spec.engine and not loader.pipeline.stage.decoder.settings.hardware_load:
         raise CannotRunError("`gpuaug doctor` found the JPEG engine broken here")
     return _epoch(loader)
 
@@ -104,44 +104,38 @@ def ours_s3(spec: Spec) -> Run:
     return _epoch(_loader(_at(spec, root), f"source.remote.options={{endpoint_url:'{endpoint}'}}"))
 
 
-def _inside(loader: Any) -> Any:
-    from gpuaug.loader.loader import Inside
-
-    return Inside(loader)
-
-
 def _at(spec: Spec, root: str) -> Spec:
     return Spec(**{**asdict(spec), "root": root})
 
 
 def read(spec: Spec) -> Run:
     """Workers and bytes alone."""
-    inside = _inside(_loader(spec))
+    loader = _loader(spec)
 
     def run() -> int:
-        return sum(len(batch) for batch in inside.reader.batches(inside.tasks()))
+        return sum(len(batch) for batch in loader.pipeline.read(loader.epoch_order, 0, zero_copy=False))
 
     return run
 
 
 def _encoded(loader: Any) -> list[Any]:
     """An epoch's batches in private memory."""
-    from gpuaug.read.prefetch import _copied
+    from gpuaug.read.prefetch import private_copy
 
-    inside = _inside(loader)
-    batches = [_copied(batch) for batch in inside.reader.batches(inside.tasks())]
-    inside.reader.close()
+    pipeline = loader.pipeline
+    batches = [private_copy(batch) for batch in pipeline.read(loader.epoch_order, 0, zero_copy=False)]
+    pipeline.reader.close()
     return batches
 
 
 def decode(spec: Spec) -> Run:
     """Headers, draws, decoding, cropping and resizing of bytes that are in memory."""
     loader = _loader(spec)
-    batches, stages = _encoded(loader), _inside(loader).stages
+    batches, pipeline = _encoded(loader), loader.pipeline
 
     def run() -> int:
         for batch in batches:
-            stages.decode(batch, 0)
+            pipeline.decode(batch, 0)
         _synchronize(loader.device)
         return sum(map(len, batches))
 
@@ -151,12 +145,12 @@ def decode(spec: Spec) -> Run:
 def augment(spec: Spec) -> Run:
     """The recipe on pixels that are on the device; eight batches, over and over."""
     loader = _loader(spec)
-    batches, stages = _encoded(loader), _inside(loader).stages
-    decoded = [stages.decode(batch, 0) for batch in batches[:8]]
+    batches, pipeline = _encoded(loader), loader.pipeline
+    decoded = [pipeline.decode(batch, 0) for batch in batches[:8]]
 
     def run() -> int:
         for k in range(len(batches)):
-            stages.finish(decoded[k % len(decoded)], 0)
+            pipeline.finish(decoded[k % len(decoded)], 0)
         _synchronize(loader.device)
         return sum(len(decoded[k % len(decoded)].encoded) for k in range(len(batches)))
 
@@ -166,12 +160,12 @@ def augment(spec: Spec) -> Run:
 def checks(spec: Spec) -> Run:
     """What finding faults costs where there are none: every header, and the policy."""
     loader = _loader(spec)
-    batches, stages = _encoded(loader), _inside(loader).stages
+    batches, pipeline = _encoded(loader), loader.pipeline
 
     def run() -> int:
         for batch in batches:
-            look = stages.decoder.look(batch)
-            stages.faults.handle(list(look.faults), indices=[], epoch=0, samples=len(batch), key_of=str)
+            look = pipeline.stage.decoder.look(batch)
+            pipeline.faults.handle(list(look.faults), indices=[], epoch=0, samples=len(batch), key_of=str)
         return sum(map(len, batches))
 
     return run

@@ -42,7 +42,7 @@ class EncodedBatch:
         repeats: int64 ``[B]``, how often this epoch yielded the index before.
         valid: bool ``[B]``; False for a repeated sample that only fills the last batch.
         faults: samples that could not be read; their image has no bytes.
-        lent: the images one by one where they stand, uint8 ``[n]`` out of mapped files, read-only; ``data`` is then
+        views: the images one by one where they stand, uint8 ``[n]`` out of mapped files, read-only; ``data`` is then
             empty, and ``offsets`` only say how long they are. Empty where the images are in ``data``.
     """
 
@@ -53,7 +53,7 @@ class EncodedBatch:
     repeats: Tensor
     valid: Tensor
     faults: tuple[Fault, ...] = ()
-    lent: tuple[NDArray[np.uint8], ...] = ()
+    views: tuple[NDArray[np.uint8], ...] = ()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -61,15 +61,15 @@ class EncodedBatch:
     @property
     def images(self) -> list[NDArray[np.uint8]]:
         """Bytes of every image, uint8 ``[n]``, where they are."""
-        if self.lent:
-            return list(self.lent)
+        if self.views:
+            return list(self.views)
         data, offsets = self.data.numpy(), self.offsets.numpy()
         return [data[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
 
     def encoded(self, row: int) -> Tensor:
-        """Bytes of the image in a ``row``: uint8 ``[n]``, a view into ``data``, or a copy of what is lent."""
-        if self.lent:
-            return torch.from_numpy(self.lent[row].copy())
+        """Bytes of the image in a ``row``: uint8 ``[n]``, a view into ``data``, or a copy of the view."""
+        if self.views:
+            return torch.from_numpy(self.views[row].copy())
         return self.data[self.offsets[row] : self.offsets[row + 1]]
 
 

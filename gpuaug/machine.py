@@ -1,4 +1,4 @@
-"""What this machine gives a process: CPUs, memory, shared memory, limits, NUMA nodes, NVIDIA devices.
+"""What this machine gives a process: CPUs, memory, shared memory, limits, NUMA nodes, NVIDIA devices, its local rank.
 
 Read from /proc and /sys, so that nothing starts CUDA and nothing is imported. Where a file is missing (another system,
 a container that hides it) the answer is None or empty, never an error.
@@ -180,3 +180,55 @@ def _smi() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line for line in found.stdout.splitlines() if line.strip()]
+
+
+def local_rank() -> int:
+    """Number of this process among those of the run on this machine, from torchrun, Slurm or Open MPI; 0 without."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
+def local_world_size() -> int:
+    """Processes of this run on this machine, from torchrun, Slurm or Open MPI; 1 without."""
+    env = os.environ
+    if "LOCAL_WORLD_SIZE" in env:
+        return max(1, int(env["LOCAL_WORLD_SIZE"]))
+    if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
+        # tasks of this step, node by node, as "4(x2),3": the job may have room for more than the step has tasks
+        text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
+        return tasks[min(int(env.get("SLURM_NODEID", "0")), len(tasks) - 1)] if tasks else 1
+    return max(1, int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")))
+
+
+def cuda_device() -> int:
+    """Index of the device that ``cuda`` means: LOCAL_RANK's where it is set, else torch's current one.
+
+    Without torchrun a script has called ``torch.cuda.set_device``, or sees one device only.
+    """
+    import torch
+
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    return torch.cuda.current_device()
+
+
+def exit_with_parent() -> None:
+    """Exit when the parent exits. The system does not do this when the parent is killed.
+
+    Watching a forkserver would not help: it lives as long as its children.
+    """
+    import multiprocessing
+    import threading
+    from multiprocessing import connection
+
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="gpuaug-parent", daemon=True).start()

@@ -310,7 +310,7 @@ def test_no_pixel_changes_and_files_are_read_once(photos, tmp_path, more, caplog
         expected = [epoch(plain), epoch(plain)]
     with caplog.at_level(logging.INFO, logger="gpuaug"), built(photos, "cache=ram", "num_workers=2", *more) as loader:
         found = [epoch(loader), epoch(loader)]
-        held = loader._cached.samples
+        held = loader.pipeline.cache.samples
     for a, b in zip(expected, found, strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[i][0], b[i][0]) and a[i][1] == b[i][1] for i in a)
@@ -327,7 +327,7 @@ def test_filled_ahead_the_files_may_go(photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / "train")
     with built(root, "cache=ram", "cache.fill=ahead", "num_workers=1", "faults.policy=raise") as loader:
         iterator = iter(loader)
-        assert loader._cached.samples == 65
+        assert loader.pipeline.cache.samples == 65
         shutil.rmtree(root)
         assert sum(len(batch) for batch in iterator) == 65
         assert len(loader.fetch([3, 60])) == 2
@@ -355,11 +355,11 @@ def test_ahead_is_the_share_of_this_machine_and_later_shares_stay(photos):
     with gpuaug.build(cfg, source=Spied(), rank=0, world_size=2) as loader:
         iterator = iter(loader)
         first = set(read)
-        assert len(first) == loader._cached.samples == 33
+        assert len(first) == loader.pipeline.cache.samples == 33
         assert {i for batch in iterator for i in batch.indices.tolist()} == first
         second = {i for batch in loader for i in batch.indices.tolist()}
         assert second - first
-        assert len(read) == len(set(read)) == loader._cached.samples == len(first | second)
+        assert len(read) == len(set(read)) == loader.pipeline.cache.samples == len(first | second)
 
 
 # -- ranks

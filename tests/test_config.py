@@ -275,7 +275,7 @@ def test_a_running_hydra_application_keeps_its_state(tmp_path):
         "kornia.augmentation._2d.intensity.jpeg.JPEGCodecDifferentiable",
         "gpuaug.config.Path",
         "gpuaug.build",
-        "gpuaug.loader.loader.threading.Thread",
+        "gpuaug.read.prefetch.threading.Thread",
         "gpuaug.random.keyed.Stream",
         "gpuaug.augment.parameters.Prepared",
         "",

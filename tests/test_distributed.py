@@ -11,8 +11,7 @@ import torch
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
-from gpuaug.loader import distributed
-from gpuaug.loader.loader import _device
+from gpuaug.loader.arguments import choose_device
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 
@@ -70,7 +69,7 @@ def test_ranks_of_a_machine_are_counted_as_the_launcher_says(monkeypatch, set_, 
     for name, value in set_.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(machine, "usable_cpus", lambda: 24)
-    assert distributed.local_world_size() == ranks
+    assert machine.local_world_size() == ranks
     decoder = Decode(backend="pillow").open("cpu")
     assert decoder.num_threads == min(8, 24 // ranks)
     decoder.close()
@@ -82,10 +81,10 @@ def test_cuda_is_the_local_rank_s_device_or_torchs_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("SLURM_LOCALID", "1")  # Slurm may show each task one device only
-    assert _device("cuda") == _device("auto") == torch.device("cuda", 3)
-    assert _device("cuda:2") == torch.device("cuda", 2)
+    assert choose_device("cuda") == choose_device("auto") == torch.device("cuda", 3)
+    assert choose_device("cuda:2") == torch.device("cuda", 2)
     monkeypatch.setenv("LOCAL_RANK", "5")
-    assert _device("cuda") == _device("auto") == torch.device("cuda", 1)
+    assert choose_device("cuda") == choose_device("auto") == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -13,7 +13,7 @@ import torch
 import gpuaug
 from gpuaug.augment.mix import Mix
 from gpuaug.errors import ConfigError, DataError, GpuaugError, StateError
-from gpuaug.loader.loader import _Background
+from gpuaug.read.prefetch import Producer
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -99,7 +99,7 @@ def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_a
         return call
 
     with loader(photos) as ours:
-        decoder = ours._stages.decoder
+        decoder = ours.pipeline.stage.decoder
         monkeypatch.setattr(decoder, "look", waiting("look", None, decoder.look))
         monkeypatch.setattr(decoder, "pixels", waiting("pixels", "look", decoder.pixels))
         monkeypatch.setattr(ours.augment, "apply", waiting("apply", "pixels", ours.augment.apply))
@@ -115,8 +115,8 @@ def test_threads_set_their_device_before_they_touch_one(monkeypatch):
         done.append("begun")
         yield 1
 
-    assert list(_Background(items(), ahead=1, name="one", device=torch.device("cuda", 1))) == [1]
-    assert list(_Background(items(), ahead=1, name="two", device=torch.device("cpu"))) == [1]
+    assert list(Producer(items(), count=1, name="one", device=torch.device("cuda", 1))) == [1]
+    assert list(Producer(items(), count=1, name="two", device=torch.device("cpu"))) == [1]
     assert done == [("one", torch.device("cuda", 1)), "begun", "begun"]
 
 
@@ -503,8 +503,6 @@ def test_a_replace_that_is_refused_changes_nothing(photos, expected, changes, er
 
 
 def test_replace_hands_on_what_the_cache_holds(photos):
-    from gpuaug.loader.loader import Inside
-
     class Counting:
         def __init__(self):
             self.files, self.read = sorted(photos.rglob("*.jpg")), 0
@@ -526,9 +524,9 @@ def test_replace_hands_on_what_the_cache_holds(photos):
     for workers in (0, 2):
         ours = ours.replace(augment=small, num_workers=workers)
         assert sum(map(len, ours)) == 65
-        assert Inside(ours).cached.samples == 65
+        assert ours.pipeline.cache.samples == 65
     assert source.read == 65
-    held = Inside(ours).cached
+    held = ours.pipeline.cache
     with pytest.raises(StateError):  # a loader that was made in vain leaves them too
         ours.start_at(3, 7)
         ours.replace(seed=8)

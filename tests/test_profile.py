@@ -619,7 +619,7 @@ def test_nothing_but_bad_samples_is_an_error(small: list[bytes]) -> None:
     with build(planted.Source([b"no image"]), "faults.policy=blank") as loader:
         with pytest.raises(GpuaugError, match="none of the first"):
             Profiler(loader)
-        assert loader._stages.faults is loader.faults
+        assert loader.pipeline.faults is loader.faults
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -169,23 +169,23 @@ class Lending(Bytes):
 def test_bytes_that_are_lent_are_copied_nowhere(reading):
     source = Lending(40)
     copied = list(reading(source, num_workers=0).batches(plan(source, 10)))
-    lent_out = reading(source, num_workers=0).batches(plan(source, 10), lend=True)
-    for lent, packed in zip(lent_out, copied, strict=True):
-        assert len(lent.data) == 0
-        assert lent.offsets.equal(packed.offsets)
-        assert lent.labels.equal(packed.labels)
-        assert lent.faults == packed.faults
-        for row, (image, other) in enumerate(zip(lent.images, packed.images, strict=True)):
+    viewed = reading(source, num_workers=0).batches(plan(source, 10), zero_copy=True)
+    for view, packed in zip(viewed, copied, strict=True):
+        assert len(view.data) == 0
+        assert view.offsets.equal(packed.offsets)
+        assert view.labels.equal(packed.labels)
+        assert view.faults == packed.faults
+        for row, (image, other) in enumerate(zip(view.images, packed.images, strict=True)):
             np.testing.assert_array_equal(image, other)
-            assert lent.encoded(row).equal(packed.encoded(row))
+            assert view.encoded(row).equal(packed.encoded(row))
             assert not len(image) or np.shares_memory(image, source.memory)
 
 
 @pytest.mark.parametrize("source", [Lending(20), Bytes(20)], ids=["workers", "own"])
 def test_only_who_lends_and_only_in_this_process_is_taken_at_its_word(reading, source):
     workers = 1 if isinstance(source, Lending) else 0
-    for batch in reading(source, num_workers=workers).batches(plan(source, 10), lend=True):
-        assert not batch.lent
+    for batch in reading(source, num_workers=workers).batches(plan(source, 10), zero_copy=True):
+        assert not batch.views
         assert len(batch.data) == int(batch.offsets[-1]) > 0
 
 

@@ -40,7 +40,6 @@ from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.decode import header, resize
 from gpuaug.decode.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.loader import distributed
 from gpuaug.native import buffers as recycled
 from gpuaug.verdicts import verdict
 
@@ -175,7 +174,7 @@ class Decoder:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"`device` is {str(device)!r} and torch finds no CUDA device. Use device=cpu or auto.")
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", distributed.cuda_device())
+            device = torch.device("cuda", machine.cuda_device())
         self.device = device
         if settings.hardware_load and device.type == "cuda":
             settings = _without_engine(settings)
@@ -939,7 +938,7 @@ def _without_engine(settings: Decode) -> Decode:
 
 
 def _threads() -> int:
-    cpus, ranks = machine.usable_cpus(), distributed.local_world_size()
+    cpus, ranks = machine.usable_cpus(), machine.local_world_size()
     count = max(1, min(8, cpus // ranks))
     log.info("decode with num_threads=%d (CPUs: %d, ranks on this machine: %d)", count, cpus, ranks)
     return count

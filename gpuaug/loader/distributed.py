@@ -1,10 +1,8 @@
-"""Which rank this process is, and whether all ranks mean the same epoch."""
+"""The rank of this process, and a check that all ranks describe the same epoch."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from typing import Any
 
 import torch
@@ -37,36 +35,6 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
             f"Found: rank={rank!r}, world_size={world_size!r}."
         )
     return rank, world_size
-
-
-def local_rank() -> int:
-    """Number of this process on its machine, as torchrun, Slurm or Open MPI says; 0 without."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
-
-
-def local_world_size() -> int:
-    """Processes of this run on this machine, as torchrun, Slurm or Open MPI says; 1 without."""
-    env = os.environ
-    if "LOCAL_WORLD_SIZE" in env:
-        return max(1, int(env["LOCAL_WORLD_SIZE"]))
-    if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
-        # of this step, node by node, as "4(x2),3": the job may have room for more than the step has tasks
-        text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
-        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        tasks = [int(count) for count, nodes in found for _ in range(int(nodes or 1))]
-        return tasks[min(int(env.get("SLURM_NODEID", "0")), len(tasks) - 1)] if tasks else 1
-    return max(1, int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")))
-
-
-def cuda_device() -> int:
-    """Index of the device that ``cuda`` means: LOCAL_RANK's where it is set, else torch's current one.
-
-    Without torchrun a script has called ``torch.cuda.set_device``, or sees one device only.
-    """
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    return torch.cuda.current_device()
 
 
 def agree(what: dict[str, Any], *, device: torch.device) -> None:

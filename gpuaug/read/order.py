@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
-from gpuaug.source.index import outside, read_numbers
+from gpuaug.source.index import occurrences, outside, read_numbers
 
 log = logging.getLogger("gpuaug")
 
@@ -270,7 +270,7 @@ class Ordered:
 
     def __post_init__(self) -> None:
         if self.repeats is None:
-            object.__setattr__(self, "repeats", _occurrences(self.indices))
+            object.__setattr__(self, "repeats", occurrences(self.indices))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -387,18 +387,3 @@ def _values(name: str, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
         size = min(_CHUNK, count - start)
         values[start : start + size] = draw.integers(name, seed=seed, epoch=epoch, count=size, start=start)
     return values
-
-
-def _occurrences(indices: Tensor) -> Tensor:
-    """For each place, how often its number came before; int64, no memory where every number comes once."""
-    numbers = indices.numpy()
-    if not len(numbers) or np.bincount(numbers).max() <= 1:
-        return torch.zeros((), dtype=torch.int64, device="cpu").expand(len(numbers))
-    by_number = np.argsort(numbers, kind="stable")
-    grouped = numbers[by_number]
-    first = np.concatenate([[True], grouped[1:] != grouped[:-1]])
-    place = np.arange(len(numbers))
-    count = np.empty_like(numbers)
-    count[by_number] = place - np.maximum.accumulate(np.where(first, place, 0))
-    # the draw scheme has 16 bits for it: one sample 65,536 times in an epoch would begin again
-    return torch.from_numpy(count & 0xFFFF)

@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from gpuaug import machine
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.parent import end_with_it
 from gpuaug.source.adapt import adapt
 from gpuaug.source.index import share
 from gpuaug.source.protocol import Source
@@ -111,11 +111,11 @@ class Reader:
         epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],
         *,
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-        lend: bool = False,
+        zero_copy: bool = False,
     ) -> Iterator[EncodedBatch]:
         """One batch for each ``(indices, repeats, valid)``, in this order.
 
-        ``numbers`` gives what the source is asked for, int64 [B], where that is not ``indices``. With ``lend`` and
+        ``numbers`` gives what the source is asked for, int64 [B], where that is not ``indices``. With ``zero_copy`` and
         without workers, a source that ``lends`` (its bytes stay valid and unchanged) has them copied nowhere.
 
         An iterator that was begun before ends, in whatever thread it is. A sample that cannot be read (OSError, which
@@ -128,8 +128,8 @@ class Reader:
             Exception: what else the source raises, with its own type.
         """
         self._end()
-        lend = lend and self.num_workers == 0 and bool(getattr(self.source, "lends", False))
-        return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, lend)
+        zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "lends", False))
+        return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers, and the iterator under way; a later call of ``batches`` starts new ones."""
@@ -142,7 +142,7 @@ class Reader:
         generation: int,
         epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
-        lend: bool,
+        zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
         asked: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
@@ -169,7 +169,7 @@ class Reader:
                 if self.num_workers == 0:
                     found: Any = next(todo, None)
                     if found is not None:
-                        found = self._encode.batch(found[1], lend=lend)
+                        found = self._encode.batch(found[1], zero_copy=zero_copy)
                 else:
                     with self._lock:
                         if ended():
@@ -227,7 +227,7 @@ class _Encode:
         self._like: NDArray[Any] | None = None  # labels of an earlier batch, for one that has none to go by
         self._unlabelled = False
 
-    def __getitem__(self, task: Task) -> _Packed | _Lent | _Raised | None:
+    def __getitem__(self, task: Task) -> _Packed | _Unpacked | _Raised | None:
         generation, indices, after = task
 
         def stale() -> bool:
@@ -243,8 +243,8 @@ class _Encode:
             return _Raised.of(error)
 
     def batch(
-        self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False, *, lend: bool = False
-    ) -> _Packed | _Lent:
+        self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False, *, zero_copy: bool = False
+    ) -> _Packed | _Unpacked:
         """Read and pack the samples ``indices``, int64 [B], or leave them where they are."""
         numbers = indices.tolist()
         items = self._read(numbers, stale)
@@ -265,7 +265,7 @@ class _Encode:
             encoded.append(data)
             labels.append(label)
         values = self._labels(labels, numbers, stale)
-        return _Lent(encoded, values, tuple(faults)) if lend else _pack(encoded, values, faults)
+        return _Unpacked(encoded, values, tuple(faults)) if zero_copy else _pack(encoded, values, faults)
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read, as far as the source knows it."""
@@ -408,7 +408,7 @@ class _Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent:
+class _Unpacked:
     """A batch whose images stay where they are: in the memory of a source that lends it."""
 
     encoded: list[memoryview]
@@ -427,7 +427,7 @@ class _Lent:
             repeats=repeats,
             valid=valid,
             faults=self.faults,
-            lent=tuple(np.frombuffer(data, dtype=np.uint8) if len(data) else _NOTHING for data in self.encoded),
+            views=tuple(np.frombuffer(data, dtype=np.uint8) if len(data) else _NOTHING for data in self.encoded),
         )
 
 
@@ -613,7 +613,7 @@ def _settle(worker: int) -> None:
     gc.freeze()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():  # a forkserver's child: torch looks at that alone
-        end_with_it()
+        machine.exit_with_parent()
 
 
 def _may_pass(item: Any) -> bool:

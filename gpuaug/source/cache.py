@@ -31,7 +31,6 @@ from torch import Tensor
 
 from gpuaug import machine, size
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.loader import distributed
 from gpuaug.source import shared_memory
 from gpuaug.source.protocol import Source
 
@@ -156,7 +155,7 @@ class CachedSource:
         chunks = [c for c in torch.unique(numbers).split(FILL_BATCH) if not bool((memory.index[c.numpy()] > 0).all())]
         tasks = ((c, torch.zeros_like(c), torch.ones(len(c), dtype=torch.bool)) for c in chunks)
         encoded = reader.batches(tasks)
-        hidden = None if distributed.local_rank() == 0 else True
+        hidden = None if machine.local_rank() == 0 else True
         with tqdm(total=sum(map(len, chunks)), desc="cache=ram", unit="image", disable=hidden, leave=False) as bar:
             for batch in encoded:
                 bar.update(len(batch))
@@ -252,7 +251,7 @@ class CachedSource:
 
     def _what(self) -> str:
         """What the ranks share one memory for; the n-th cache of the same source on each of them."""
-        if distributed.local_world_size() == 1:
+        if machine.local_world_size() == 1:
             return ""
         source = self.source
         what = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug import machine
 from gpuaug.errors import SourceError
-from gpuaug.loader import distributed
 from gpuaug.source import shared_memory
 from gpuaug.source.remote.storage import open_text, read_file
 
@@ -79,7 +79,7 @@ def share(tensor: Tensor) -> Tensor:
     What is large is there once for all ranks of a machine, and must not be written to.
     """
     try:
-        if tensor.nbytes >= LARGE and distributed.local_world_size() > 1 and shared_memory.SUPPORTED:
+        if tensor.nbytes >= LARGE and machine.local_world_size() > 1 and shared_memory.SUPPORTED:
             return shared_memory.tensor(tensor)
         return tensor.share_memory_()
     except (RuntimeError, OSError) as error:  # a container's /dev/shm may be 64 MB
@@ -121,3 +121,18 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
             f"Found: {path!r} ({error})."
         ) from error
     return values.astype(dtype)
+
+
+def occurrences(indices: Tensor) -> Tensor:
+    """For each place, how often its number came before; int64 [n], without memory where every number comes once."""
+    numbers = indices.numpy()
+    if not len(numbers) or np.bincount(numbers).max() <= 1:
+        return torch.zeros((), dtype=torch.int64, device="cpu").expand(len(numbers))
+    by_number = np.argsort(numbers, kind="stable")
+    grouped = numbers[by_number]
+    first = np.concatenate([[True], grouped[1:] != grouped[:-1]])
+    place = np.arange(len(numbers))
+    count = np.empty_like(numbers)
+    count[by_number] = place - np.maximum.accumulate(np.where(first, place, 0))
+    # the draw scheme has 16 bits for it: one sample 65,536 times in an epoch would begin again
+    return torch.from_numpy(count & 0xFFFF)

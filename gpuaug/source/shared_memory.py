@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpuaug.loader import distributed
+from gpuaug import machine
 
 log = logging.getLogger("gpuaug")
 
@@ -47,7 +47,7 @@ def once(what: str, make: Callable[[int], None]) -> Once:
         what: equal on all ranks for the same thing, and for nothing else.
         make: sizes and fills the empty memory of this descriptor; called on one rank only.
     """
-    if distributed.local_world_size() == 1:
+    if machine.local_world_size() == 1:
         return Once(_memory("gpuaug", make), None)
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     run += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]

@@ -47,7 +47,6 @@ from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode, Decoder, Look
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
-from gpuaug.parent import end_with_it
 from gpuaug.read.reader import Reader
 from gpuaug.source.adapt import adapt
 from gpuaug.source.index import NO_ARRAY
@@ -488,7 +487,7 @@ _here: tuple[Packer, Any, Any] | None = None
 def _enter(job: Job, count: Any, stop: Any) -> None:
     """Begin a worker: it ends with its parent, leaves interrupts to it, and has one thread."""
     global _here
-    end_with_it()
+    machine.exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _here = Packer(job), count, stop

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuaug import size
+from gpuaug import machine, size
 from gpuaug.errors import ConfigError
-from gpuaug.loader import distributed
-from gpuaug.loader.loader import Inside, Loader
+from gpuaug.loader.loader import Loader
 from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.plan.predict import Machine, Plan
 from gpuaug.tools.report import Report, check_text
@@ -77,7 +76,7 @@ def _say(report: Report, planned: Plan, here: Machine, *, measured_worker: bool)
         lines.append(f"{term.name:<26} {term.place:<7} {size.text(term.bytes):>11}   = {term.formula}")
     report.add("terms", [asdict(term) for term in planned.terms], "\n".join(["", *lines]))
     report.values["base"] = planned.base.host
-    ranks = distributed.local_world_size()
+    ranks = machine.local_world_size()
     left = {"host": here.host, "shared": here.shared, "device": here.device, "pinned": None}
     for place, title in PLACES.items():
         total = planned.total(place)  # type: ignore[arg-type]
@@ -135,7 +134,7 @@ def check(
     Raises:
         ConfigError: with the numbers, and the overrides to copy.
     """
-    decoder: Any = Inside(loader).stages.decoder
+    decoder: Any = loader.pipeline.stage.decoder
     plan.warm(loader)
     short = plan.shortage(loader, beside=beside, also=also, prefix=prefix)
     for count in ("rescued", "truncated"):  # what was looked at beforehand is no part of an epoch

@@ -33,8 +33,7 @@ from gpuaug.augment.fused import backend as fused
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode import decoder as decode
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.loader import distributed
-from gpuaug.loader.loader import Inside, Loader
+from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
 from gpuaug.verdicts import folder, version
 
@@ -143,7 +142,7 @@ class Settings:
     @staticmethod
     def of(loader: Loader) -> Settings:
         """Those of a loader."""
-        cached = Inside(loader).cached
+        cached = loader.pipeline.cache
         return Settings(loader.num_workers, loader.prefetch, loader.ahead, None if cached is None else cached.capacity)
 
 
@@ -206,24 +205,25 @@ class Plan:
 
 def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
     """Look at the headers of some samples, evenly spread over the epoch's order; nothing is decoded."""
-    ordered = Inside(loader).ordered
-    count = min(sample, len(ordered))
+    order = loader.epoch_order
+    count = min(sample, len(order.order))
     if not count:
         raise ConfigError("there is nothing to plan: the source has no samples.")
-    at = torch.linspace(0, len(ordered) - 1, count).round().long()
+    at = torch.linspace(0, len(order.order) - 1, count).round().long()
     # every k-th in one chunk: each is spread over the epoch, and no more than one is in memory
     chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]
-    tasks = [(ordered.indices[c], ordered.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
-    reader, stages = Reader(Inside(loader).reader.source, num_workers=0), Inside(loader).stages
+    tasks = [(order.order[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
+    pipeline, stored = loader.pipeline, getattr(loader.source, "stored", None)
+    reader = Reader(pipeline.reader.source, num_workers=0)
     lengths: list[Any] = []
     areas: list[Any] = [np.zeros(0)]
     wholes: list[Any] = [np.zeros(0)]
     views: list[tuple[int, int]] = []
     begin = time.monotonic()
-    for encoded in reader.batches(tasks, numbers=Inside(loader).numbers):
+    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
         length = np.diff(encoded.offsets.numpy())
-        if Inside(loader).replay is None:
-            found: Any = stages.decoder.look(encoded)
+        if stored is None:
+            found: Any = pipeline.stage.read_headers(encoded, loader.epoch).look
             good = np.flatnonzero(found.height * found.width > 0)
             length = length[good] if len(good) else length
             area, whole, views = _areas(loader, encoded, found, good)
@@ -233,11 +233,10 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
         if time.monotonic() - begin > PATIENCE and len(lengths) * CHUNK >= LEAST:
             break
     reader.close()
-    stored = 1
-    if (replay := Inside(loader).replay) is not None:
-        manifest = replay.rows.manifest
-        views = [tuple(view["size"]) for view in manifest["views"]]
-        stored = {"uint8": 1, "float32": 4}.get(manifest["store"], 2)
+    element = 1
+    if stored is not None:
+        views = [tuple(view["size"]) for view in stored.manifest["views"]]
+        element = {"uint8": 1, "float32": 4}.get(stored.manifest["store"], 2)
     size_of, area, whole = np.concatenate(lengths), np.concatenate(areas), np.concatenate(wholes)
     return Sizes(
         encoded=float(size_of.mean()),
@@ -247,20 +246,20 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
         whole=float(whole.mean()) if len(whole) else 0.0,
         largest=float(whole.max()) if len(whole) else 0.0,
         views=views,
-        stored=stored,
+        stored=element,
         sampled=len(size_of),
     )
 
 
 def warm(loader: Loader) -> None:
     """Decode and augment one sample: what is imported, compiled and opened for it is held from then on."""
-    ordered, stages = Inside(loader).ordered, Inside(loader).stages
-    tasks = [(ordered.indices[:1], ordered.repeats[:1], torch.ones(1, dtype=torch.bool))]
-    reader = Reader(Inside(loader).reader.source, num_workers=0)
+    order, pipeline = loader.epoch_order, loader.pipeline
+    tasks = [(order.order[:1], order.repeats[:1], torch.ones(1, dtype=torch.bool))]
+    reader = Reader(pipeline.reader.source, num_workers=0)
     try:
-        for encoded in reader.batches(tasks, numbers=Inside(loader).numbers):
-            made = stages.decode(encoded, loader.epoch)
-            stages.augment.apply(made.images, made.drawn, dtype=loader.dtype, memory_format=loader.memory_format)
+        for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
+            made = pipeline.decode(encoded, loader.epoch)
+            pipeline.stage.augment(made, dtype=loader.dtype, memory_format=loader.memory_format)
     except (GpuaugError, OSError) as error:
         log.info("one sample could not be made beforehand: %s", error)
     finally:
@@ -269,12 +268,12 @@ def warm(loader: Loader) -> None:
 
 def _areas(loader: Loader, encoded: EncodedBatch, found: Any, good: Any) -> tuple[Any, Any, list[tuple[int, int]]]:
     """Bytes of pixels that are decoded for the views of each sample [n], of all its pixels [n], and sizes of views."""
-    stages: Any = Inside(loader).stages
+    recipe = loader.augment
     kept = good if len(good) else np.arange(1)  # where nothing can be decoded, a view still has its size
     height, width = found.height[kept].clip(1), found.width[kept].clip(1)
     indices, repeats = encoded.indices.numpy()[kept], encoded.repeats.numpy()[kept]
-    drawn = stages.augment.draw(seed=stages.seed, epoch=loader.epoch, indices=indices, repeats=repeats)
-    boxes = stages.augment.boxes(drawn, height, width)
+    drawn = recipe.draw(seed=loader.seed, epoch=loader.epoch, indices=indices, repeats=repeats)
+    boxes = recipe.boxes(drawn, height, width)
     views = [b.size for b in boxes]
     if not len(good):
         return np.zeros(0), np.zeros(0), views
@@ -304,10 +303,11 @@ def predict(
         worker: bytes of one worker without batches; None: by its start method, see :func:`fresh_worker`.
     """
     s = settings or Settings.of(loader)
-    samples = len(Inside(loader).ordered)
+    samples = len(loader.epoch_order.order)
     rows, cuda = min(loader.batch_size, max(1, samples)), loader.device.type == "cuda"
     batches = len(loader)
     encoded = sizes.batch(rows)
+    stored = getattr(loader.source, "stored", None) is not None
     terms: list[Term] = []
 
     def add(name: str, place: Place, value: float, formula: str) -> None:
@@ -325,7 +325,7 @@ def predict(
     element = ELEMENT[loader.dtype]
     out = rows * views * element
     flight = _flight(loader, s, batches)
-    if Inside(loader).replay is None and sizes.decoded:
+    if not stored and sizes.decoded:
         if cuda:
             pool = POOL + POOL_BY_VARIATION * min(1.0, sizes.variation)
             text = f"pool ({POOL} + {POOL_BY_VARIATION} x variation {sizes.variation:.2f})"
@@ -336,14 +336,13 @@ def predict(
                 f"{text} x {rows} x {sizes.decoded:.0f} B",
             )
             add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {size.text(encoded)}")
-            decoder: Any = Inside(loader).stages.decoder
+            decoder: Any = loader.pipeline.stage.decoder
             if decoder.backend == "dali":  # nvJPEG's buffers, allocated with the pipeline
                 each, pinned, threads = decode.DEVICE_PADDING, 2 * decode.PINNED_PADDING, decoder.num_threads
                 add("decoder's buffers", "device", threads * each, f"{threads} threads x {size.text(each)}")
                 add("decoder's buffers, pinned", "pinned", threads * pinned, f"{threads} threads x {size.text(pinned)}")
         else:
             _decoding(loader, sizes, rows=rows, add=add)
-    stored = Inside(loader).replay is not None
     if not stored or (len(sizes.views) > 1 and sizes.stored == 1):  # else they are read where they lie
         name = "views, stored" if stored else "views, uint8"
         add(name, where, flight.decoded * rows * views, f"({flight.said}) x {rows} x {views} B ({shapes})")
@@ -382,11 +381,10 @@ class _Flight:
 
 
 def _flight(loader: Loader, s: Settings, batches: int) -> _Flight:
-    """As many as the threads of :mod:`gpuaug.loader.loader` have in hand and between them, when all of them wait."""
-    augment: Any = Inside(loader).stages.augment
+    """As many as the threads of :mod:`gpuaug.loader.passes` have in hand and between them, when all of them wait."""
     if s.prefetch == 0:
         decoded, said, made = 1, "1 in hand", 2
-    elif augment.main_thread:
+    elif loader.pipeline.stage.main_thread:
         decoded, said, made = s.prefetch + 2, f"{s.prefetch} ahead + 1 in decode + 1 in augmentation", 2
     else:
         decoded, said, made = 3, "1 in augmentation + 1 waiting + 1 in decode", s.prefetch + 2
@@ -399,7 +397,7 @@ def _rest(loader: Loader, samples: int, rows: int) -> int:
     """Samples of an epoch's last batch where it is smaller than the others, and larger than what is simply freed."""
     if loader.last != "uneven" or len(loader) < 2 or loader.limit_batches is not None:
         return 0
-    ranks = Inside(loader).ranks
+    ranks = loader.epoch_order.world_size
     return -(-samples // ranks) % rows
 
 
@@ -416,7 +414,7 @@ def _reading(
     loader: Loader, sizes: Sizes, s: Settings, *, rows: int, worker: int | None, add: Callable[..., None]
 ) -> None:
     """Workers, and encoded batches wherever they are."""
-    batches, reader = len(loader), Inside(loader).reader
+    batches, reader = len(loader), loader.pipeline.reader
     encoded = sizes.batch(rows)
     groups = _row_groups(loader)
     if s.num_workers:
@@ -469,18 +467,18 @@ def _row_groups(loader: Loader) -> float:
 
 def _decoded(loader: Loader, sizes: Sizes, rows: int) -> float:
     """Bytes of decoded pixels that so many samples have at a time: all, or two chunks of ``decode.max_bytes``."""
-    most = float(getattr(Inside(loader).stages.settings, "max_bytes", math.inf))
+    most = float(loader.decode.max_bytes)
     whole = rows * sizes.whole
     return rows * sizes.decoded * (1.0 if whole <= most else min(1.0, 2 * most / whole))
 
 
 def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., None]) -> None:
     """Decoding on the CPU: the pixels of a part of a batch, what malloc keeps of earlier ones, and work in hand."""
-    decoder: Any = Inside(loader).stages.decoder
+    decoder: Any = loader.pipeline.stage.decoder
     threads = decoder.num_threads
     if decoder.backend == "dali":
         parts = decode.parts(rows, rows * sizes.whole, threads)
-        most = float(Inside(loader).stages.settings.max_bytes)  # type: ignore[union-attr]
+        most = float(loader.decode.max_bytes)
         piece = rows / parts * sizes.decoded * min(1.0, most / max(1.0, rows / parts * sizes.whole))
         text = f"{rows} / {parts} parts x {sizes.decoded:.0f} B"
         add("decoded pixels", "host", piece, text)
@@ -496,10 +494,10 @@ def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., Non
 def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
     """What malloc keeps of what was given back, in each of its threads' heaps."""
     encoded = sizes.batch(rows)
-    lent = s.ahead is None and bool(getattr(Inside(loader).reader.source, "lends", False))
+    lent = s.ahead is None and bool(getattr(loader.pipeline.reader.source, "lends", False))
     if not s.num_workers and not lent and encoded < MAPPED:
         add("kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {size.text(encoded)}, made in this process")
-    threads = int(getattr(Inside(loader).stages.decoder, "num_threads", 1))
+    threads = int(getattr(loader.pipeline.stage.decoder, "num_threads", 1))
     text = f"{size.text(KEPT)} + {threads} threads that decode x {size.text(KEPT_BY_THREAD)}"
     add("threads, malloc", "host", KEPT + threads * KEPT_BY_THREAD, text)
 
@@ -703,7 +701,7 @@ def shortage(
     found = sizes or look(loader)
     more = Plan(terms=() if also is None else tuple(also(found)), base=NOTHING)
     here = here or Machine.here(loader.device)  # only now: looking has imported and opened what decodes
-    ranks = distributed.local_world_size()
+    ranks = machine.local_world_size()
     others = [predict(other, look(other), base=NOTHING) for other in beside]
 
     def lacks(settings: Settings, *, share: float) -> dict[str, str]:
@@ -850,7 +848,7 @@ def measure(loader: Loader, *, seconds: float = 30.0) -> Peak:
     watcher.start()
     filled = 3 * (loader.prefetch + 2) + 2
     wanted = max(filled + 2, LONG)
-    full = Inside(loader).cached is not None or loader.ahead is not None
+    full = loader.pipeline.cache is not None or loader.ahead is not None
     begin, count = time.perf_counter(), 0
     try:
         while time.perf_counter() - begin < seconds and (count < wanted or (full and loader.epoch == 0)):
@@ -876,8 +874,7 @@ def _settle(loader: Loader, seconds: float) -> None:
     while time.perf_counter() < end and calm < 4:
         time.sleep(0.15)
         now = held_by_all()
-        waiting = Inside(loader).running
-        full = waiting is None or waiting >= loader.prefetch or calm >= 3
+        full = loader.prefetch_level >= loader.prefetch or calm >= 3
         calm = calm + 1 if now <= 1.01 * last and full else calm + 0.25 if now <= 1.01 * last else 0.0
         last = max(last, now)
 
@@ -886,12 +883,12 @@ def one_worker(loader: Loader) -> int | None:
     """Bytes that one more worker takes on this machine, measured; None where there are none or it cannot be told."""
     if not loader.num_workers or not Path("/proc/self/smaps_rollup").exists():
         return None
-    reader: Any = Inside(loader).reader
-    tasks = [(i[:2], r[:2], v[:2]) for i, r, v in [next(Inside(loader).tasks())]] * 8
+    reader: Any = loader.pipeline.reader
+    tasks = [(i[:2], r[:2], v[:2]) for i, r, v in [loader.epoch_order[0]]] * 8
     before = held_by_all()
     probe = Reader(reader.source, num_workers=1, timeout=reader.timeout, start_method=reader.start_method)
     try:
-        batches = probe.batches(iter(tasks), numbers=Inside(loader).numbers)
+        batches = replace(loader.pipeline, reader=probe).read(tasks, loader.epoch)
         for _ in range(4):
             next(batches)
         return max(MIB, held_by_all() - before)

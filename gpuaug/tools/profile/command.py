@@ -23,7 +23,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from gpuaug import machine
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError
-from gpuaug.loader.loader import Inside, Loader
+from gpuaug.loader.loader import Loader
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
@@ -125,7 +125,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     """
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
-    if Inside(loader).cached is not None:  # the first batches again and again: no need for a second cache of full size
+    if loader.pipeline.cache is not None:  # the first batches again and again: no need for a second cache of full size
         same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
@@ -292,15 +292,15 @@ def _cpu_is_as_fast(profiler: Profiler, m: Measured) -> str | None:
     """On CUDA: whether the same loader on the CPU would keep the model as busy."""
     if m.device_type != "cuda" or m.step is None:
         return None
-    loader, stages, cpu = profiler.loader, profiler.stages, torch.device("cpu")
-    if not isinstance(stages.augment, nn.Module):
+    loader, stage, cpu = profiler.loader, profiler.stage, torch.device("cpu")
+    if stage.recipe is None:
         return None  # epochs that are augmented already
-    decoder = replace(stages.settings, hardware_load=0.0).open(cpu)
+    decoder = replace(stage.settings, hardware_load=0.0).open(cpu)
     with contextlib.closing(decoder):
         on_host = profiling.on_host(
             profiler.encoded,
             decoder,
-            copy.deepcopy(stages.augment).to(cpu),
+            copy.deepcopy(stage.recipe).to(cpu),
             seed=loader.seed,
             dtype=loader.dtype,
             device=loader.device,
@@ -422,7 +422,7 @@ def tune(
     What is recommended in the end has been run beside the loader as it is configured, in turns.
     """
     prefix = "" if request.at is None else f"{request.at}."
-    decoder: Any = Inside(loader).stages.decoder
+    decoder: Any = loader.pipeline.stage.decoder
     start: dict[str, Any] = {"num_workers": loader.num_workers, "prefetch": loader.prefetch}
     cores = machine.usable_cpus()
     candidates: dict[str, list[Any]] = {"num_workers": sorted({0, 1, 2, 4, 8, min(16, cores)})}

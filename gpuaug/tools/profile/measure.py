@@ -39,7 +39,10 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.batch import Batch, EncodedBatch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.loader import Decoded, Inside, Loader, Run, Task
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.passes import Pass
+from gpuaug.loader.pipeline import Pipeline, Task
+from gpuaug.loader.stages import DecodedBatch, HeaderBatch, LiveStage, Stage
 from gpuaug.read.reader import Reader
 from gpuaug.source.index import share
 from gpuaug.tools.profile.bottleneck import FREE, GAIN, Cost, Measured
@@ -87,9 +90,9 @@ class Profiler:
     ) -> None:
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
         self.batches = batches
-        self.inside = Inside(loader)
-        self.stages: Any = self.inside.stages
-        self.reader = self.inside.reader
+        self.pipeline = lenient(loader)
+        self.stage: Any = self.pipeline.stage
+        self.reader = self.pipeline.reader
         if not len(loader):
             raise ConfigError(
                 f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}`, "
@@ -97,7 +100,6 @@ class Profiler:
             )
         self._ending = contextlib.ExitStack()
         self._ending.callback(self.reader.batches, [])  # ends what is under way
-        self._ending.enter_context(lenient(loader))
         try:
             self._prepare()
         except BaseException:
@@ -109,16 +111,17 @@ class Profiler:
         loader = self.loader
         self.tasks = endless(loader)
         taken = list(islice(endless(loader), max(CACHED, -(-IMAGES // loader.batch_size))))
-        self._numbers = self.inside.numbers
+        numbers = self.pipeline.numbers
+        self._numbers = None if numbers is None else numbers(loader.epoch)
         self.encoded = _bounded(self.reader.batches(iter(taken), numbers=self._numbers), lambda b: b.data.nbytes)
-        if self.inside.cached is not None:  # what it is like once the cache is filled: the same samples again and again
+        if self.pipeline.cache is not None:  # as once the cache is filled: the same samples again and again
             self.tasks = _again(taken[: len(self.encoded)])
         few = self.encoded[: max(2, -(-IMAGES // (2 * loader.batch_size)))]
-        self.decoded = [self.stages.decode(batch, loader.epoch) for batch in few]
+        self.decoded = [self.pipeline.decode(batch, loader.epoch) for batch in few]
         self.faults = sum(len(item.faults) for item in self.decoded)
         self.looked = sum(map(len, few))
-        made = [self.stages.finish(decoded, loader.epoch) for decoded in self.decoded]
-        self.ready = [self.stages.hand_over(item) for item in made if item is not None]
+        made = [self.pipeline.finish(decoded, loader.epoch) for decoded in self.decoded]
+        self.ready = [self.pipeline.hand_over(item) for item in made if item is not None]
         if not self.ready or self.faults == self.looked:
             raise GpuaugError(
                 f"none of the first {self.looked} images could be read and decoded: there is nothing to measure. "
@@ -181,7 +184,7 @@ class Profiler:
             batch_size=loader.batch_size,
             workers=loader.num_workers,
             prefetch=loader.prefetch,
-            main_thread=bool(self.stages.augment.main_thread),
+            main_thread=bool(self.stage.main_thread),
             device_type=loader.device.type,
             source=costs["source"],
             read=costs["read"],
@@ -226,7 +229,7 @@ class Profiler:
     def _read(self, notes: Notes, reader: Reader, tasks: Iterator[Task], *, numbers: Any = None) -> None:
         workers = reader.num_workers
         small = (_head(task, CHUNK) for task in tasks)
-        batches = reader.batches(small, numbers=numbers, lend=self.loader.ahead is None)
+        batches = reader.batches(small, numbers=numbers, zero_copy=self.loader.ahead is None)
         started = time.perf_counter()
         for _ in range(workers):  # the workers begin together, and their first batches arrive together
             next(batches)
@@ -241,45 +244,37 @@ class Profiler:
         notes.add(began.since(reader.pids), count)
         batches.close()  # type: ignore[attr-defined]
 
-    def _decode(self, notes: Notes, encoded: Sequence[EncodedBatch], parts: dict[str, list[float]]) -> None:
-        stages, epoch = self.stages, self.loader.epoch
+    def _decode(
+        self, notes: Notes, encoded: Sequence[EncodedBatch], parts: dict[str, list[float]], stage: Stage | None = None
+    ) -> None:
+        stage, epoch = stage or self.stage, self.loader.epoch
         pixels, count = _Spent(), 0
         spent = {"reading headers": 0.0, "draws": 0.0, "crops": 0.0}
-        decoder, recipe, begin = stages.decoder, stages.augment, time.perf_counter()
+        begin = time.perf_counter()
         while not count or time.perf_counter() - begin < self.seconds:
             batch = encoded[(count // len(encoded[0])) % len(encoded)]
-            with stages.on_stream():
-                a = time.thread_time()
-                look = decoder.look(batch)
-                b = time.thread_time()
-                drawn = recipe.draw(
-                    seed=stages.seed, epoch=epoch, indices=batch.indices.numpy(), repeats=batch.repeats.numpy()
-                )
-                c = time.thread_time()
-                boxes = recipe.boxes(drawn, look.height, look.width)
-                d = time.thread_time()
+            with self.pipeline.streams.on():
+                headers = _read_headers(stage, batch, epoch, spent)
                 self.sync()
                 before = _now()
-                decoder.pixels(batch, look, boxes)
+                stage.decode(headers)
                 self.sync()
                 pixels = pixels + before.since()
-            for name, value in zip(spent, (b - a, c - b, d - c), strict=True):
-                spent[name] += value
             count += len(batch)
         notes.add(pixels, count)
         for name, value in spent.items():
             parts.setdefault(name, []).append(value / count)
 
     def _augment(self, notes: Notes) -> None:
-        self._apply(notes, self.stages.augment.apply)
+        self._apply(notes, self.stage.augment)
 
-    def _apply(self, notes: Notes, apply: Any, decoded: Sequence[Decoded] | None = None) -> None:
+    def _apply(self, notes: Notes, apply: Any, decoded: Sequence[DecodedBatch] | None = None) -> None:
         decoded, loader, count = decoded or self.decoded, self.loader, 0
         begin = _now()
         while not count or begin.since().wall < self.seconds:
             item = decoded[(count // len(decoded[0].encoded)) % len(decoded)]
-            with self.stages.on_stream():
-                apply(item.images, item.drawn, dtype=loader.dtype, memory_format=loader.memory_format)
+            with self.pipeline.streams.on():
+                apply(item, dtype=loader.dtype, memory_format=loader.memory_format)
             count += len(item.encoded)
             if count // len(item.encoded) % 8 == 7:
                 self.sync()  # else the host would queue without end
@@ -292,10 +287,8 @@ class Profiler:
         if mix is None:
             return
         item = self.decoded[0]
-        with self.stages.on_stream():
-            images = self.stages.augment.apply(
-                item.images, item.drawn, dtype=self.loader.dtype, memory_format=self.loader.memory_format
-            )
+        with self.pipeline.streams.on():
+            images = self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
             labels = item.encoded.labels.to(self.loader.device) if item.encoded.labels is not None else None
         self.sync()
         begin, count = _now(), 0
@@ -344,13 +337,13 @@ class Profiler:
     @property
     def threads(self) -> int | None:
         """That decode; None where nothing is decoded."""
-        found = getattr(self.stages.decoder, "num_threads", None)
-        return None if found is None else int(found)
+        decoder = self.stage.decoder
+        return None if decoder is None else int(decoder.num_threads)
 
     @property
     def kornia(self) -> bool:
         """Whether a view is augmented by Kornia's modules."""
-        return any(view.augment.backend == "kornia" for view in getattr(self.stages.augment, "views", []))
+        return any(view.augment.backend == "kornia" for view in getattr(self.stage.recipe, "views", []))
 
     def with_workers(self, m: Measured, count: int) -> Measured:
         """The same with so many workers."""
@@ -376,19 +369,23 @@ class Profiler:
     @property
     def pillow(self) -> bool:
         """Whether Pillow decodes although DALI is installed."""
-        return getattr(self.stages.decoder, "backend", None) == "pillow" and find_spec("nvidia.dali") is not None
+        return getattr(self.stage.decoder, "backend", None) == "pillow" and find_spec("nvidia.dali") is not None
 
     def with_dali(self, m: Measured) -> Measured:
         """The same with DALI as the decoder."""
         return self._with_decoder(m, backend="dali")
 
     def _with_decoder(self, m: Measured, **changed: Any) -> Measured:
-        settings = replace(self.stages.settings, **changed)
-        decoder = settings.open(self.loader.device, accept_truncated=self.stages.decoder.accept_truncated)
-        try:
-            return self._compared_decode(m, lambda: self.stages.decoding_by(decoder), self.encoded)
-        finally:
-            decoder.close()
+        now: LiveStage = self.stage
+        then = LiveStage(
+            now.recipe,
+            replace(now.settings, **changed),
+            device=now.device,
+            seed=now.seed,
+            accept_truncated=now.accept_truncated,
+        )
+        with contextlib.closing(then):
+            return self._compared_decode(m, then, self.encoded)
 
     def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
         """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
@@ -396,7 +393,7 @@ class Profiler:
 
         source = self.loader.source
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
-        if stored or self.inside.cached is not None or getattr(source, "mapped", False) or not SUPPORTED:
+        if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
             return None
         if m.copy is not None:
             kept = m.copy
@@ -417,20 +414,18 @@ class Profiler:
         if found is None:
             return None
         encoded, side = found
-        then = self._compared_decode(m, contextlib.nullcontext, encoded)
+        then = self._compared_decode(m, self.stage, encoded)
         if read:
             less = sum(b.data.nbytes for b in encoded) / sum(map(len, encoded)) / m.bytes_per_image
             then = replace(then, read=m.read.scaled(max(less, 0.05), max(less, 0.05)))
         return then, side
 
-    def _compared_decode(self, m: Measured, changed: Callable[[], Any], encoded: Sequence[EncodedBatch]) -> Measured:
+    def _compared_decode(self, m: Measured, stage: Stage, encoded: Sequence[EncodedBatch]) -> Measured:
         now, then = Notes(), Notes()
-        with changed():
-            self._decode(Notes(), encoded, {})
+        self._decode(Notes(), encoded, {}, stage)
         for _ in range(3):
             self._decode(now, self.encoded, {})
-            with changed():
-                self._decode(then, encoded, {})
+            self._decode(then, encoded, {}, stage)
         ratio = then.cost().wall / max(now.cost().wall, 1e-9)
         cpu = then.cost().cpu / max(now.cost().cpu, 1e-9)
         return replace(m, decode=m.decode.scaled(ratio, cpu))
@@ -438,16 +433,16 @@ class Profiler:
     def with_recipe(self, m: Measured, change: Callable[[Augment], Augment]) -> Measured:
         """The same with every view's recipe changed, measured on a few rows."""
         few = [_rows(item, 16) for item in self.decoded[:1]]
-        views = self.stages.augment.views
+        views = self.stage.recipe.views
         made = {id(view.augment): change(view.augment) for view in views}
 
-        def plain(images: Any, drawn: Any, **how: Any) -> None:
-            for x, view in zip(images, views, strict=True):
-                view.augment._run(x, drawn, view, **how)
+        def plain(item: DecodedBatch, **how: Any) -> None:
+            for x, view in zip(item.images, views, strict=True):
+                view.augment._run(x, item.drawn, view, **how)
 
-        def other(images: Any, drawn: Any, **how: Any) -> None:
-            for x, view in zip(images, views, strict=True):
-                made[id(view.augment)]._run(x, drawn, view, **how)
+        def other(item: DecodedBatch, **how: Any) -> None:
+            for x, view in zip(item.images, views, strict=True):
+                made[id(view.augment)]._run(x, item.drawn, view, **how)
 
         now, then = Notes(), Notes()
         with silent():  # what no kernel was made for is known, and said, of the recipe as it is
@@ -466,7 +461,7 @@ class Profiler:
 
     def op_costs(self, m: Measured) -> dict[str, float]:
         """Per operation of the recipe, its share of the augmentation."""
-        views = getattr(self.stages.augment, "views", [])
+        views = getattr(self.stage.recipe, "views", [])
         names = list(dict.fromkeys(p.name for v in views for p in v.augment.prepared))
         shares = {}
         for name in names:
@@ -494,11 +489,10 @@ class Profiler:
             from torch._C._profiler import _ExperimentalConfig
 
             found["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-        run = self.inside.run(
-            self.tasks,
-            reader=_Traced(self.reader, batches="read"),
-            stages=_Traced(self.stages, look="headers", pixels="decode", finish="augment"),
-        )
+        reader: Any = _Traced(self.reader, batches="read")
+        stage: Any = _Traced(self.stage, read_headers="headers", decode="decode", augment="augment")
+        traced = replace(self.pipeline, reader=reader, stage=stage)
+        run = _run(traced, self.loader, self.tasks)
         try:
             for _ in range(2):
                 self._one(run)
@@ -512,7 +506,7 @@ class Profiler:
         profiled.export_chrome_trace(str(part))
         os.replace(part, file)
 
-    def _one(self, run: Run) -> None:
+    def _one(self, run: Pass) -> None:
         with torch.profiler.record_function("wait for batch"):
             batch = next(run)
         if self.step is not None:
@@ -530,8 +524,8 @@ def run_whole(
     batches: int | None = None,
 ) -> None:
     """The loader as training runs it, and the steps, from when the first batches of all workers are through."""
-    inside = Inside(loader)
-    run, reader, workers = inside.run(tasks), inside.reader, loader.num_workers
+    pipeline = lenient(loader)
+    run, reader, workers = _run(pipeline, loader, tasks), pipeline.reader, loader.num_workers
 
     def one() -> int:
         batch = next(run)
@@ -567,13 +561,10 @@ def side_by_side(
 ) -> list[Notes]:
     """The whole of several loaders in turns, after one round that does not count."""
     notes, tasks = [Notes() for _ in loaders], [endless(loader) for loader in loaders]
-    with contextlib.ExitStack() as stack:
-        for loader in loaders:
-            stack.enter_context(lenient(loader))
-        for n in range(-1, rounds):
-            progress((n + 1) / (rounds + 1))
-            for loader, note, task in zip(loaders, notes, tasks, strict=True):
-                run_whole(note if n >= 0 else Notes(), loader, task, step, seconds=seconds)
+    for n in range(-1, rounds):
+        progress((n + 1) / (rounds + 1))
+        for loader, note, task in zip(loaders, notes, tasks, strict=True):
+            run_whole(note if n >= 0 else Notes(), loader, task, step, seconds=seconds)
     return notes
 
 
@@ -595,16 +586,33 @@ class _Uncounted(Faults):
         """Nothing."""
 
 
-@contextlib.contextmanager
-def lenient(loader: Loader) -> Iterator[None]:
-    """Bad samples end no measurement: they are left out, or blank, and neither recorded nor counted in a budget."""
-    stages: Any = Inside(loader).stages
-    before: Faults = stages.faults
-    stages.faults = _Uncounted(policy="drop" if before.policy == "drop" else "blank", truncated=before.truncated)
-    try:
-        yield
-    finally:
-        stages.faults = before
+def lenient(loader: Loader) -> Pipeline:
+    """The loader's pipeline where bad samples end nothing: they are left out, or blank, and not recorded."""
+    faults = loader.faults
+    policy: Any = "drop" if faults.policy == "drop" else "blank"
+    return replace(loader.pipeline, faults=_Uncounted(policy=policy, truncated=faults.truncated))
+
+
+def _run(pipeline: Pipeline, loader: Loader, tasks: Iterator[Task]) -> Pass:
+    """A pass as training makes it, over other batches than the epoch's."""
+    return pipeline.run(tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
+
+
+def _read_headers(stage: Stage, batch: EncodedBatch, epoch: int, spent: dict[str, float]) -> HeaderBatch:
+    """As :meth:`Stage.read_headers`; the seconds of CPU of its parts are added to ``spent``."""
+    a = time.thread_time()
+    if not isinstance(stage, LiveStage):
+        headers = stage.read_headers(batch, epoch)
+        spent["reading headers"] += time.thread_time() - a
+        return headers
+    recipe, look = stage.recipe, stage.decoder.look(batch)
+    b = time.thread_time()
+    drawn = recipe.draw(seed=stage.seed, epoch=epoch, indices=batch.indices.numpy(), repeats=batch.repeats.numpy())
+    c = time.thread_time()
+    headers = HeaderBatch(batch, look.faults, look, drawn, recipe.boxes(drawn, look.height, look.width))
+    for name, value in zip(spent, (b - a, c - b, time.thread_time() - c), strict=True):
+        spent[name] += value
+    return headers
 
 
 class _Traced:
@@ -676,7 +684,7 @@ def on_host(
     return Cost(best[0].wall / best[1], best[0].own / best[1])
 
 
-def _packed(batches: Sequence[EncodedBatch], item: Decoded) -> tuple[list[EncodedBatch], int] | None:
+def _packed(batches: Sequence[EncodedBatch], item: DecodedBatch) -> tuple[list[EncodedBatch], int] | None:
     """The first images as `gpuaug pack` would store them, and their shorter side; None where they are not large."""
     side = round(max(max(x.shape[1:3]) for x in item.images) * 256 / 224)
     found: list[EncodedBatch] = []
@@ -895,10 +903,9 @@ def _sync(device: torch.device) -> None:
 
 def endless(loader: Loader) -> Iterator[Task]:
     """The batches of the epoch, again and again; without the last one, where it is shorter than the others."""
-    inside = Inside(loader)
-    whole = len(next(inside.tasks())[0])
+    whole = len(loader.epoch_order[0][0])
     while True:
-        yield from (task for task in inside.tasks() if len(task[0]) == whole)
+        yield from (task for task in loader.epoch_order if len(task[0]) == whole)
 
 
 def _again(tasks: Sequence[Task]) -> Iterator[Task]:
@@ -934,7 +941,7 @@ def _bounded(batches: Iterator[EncodedBatch], size: Callable[[EncodedBatch], int
     return found
 
 
-def _rows(item: Decoded, count: int) -> Decoded:
+def _rows(item: DecodedBatch, count: int) -> DecodedBatch:
     """The first rows of a decoded batch."""
     encoded = item.encoded
     few = replace(

@@ -16,7 +16,7 @@ import torch
 import gpuaug
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import ConfigError
-from gpuaug.read.prefetch import LOW, Ahead
+from gpuaug.read.prefetch import LOW, buffered
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,43 +60,47 @@ def settled(look, expected, patience=60.0):
 
 def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
     sizes = [(37 * k) % 500 + 1 for k in range(200)]
-    ahead = Ahead(Feed(sizes)(), limit=2000)
+    ahead = buffered(Feed(sizes)(), max_bytes=2000)
+    ahead.start()
     for number, size in enumerate(sizes):
-        assert ahead.level <= 2000
+        assert ahead.bytes_waiting <= 2000
         found = next(ahead)
         assert found.data.tolist() == [number % 256] * size
         assert found.labels.item() == found.indices.item() == number
     assert next(ahead, None) is None
     assert next(ahead, None) is None
-    assert ahead.level == 0
+    assert ahead.bytes_waiting == 0
 
 
 def test_it_is_filled_again_only_below_the_low_mark():
     feed = Feed([100] * 100)
-    ahead = Ahead(feed(), limit=1000)
+    ahead = buffered(feed(), max_bytes=1000)
+    ahead.start()
     assert settled(lambda: feed.given, 11) == 11  # ten wait, one is in hand
-    assert ahead.level == 1000
+    assert ahead.bytes_waiting == 1000
     next(ahead), next(ahead)  # 800: above the mark of 750
     assert settled(lambda: feed.given, 11) == 11
     next(ahead)
     assert LOW == 0.75  # 700: below it
     assert settled(lambda: feed.given, 14) == 14
-    assert ahead.level == 1000
+    assert ahead.bytes_waiting == 1000
     ahead.close()
 
 
 def test_a_batch_larger_than_the_bound_waits_alone():
     feed = Feed([10, 5000, 10, 5000])
-    ahead = Ahead(feed(), limit=100)
-    assert settled(lambda: ahead.level, 10) == 10
+    ahead = buffered(feed(), max_bytes=100)
+    ahead.start()
+    assert settled(lambda: ahead.bytes_waiting, 10) == 10
     assert len(next(ahead).data) == 10
-    assert settled(lambda: ahead.level, 5000) == 5000
+    assert settled(lambda: ahead.bytes_waiting, 5000) == 5000
     assert [len(next(ahead).data) for _ in range(3)] == [5000, 10, 5000]
     assert next(ahead, None) is None
 
 
 def test_an_exception_arrives_in_its_turn():
-    ahead = Ahead(Feed([10] * 5, error=ConnectionError("cut"))(), limit=1000)
+    ahead = buffered(Feed([10] * 5, error=ConnectionError("cut"))(), max_bytes=1000)
+    ahead.start()
     assert [next(ahead).indices.item() for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ConnectionError, match="cut"):
         next(ahead)
@@ -106,12 +110,13 @@ def test_an_exception_arrives_in_its_turn():
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_its_thread_and_what_it_reads_from_end_with_it(how):
     feed = Feed([100] * 100)
-    ahead = Ahead(feed(), limit=1000)
+    ahead = buffered(feed(), max_bytes=1000)
+    ahead.start()
     next(ahead)
     thread = ahead._thread
     if how == "close":
         ahead.close()
-        assert ahead.level == 0
+        assert ahead.bytes_waiting == 0
         assert next(ahead, None) is None
     else:
         del ahead
@@ -124,7 +129,7 @@ MEMORY = """
 import json, sys, time
 from pathlib import Path
 import torch
-from gpuaug.read.prefetch import Ahead
+from gpuaug.read.prefetch import buffered
 from gpuaug.read.reader import Reader
 from gpuaug.source import adapt
 
@@ -156,11 +161,12 @@ if __name__ == "__main__":
     encoded = reader.batches([(c, c * 0, c == c) for c in numbers])
     del (first := [next(encoded)])[:]
     before = private(), shared()
-    ahead = Ahead(encoded, limit=waiting * rows * length)
+    ahead = buffered(encoded, max_bytes=waiting * rows * length)
+    ahead.start()
     deadline = time.monotonic() + 200
-    while len(ahead._shelf._batches) < waiting and time.monotonic() < deadline:
+    while ahead.waiting < waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-    level = ahead.level
+    level = ahead.bytes_waiting
     held = private() - before[0], shared() - before[1]
     taken = sum(len(batch) for batch in ahead)
     print(json.dumps({"level": level, "held": held, "taken": taken, "left": private() - before[0]}))
