@@ -264,9 +264,11 @@ class Indexing:
         """Whether a member of the same name has other bytes for tarfile."""
         try:
             with tarfile.open(fileobj=BytesIO(data)) as standard:
-                there = [(member.name, standard.extractfile(member).read()) for member in standard if member.isfile()]
-                if {"size", "path"} & standard.pax_headers.keys():  # for all members: ignored by ours
+                members = [member for member in standard if member.isfile()]
+                # tarfile merges several pax headers in a row, and applies global ones; ours takes the last, and none
+                if any("size" in member.pax_headers for member in members) or "path" in standard.pax_headers:
                     return False
+                there = [(member.name, standard.extractfile(member).read()) for member in members]
         except (tarfile.TarError, ValueError, OSError, RecursionError):
             return False
         once = Counter(name for name, _ in there)

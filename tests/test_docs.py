@@ -91,13 +91,16 @@ def test_every_public_name_says_what_it_is_and_takes(name: str) -> None:
     assert not absent, f"{name} does not say what these are: {', '.join(absent)}"
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_tensors_have_shapes(name: str) -> None:
-    thing = PUBLIC[name]
+def arrays(thing: Any) -> list[str]:
+    """Names of the tensors and arrays that it takes, has or returns."""
     hints = vars(thing).get("__annotations__", {}) if inspect.isclass(thing) else functions(thing)[0].__annotations__
-    arrays = [key for key, hint in hints.items() if re.search(r"\b(Tensor|NDArray|Int|Int64|Float)\b", str(hint))]
-    if arrays:
-        assert re.search(r"\[[\w ,+()]*\b(?:[BNnHCK]|len|bytes)\b[\w ,+()]*\]", docstring(name)), f"{name}: {arrays}"
+    return [key for key, hint in hints.items() if re.search(r"\b(Tensor|NDArray|Int|Int64|Float)\b", str(hint))]
+
+
+@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if arrays(thing)])
+def test_tensors_have_shapes(name: str) -> None:
+    said = re.search(r"\[[\w ,+()]*\b(?:[BNnHCK]|len|bytes)\b[\w ,+()]*\]", docstring(name))
+    assert said, f"{name}: {arrays(PUBLIC[name])}"
 
 
 UNITS = {
@@ -113,12 +116,18 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_quantities_have_units(name: str) -> None:
-    text = docstring(name)
-    for parameter in {*parameters(PUBLIC[name])} & {*UNITS}:
-        said = entry(parameter, text)
-        assert re.search(UNITS[parameter], said or ""), f"{name} does not say in what unit `{parameter}` is: {said!r}"
+QUANTITIES = [(name, p) for name, thing in PUBLIC.items() for p in parameters(thing) if p in UNITS]
+
+
+@pytest.mark.parametrize(("name", "parameter"), QUANTITIES)
+def test_quantities_have_units(name: str, parameter: str) -> None:
+    said = entry(parameter, docstring(name))
+    assert re.search(UNITS[parameter], said or ""), f"{name} does not say in what unit `{parameter}` is: {said!r}"
+
+
+def test_every_unit_is_of_a_quantity() -> None:
+    assert {parameter for _, parameter in QUANTITIES} == UNITS.keys()
+    assert {"Batch", "Augment.forward"} <= {name for name, thing in PUBLIC.items() if arrays(thing)}
 
 
 ERRORS = {e for e in gpuaug.__all__ if inspect.isclass(t := getattr(gpuaug, e)) and issubclass(t, gpuaug.GpuaugError)}
