@@ -36,6 +36,12 @@ def test_scans(options, scans):
     assert header.read(encode("JPEG", **options)).scans == scans
 
 
+def test_scans_of_arithmetic_coding_count_twice():
+    progressive = encode("JPEG", progressive=True)
+    arithmetic = progressive.replace(b"\xff\xc2", b"\xff\xca", 1)
+    assert header.read(arithmetic).scans == 2 * header.read(progressive).scans
+
+
 @pytest.mark.parametrize("lossless", [False, True])
 def test_webp_of_both_kinds(lossless):
     for extra in ({}, {"exif": b"Exif\0\0"}):

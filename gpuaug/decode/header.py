@@ -222,6 +222,8 @@ def _jpeg(data: bytes) -> Header:
         scans = data.count(b"\xff\xda", at - 2)
         if scans > _SCANS:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
+        if marker > 0xC8:  # arithmetic coding: a scan takes twice the time
+            scans *= 2
     plain = marker in (0xC0, 0xC1, 0xC2) and bits == 8
     return Header("jpeg", height, width, _oriented(exif, xmp), plain, scans, bits)
 
