@@ -16,7 +16,7 @@ import scipy.stats
 import torch
 from torch import nn
 
-from gpuaug.augment.parameters import noise
+from gpuaug.augment.ops import noise
 from gpuaug.augment.prepare import prepare, prepare_all
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, sample_keys, uniforms

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.parameters import noise, tensors
+from gpuaug.augment.ops import noise
+from gpuaug.augment.parameters import tensors
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.recipe import Augment

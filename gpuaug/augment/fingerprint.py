@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Uniform
 
+from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
 from gpuaug.augment.policy import OneOf
 
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
@@ -90,11 +91,8 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
         magnitude = getattr(op, "magnitude", None)  # of an operation of a policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = _arguments(kind)
-    # The only private names. Without a generator an operation draws no parameters.
-    drawn = {} if op._param_generator is None else dict(vars(op._param_generator))
-    order = {"order": op._fixed_order} if "order" in names else {}
-    drawn |= drawn.get("sampler_dict", {})
-    ranges = {k: v for k, v in drawn.items() if k in names or isinstance(v, Distribution)}
+    order = {"order": fixed_order(op)} if "order" in names else {}
+    ranges = {k: v for k, v in generator_values(op).items() if k in names or isinstance(v, Distribution)}
     flags = {k: v for k, v in op.flags.items() if k in names}
     if kind is type(op):  # of a subclass of somebody's own all that is public
         public = {k: v for k, v in public.items() if k in names or k in op._buffers}

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, private, rule_of
+from gpuaug.augment.ops import entry_of
+from gpuaug.augment.ops.kornia_private import policy_factor, policy_mapping
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
@@ -53,7 +55,7 @@ def one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _Member:
     """One operation of a policy: the rule of the Kornia operation inside, and what the policy does to one parameter.
 
     Attributes:
@@ -89,25 +91,36 @@ class _Entry:
         return {**params, self.factor: value}
 
 
-def prepare(name: str, op: Any, *, key: str) -> Prepared:
-    """A policy, ready to be drawn: RandAugment has `n` slots, TrivialAugment one, AutoAugment those of a sub-policy."""
-    import kornia.augmentation as K
+def _policies(op: Any) -> list[list[Any]]:
+    """A policy's sub-policies, each a list of Kornia's ``OperationBase``."""
+    return [list(child.children()) for child in op.children()]
 
-    policies = [list(child.children()) for child in op.children()]  # OperationBase, in Kornia's order
-    if type(op) is K.auto.AutoAugment:
-        return _prepare_auto(name, op, policies, key)
-    given = [_magnitude(op, operations[0]) if type(op) is K.auto.RandAugment else None for operations in policies]
-    entries = tuple(_entry(operations[0], key, m) for operations, m in zip(policies, given, strict=True))
-    slots = op.n if type(op) is K.auto.RandAugment else 1
+
+def _prepare_rand(name: str, op: Any, *, key: str) -> Prepared:
+    """RandAugment: `n` slots, all with the given magnitude."""
+    operations = [operation for (operation,) in _policies(op)]
+    entries = tuple(_member(operation, key, _magnitude(op, operation)) for operation in operations)
+    return _prepare_distinct(name, op, operations, entries, slots=op.n)
+
+
+def _prepare_trivial(name: str, op: Any, *, key: str) -> Prepared:
+    """TrivialAugment: one slot, with magnitudes as drawn."""
+    operations = [operation for (operation,) in _policies(op)]
+    return _prepare_distinct(name, op, operations, tuple(_member(o, key, None) for o in operations), slots=1)
+
+
+def _prepare_distinct(
+    name: str, op: Any, operations: Sequence[Any], entries: tuple[_Member, ...], *, slots: int
+) -> Prepared:
     width = max(e.count for e in entries)
     first = len(entries) if slots > 1 else 1
     rule = partial(_distinct, entries=entries, slots=slots, first=first, width=width)
-    modules = tuple(private(operations[0].op) for operations in policies)
+    modules = tuple(always_applied(operation.op) for operation in operations)
     return Prepared(name, op, (modules,) * slots, first + slots * width, rule)
 
 
 def _distinct(
-    u: Float, size: Size, *, entries: Sequence[_Entry], slots: int, first: int, width: int
+    u: Float, size: Size, *, entries: Sequence[_Member], slots: int, first: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """``slots`` distinct entries per sample, in random order."""
     if slots > 1:
@@ -121,31 +134,29 @@ def _distinct(
     return choice, tuple(tuple({k: v[own] for k, v in params.items()} for params in drawn) for own in rows)
 
 
-def _prepare_auto(name: str, op: Any, policies: list[list[Any]], key: str) -> Prepared:
-    entries = tuple(tuple(_entry(operation, key, None) for operation in operations) for operations in policies)
+def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
+    """AutoAugment: the slots of its sub-policies, each slot with one module per class of operation."""
+    policies = _policies(op)
+    entries = tuple(tuple(_member(operation, key, None) for operation in operations) for operations in policies)
     width = 1 + max(e.count for path in entries for e in path)  # the gate, then the entry's own
     slots, members = [], []
     for slot in range(max(len(path) for path in entries)):
-        kinds: dict[
-            type[nn.Module], int
-        ] = {}  # one module per class: what differs between entries is in the parameters
-        modules: list[nn.Module] = []
+        modules: dict[type[nn.Module], nn.Module] = {}  # entries of one class differ in their parameters alone
         member = np.full(len(policies), -1, dtype=np.int64)
         for number, operations in enumerate(policies):
             if slot < len(operations):
-                kind = type(operations[slot].op)
-                if kind not in kinds:
-                    kinds[kind] = len(modules)
-                    modules.append(private(operations[slot].op))
-                member[number] = kinds[kind]
-        slots.append(tuple(modules))
+                inner = operations[slot].op
+                if type(inner) not in modules:
+                    modules[type(inner)] = always_applied(inner)
+                member[number] = list(modules).index(type(inner))
+        slots.append(tuple(modules.values()))
         members.append(member)
     rule = partial(_paths, entries=entries, members=tuple(members), width=width)
     return Prepared(name, op, tuple(slots), 1 + len(slots) * width, rule)
 
 
 def _paths(
-    u: Float, size: Size, *, entries: Sequence[Sequence[_Entry]], members: Sequence[Int], width: int
+    u: Float, size: Size, *, entries: Sequence[Sequence[_Member]], members: Sequence[Int], width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """One path of ``entries`` per sample; every operation of a path has a gate of its own."""
     path = (u[:, 0] * np.float32(len(entries))).astype(np.int64)
@@ -170,23 +181,24 @@ def _paths(
     return np.stack(choice, axis=1), tuple(params)
 
 
-def _entry(operation: Any, key: str, magnitude: Any) -> _Entry:
-    """What an ``OperationBase`` does, read once."""
-    known = rule_of(operation.op)
+def _member(operation: Any, key: str, magnitude: Any) -> _Member:
+    """One operation of a policy, its settings read once."""
+    entry = entry_of(operation.op)
+    known = None if entry is None else entry.parameters(operation.op)
     if known is None:
         raise ConfigError(
             f"`{key}` can choose only between operations whose parameters gpuaug draws. Found: "
             f"{type(operation.op).__name__} in its policy. Use it as an operation of its own."
         )
     count, rule = known
-    factor, p = operation._factor_name, float(operation.op.p)
+    factor, p = policy_factor(operation), float(operation.op.p)
     if factor is None:
-        return _Entry(1 + count, p, rule)
+        return _Member(1 + count, p, rule)
     if magnitude is None and operation.magnitude is not None:
         magnitude = np.float32(float(operation.magnitude))
     along = {"translate_x": 1, "translate_y": 0}.get(factor) if magnitude is not None else None
-    mapping = getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
-    return _Entry(1 + count, p, rule, factor, magnitude, along, mapping, bool(operation.symmetric_megnitude))
+    symmetric = bool(operation.symmetric_megnitude)
+    return _Member(1 + count, p, rule, factor, magnitude, along, policy_mapping(operation), symmetric)
 
 
 def _magnitude(op: Any, operation: Any) -> Any:
@@ -195,6 +207,14 @@ def _magnitude(op: Any, operation: Any) -> Any:
         return None
     low, high = operation.magnitude_range
     m = torch.tensor([op.m / 30], dtype=torch.float32)
-    if operation._factor_name == "bits_factor":  # more magnitude, fewer bits
+    if policy_factor(operation) == "bits_factor":  # more magnitude, fewer bits
         m = 1 - m
     return np.float32((m * float(high - low) + low).item())
+
+
+# Kornia's classes to (name, op, key=key in the configuration) -> Prepared.
+POLICIES: dict[str, Callable[..., Prepared]] = {
+    "RandAugment": _prepare_rand,
+    "TrivialAugment": _prepare_trivial,
+    "AutoAugment": _prepare_auto,
+}

@@ -1,4 +1,4 @@
-"""Operations of a recipe, prepared once: what each is, what it may not be, and which rule draws its parameters."""
+"""Operations of a recipe, prepared once: what is refused, and what draws each operation's parameters."""
 
 from __future__ import annotations
 
@@ -11,29 +11,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from gpuaug.augment import ops as kornia_ops
 from gpuaug.augment import policy
-from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.parameters import (
-    ORDERS,
-    Alternatives,
-    Prepared,
-    Size,
-    bounds,
-    gated,
-    jitter,
-    needs_noise,
-    private,
-    rule_of,
-)
+from gpuaug.augment.parameters import Alternatives, Prepared, Size, always_applied, gated
 from gpuaug.augment.policy import OneOf
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
 logger = logging.getLogger("gpuaug")
-
-
-class Whole(nn.Module):
-    """Base of what is a whole recipe, and so no operation of one."""
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
@@ -70,27 +55,26 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if isinstance(op, OneOf):
         return _prepare_one_of(name, op, key=key)
     _check(key, op)
-    import kornia.augmentation as K
-
-    if type(op) in (K.auto.RandAugment, K.auto.TrivialAugment, K.auto.AutoAugment):
-        return policy.prepare(name, op, key=key)
-    if isinstance(op, (K.ColorJitter, K.ColorJiggle)) and type(op) in (K.ColorJitter, K.ColorJiggle):
-        return _prepare_jitter(name, op)
-    known = rule_of(op)
-    if known is None:
-        reason = "its kernel size is one per batch" if type(op) is K.RandomMotionBlur else "no rule for its parameters"
-        kind = type(op).__name__
+    if (prepare_policy := kornia_ops.by_class(policy.POLICIES, op)) is not None:
+        return prepare_policy(name, op, key=key)
+    entry = kornia_ops.entry_of(op)
+    if entry is not None and entry.check is not None:
+        entry.check(op, key)
+    if entry is not None and entry.prepare is not None:
+        return entry.prepare(name, op)
+    known = None if entry is None else entry.parameters(op)
+    if entry is None or known is None:
+        reason = "no rule for its parameters" if entry is None else entry.without_rule
         logger.warning(
             "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
             key,
-            kind,
+            type(op).__name__,
             reason,
         )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _untouched_rule, keyed=True, seeded=reason)
+        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
     count, rule = known
-    return Prepared(
-        name, op, ((private(op),),), 1 + count, partial(gated, p=float(op.p), rule=rule), keyed=needs_noise(op)
-    )
+    gate = partial(gated, p=float(op.p), rule=rule)
+    return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
@@ -115,44 +99,48 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
     return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=keyed)
 
 
-def _prepare_jitter(name: str, op: Any) -> Prepared:
-    """ColorJitter and ColorJiggle; without a given ``order`` every sample has its own.
-
-    Four slots, each offering the four steps as modules of one step: the same bits as one module with the whole order.
-    """
-    known = rule_of(op)
-    assert known is not None
-    count, factors = known
-    p = float(op.p)
-    if op._fixed_order is not None:
-        return Prepared(name, op, ((private(op),),), 1 + count, partial(gated, p=p, rule=factors))
-    steps = tuple(
-        type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(step,)) for step in range(4)
-    )
-    assert isinstance(factors, partial)
-    low, span = factors.keywords["low"][:, 0], factors.keywords["span"][:, 0]
-    idle = [bool(span[k] == 0 and low[k] == neutral) for k, neutral in ((0, 1), (1, 1), (3, 1), (2, 0))]  # per step
-    orders = ORDERS
-    if not all(idle):  # where all are, the input is still clamped
-        orders = np.where(np.array(idle)[ORDERS], -1, ORDERS)
-    return Prepared(
-        name, op, (steps,) * 4, 2 + count, partial(jitter, p=p, factors=factors, orders=orders, order_column=1 + count)
-    )
-
-
-def _untouched_rule(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
+def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
     return np.zeros((len(u), 1), dtype=np.int64), (({},),)
 
 
 # --- what cannot be an operation of a recipe
 
-
-def _is_odd(size: Any) -> bool:
-    """Whether it is the size of a kernel with a middle: odd and positive, one number or (y, x)."""
-    sizes = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    return len(sizes) == 2 and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 1 and n % 2 == 1 for n in sizes
-    )
+_SIZES = (
+    "keep the size of the images",
+    "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
+)
+_RECIPE = (
+    "be one operation",
+    "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
+    "gpuaug.MultiView.",
+)
+_NORMALIZE = ("leave pixels in 0..1, which later operations expect", "Use `normalize` instead.")
+_CONTAINER = (
+    "be one operation",
+    "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
+)
+# Package and class to (what an operation must do, remedy). The first class of a module's MRO that is here decides.
+_REFUSED: dict[str, tuple[str, str] | None] = {
+    **dict.fromkeys(
+        (
+            "kornia.Resize", "kornia.LongestMaxSize", "kornia.SmallestMaxSize", "kornia.CenterCrop",
+            "kornia.RandomCrop", "kornia.RandomResizedCrop", "kornia.PadTo",
+        ),
+        _SIZES,
+    ),
+    **dict.fromkeys(("gpuaug.Augment", "gpuaug.MultiView"), _RECIPE),
+    **dict.fromkeys(("kornia.Normalize", "kornia.Denormalize", "gpuaug.Normalize"), _NORMALIZE),
+    "kornia.MixAugmentationBaseV2": ("treat each sample alone", "It mixes samples: use `mix` instead."),
+    "kornia.AugmentationBase3D": ("take images", "It takes volumes: use its 2D counterpart."),
+    "kornia.PolicyAugmentBase": None,  # allowed, though it is an ImageSequentialBase
+    **dict.fromkeys(
+        (
+            "torch.Sequential", "torch.ModuleList", "torch.ModuleDict", "kornia.ImageSequentialBase",
+            "kornia.ManyToManyAugmentationDispather", "kornia.ManyToOneAugmentationDispather",
+        ),
+        _CONTAINER,
+    ),
+}  # fmt: skip
 
 
 def _check(key: str, op: Any) -> None:
@@ -160,58 +148,20 @@ def _check(key: str, op: Any) -> None:
         raise ConfigError(
             f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
         )
-    import kornia.augmentation as K
-    from kornia.augmentation.auto.base import PolicyAugmentBase
-    from kornia.augmentation.container.base import ImageSequentialBase
-
-    kind = type(op).__name__
-    resizes = (
-        K.Resize, K.LongestMaxSize, K.SmallestMaxSize, K.CenterCrop, K.RandomCrop, K.RandomResizedCrop, K.PadTo,
-    )  # fmt: skip
-    if isinstance(op, resizes):
-        raise ConfigError(
-            f"`{key}` must keep the size of the images. Found: {kind}. Sizes are decided before decoding: use `crop`, "
-            "for example gpuaug.RandomResizedCrop(224)."
-        )
-    if isinstance(op, Whole):
-        raise ConfigError(
-            f"`{key}` must be one operation. Found: {kind}, a whole recipe. Write each of its operations as an entry "
-            "of `ops`, or the recipe as a view of gpuaug.MultiView."
-        )
-    if isinstance(op, (K.Normalize, K.Denormalize, Normalize)):
-        raise ConfigError(
-            f"`{key}` must leave pixels in 0..1, which later operations expect. Found: {kind}. Use `normalize` instead."
-        )
-    if isinstance(op, K.MixAugmentationBaseV2):
-        raise ConfigError(f"`{key}` must treat each sample alone. Found: {kind}, which mixes. Use `mix` instead.")
-    if isinstance(op, K.AugmentationBase3D):
-        raise ConfigError(f"`{key}` must take images. Found: {kind}, which takes volumes. Use its 2D counterpart.")
-    containers = (
-        nn.Sequential, nn.ModuleList, nn.ModuleDict, ImageSequentialBase, K.ManyToManyAugmentationDispather,
-        K.ManyToOneAugmentationDispather,
-    )  # fmt: skip
-    if isinstance(op, containers) and not isinstance(op, PolicyAugmentBase):
-        raise ConfigError(
-            f"`{key}` must be one operation. Found: {kind}, a container. Write each of its operations as an entry of "
-            "`ops` with a name of its own."
-        )
+    names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
+    if (refused := next((_REFUSED[name] for name in names if name in _REFUSED), None)) is not None:
+        required, remedy = refused
+        raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
-        found = getattr(op, setting, wanted)
-        if found is not None and found != wanted:  # containers say None
+        value = getattr(op, setting, wanted)
+        if value is not None and value != wanted:  # containers say None
             raise ConfigError(
                 f"`{key}.{setting}` must be {wanted}: every sample draws for itself, whatever batch it is in. "
-                f"Found: {found!r}. Remove the setting."
+                f"Found: {value!r}. Remove the setting."
             )
     p = getattr(op, "p", 1.0)
-    unset = p is None and not isinstance(op, K.AugmentationBase2D)  # a policy's, or a module's of one's own
-    if not unset and (isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1):
+    is_kornias = any(name == "kornia.AugmentationBase2D" for name in names)
+    if p is None and not is_kornias:  # a policy, or a module of the user's own
+        return
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
         raise ConfigError(f"`{key}.p` must be a probability from 0 to 1. Found: {p!r}.")
-    if isinstance(op, K.RandomGaussianBlur) and not _is_odd(sizes := op.flags["kernel_size"]):
-        raise ConfigError(
-            f"`{key}.kernel_size` must be odd and positive, a whole number or two of them. Found: {sizes!r}."
-        )
-    if isinstance(op, K.RandomGamma):  # Kornia finds it only when it is drawn, on a GPU by killing the context
-        for name, sampler in vars(op._param_generator)["sampler_dict"].items():
-            low, high = bounds(sampler)
-            if not 0 <= low <= high:
-                raise ConfigError(f"`{key}` must draw `{name}` from 0 <= low <= high. Found: ({low}, {high}).")

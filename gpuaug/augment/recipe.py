@@ -30,7 +30,7 @@ from gpuaug.augment.fingerprint import named, settings
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
 from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import Whole, prepare_all
+from gpuaug.augment.prepare import prepare_all
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.loader.state import Difference, differences
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
@@ -63,7 +63,7 @@ class Drawn:
     keys: Mapping[tuple[str, int, str], Int]
 
 
-class _Recipe(Whole):
+class _Recipe(nn.Module):
     """What Augment and MultiView share: everything is done per view."""
 
     views: list[View]

@@ -7,9 +7,8 @@ gives: [B, 3, H, W].
 
 It is the reference: slow, and on the CPU bit for bit independent of which samples share a batch. A group is never a
 single row: with one row torch takes other paths (a mean over one output is split over threads, a convolution of one
-small image takes another kernel), and the last bits differ. So a lone row is doubled. Gamma is the opposite, always row
-by row: torch's ``pow`` rounds the last pixels of a stretch of memory otherwise than the rest, and where stretches end
-depends on the size of the batch (6e-8 in one of some hundred batches).
+small image takes another kernel), and the last bits differ. So a lone row is doubled. Operations whose entry says
+``one_by_one`` are the opposite, always row by row.
 
 On CUDA samples are independent of their batch within 2e-6: torch adds up the mean of an image in an order that depends
 on the number of images. Products of matrices and convolutions are taken in float64 there: TF32, which convolutions use
@@ -32,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpuaug.augment.parameters import Chosen, Params, Prepared, noise, tensors
+from gpuaug.augment.ops import entry_of, noise
+from gpuaug.augment.ops.kornia_private import forget
+from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Int
 
@@ -140,13 +141,12 @@ def _applied(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
 
 
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
-    import kornia.augmentation as K
-
     count = len(rows)
-    if isinstance(module, K.RandomGamma):
+    entry = entry_of(module)
+    if entry is not None and entry.one_by_one:
         for row in rows:
             x[row : row + 1] = module(x[row : row + 1], params=_values(params, rows=np.array([row])))
-        _forget(module)
+        forget(module)
         return x
     group = np.repeat(rows, 2) if count == 1 else rows  # never a single row
     whole = len(group) == len(x) and count == len(x)
@@ -155,7 +155,7 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     if keys is not None:
         values |= noise(module, torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3]))
     y = module(x if at is None else x.index_select(0, at), params=values).to(x.dtype)  # some give torch's default
-    _forget(module)
+    forget(module)
     if at is None:
         return y.contiguous()
     return x.index_copy_(0, at[:count], y[:count])
@@ -164,18 +164,6 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
 def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
     """Kornia's parameters of some rows, with a gate that is open."""
     return {**tensors(params, rows), "batch_prob": torch.ones(len(rows), dtype=torch.float32, device="cpu")}
-
-
-def _forget(module: nn.Module) -> None:
-    """Drop what a Kornia module keeps of a call: noise as large as the batch, matrices, the input of a lazy matrix."""
-    state = vars(module)
-    if "_params" in state:
-        state["_params"] = {}
-    for name in (
-        "_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot",
-    ):  # fmt: skip
-        if name in state:
-            state[name] = None
 
 
 def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
@@ -202,7 +190,7 @@ def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
             x[row : row + 1] = y
     if check:
         _check_range(op, given, x)
-    _forget(module)
+    forget(module)
     return x
 
 

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from gpuaug.augment import reference
 from gpuaug.augment.fused import batched
 from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused.lower import Code, Lowered, Lowering, lowered_slots, warp_ramps
-from gpuaug.augment.parameters import Chosen, Prepared, Size, noise
+from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
+from gpuaug.augment.ops import noise
+from gpuaug.augment.ops.entry import Code, Steps
+from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
@@ -179,7 +181,7 @@ def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
     """The operations in runs; the last part is always a fused one, which also normalises and casts."""
     parts: list[_Part] = []
     numbers: list[int] = []
-    slots: list[list[tuple[Lowered, ...]]] = []
+    slots: list[list[tuple[Steps, ...]]] = []
 
     def close() -> None:
         parts.append(_Part(tuple(numbers), Lowering([ops[n] for n in numbers], list(slots))))

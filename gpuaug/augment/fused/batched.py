@@ -12,7 +12,7 @@ are not colours.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.fused.lower import Code
+from gpuaug.augment.ops.entry import Code
 from gpuaug.random.keyed import Float, Int
 
 _STATIC = {
@@ -103,60 +103,18 @@ def step(group: Group, x: Tensor, a: Tensor, extra: Tensor | None = None) -> Ten
     ``extra``: the field of NOISE, the ramps of WARP.
     """
     code = group.code
-    if code is Code.HFLIP:
-        return x.flip(3)
-    if code is Code.VFLIP:
-        return x.flip(2)
-    if code is Code.GRAY:
-        return _gray(x, a[:, :3]).expand_as(x).contiguous()
-    if code is Code.INVERT:
-        return _per_sample(a, 0) - x
-    if code is Code.SHUFFLE:
-        return x.gather(1, a[:, :3].long()[:, :, None, None].expand_as(x))
-    if code is Code.ERASE:
-        return _erase(x, a)
+    if code is Code.BLUR:
+        return _blur(x, a, taps=(int(group.static[0]), int(group.static[1])), border=_BORDERS[int(group.static[2])])
     if code is Code.NOISE:
         assert extra is not None
         return x + extra
-    if code is Code.AUTOCONTRAST:
-        low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
-        y = (x - low) / (high - low + 1e-6)
-        return torch.where(_per_sample(a, 0) > 0, y.clamp(0, 1), y)
-    if code is Code.BLUR:
-        return _blur(x, a, taps=(int(group.static[0]), int(group.static[1])), border=_BORDERS[int(group.static[2])])
     if code is Code.WARP:
         assert extra is not None
         padding, corners, projective = group.static
         return _warp(x, a, extra, padding=_PADDINGS[int(padding)], corners=bool(corners), projective=bool(projective))
-    x = x.clamp(0, 1)
-    if code is Code.MULTIPLY:
-        return (x * a[:, :3, None, None]).clamp_(0, 1)
-    if code is Code.ADD:
-        return (x + a[:, :3, None, None]).clamp_(0, 1)
-    if code is Code.CONTRAST:
-        f = _per_sample(a, 0)
-        return (x * f + _gray(x).mean((2, 3), keepdim=True) * (1 - f)).clamp_(0, 1)
-    if code is Code.SATURATION:
-        f = _per_sample(a, 0)
-        return ((1 - f) * _gray(x) + f * x).clamp_(0, 1)
-    if code is Code.SATURATION_HSV:
-        return _saturation(x, _per_sample(a, 0))
-    if code is Code.HUE:
-        return _hue(x, _per_sample(a, 0))
-    if code is Code.SOLARIZE:
-        z = (x + _per_sample(a, 1)).clamp_(0, 1)
-        return torch.where(z < _per_sample(a, 0), z, 1 - z)
-    if code is Code.POSTERIZE:
-        shift = 8 - _per_sample(a, 0).int()
-        kept = ((x * 255).int() >> shift) << shift
-        return torch.where(shift <= 0, x, kept.float() / 255.0)
-    if code is Code.GAMMA:
-        return (_per_sample(a, 1) * x.pow(_per_sample(a, 0))).clamp_(0, 1)
-    if code is Code.EQUALIZE:
-        return _equalize(x)
-    if code is Code.SHARPNESS:
-        return _sharpness(x, _per_sample(a, 0))
-    raise AssertionError(code)
+    if code in _UNCLAMPED:
+        return _UNCLAMPED[code](x, a)
+    return _CLAMPED[code](x.clamp(0, 1), a)
 
 
 def _per_sample(a: Tensor, column: int) -> Tensor:
@@ -178,10 +136,10 @@ def _saturation(x: Tensor, factor: Tensor) -> Tensor:
     return ((x - bottom) * (adjusted / torch.where(delta == 0, 1.0, delta)) + (top - adjusted)).clamp_(0, 1)
 
 
-def _hue(x: Tensor, turns: Tensor) -> Tensor:
+def _hue(x: Tensor, a: Tensor) -> Tensor:
     from kornia.enhance import adjust_hue
 
-    return adjust_hue(x, turns[:, 0, 0, 0] * 2 * math.pi).clamp_(0, 1)
+    return adjust_hue(x, a[:, 0] * 2 * math.pi).clamp_(0, 1)
 
 
 def _erase(x: Tensor, a: Tensor) -> Tensor:
@@ -247,3 +205,56 @@ def _warp(x: Tensor, a: Tensor, ramps: Tensor, *, padding: str, corners: bool, p
         gx, gy = gx / w, gy / w
     grid = torch.stack([gx, gy], dim=-1)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode=padding, align_corners=corners)
+
+
+def _autocontrast(x: Tensor, a: Tensor) -> Tensor:
+    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    y = (x - low) / (high - low + 1e-6)
+    return torch.where(_per_sample(a, 0) > 0, y.clamp(0, 1), y)
+
+
+def _contrast(x: Tensor, a: Tensor) -> Tensor:
+    f = _per_sample(a, 0)
+    return (x * f + _gray(x).mean((2, 3), keepdim=True) * (1 - f)).clamp_(0, 1)
+
+
+def _towards_gray(x: Tensor, a: Tensor) -> Tensor:
+    f = _per_sample(a, 0)
+    return ((1 - f) * _gray(x) + f * x).clamp_(0, 1)
+
+
+def _solarize(x: Tensor, a: Tensor) -> Tensor:
+    z = (x + _per_sample(a, 1)).clamp_(0, 1)
+    return torch.where(z < _per_sample(a, 0), z, 1 - z)
+
+
+def _posterize(x: Tensor, a: Tensor) -> Tensor:
+    shift = 8 - _per_sample(a, 0).int()
+    kept = ((x * 255).int() >> shift) << shift
+    return torch.where(shift <= 0, x, kept.float() / 255.0)
+
+
+# Formulas of the steps: float32 [n, 3, H, W] and arguments [n, ARGS] to a new tensor.
+_Formula = Callable[[Tensor, Tensor], Tensor]
+_UNCLAMPED: dict[Code, _Formula] = {  # colours may lie outside 0..1
+    Code.HFLIP: lambda x, a: x.flip(3),
+    Code.VFLIP: lambda x, a: x.flip(2),
+    Code.GRAY: lambda x, a: _gray(x, a[:, :3]).expand_as(x).contiguous(),
+    Code.INVERT: lambda x, a: _per_sample(a, 0) - x,
+    Code.SHUFFLE: lambda x, a: x.gather(1, a[:, :3].long()[:, :, None, None].expand_as(x)),
+    Code.ERASE: _erase,
+    Code.AUTOCONTRAST: _autocontrast,
+}
+_CLAMPED: dict[Code, _Formula] = {
+    Code.MULTIPLY: lambda x, a: (x * a[:, :3, None, None]).clamp_(0, 1),
+    Code.ADD: lambda x, a: (x + a[:, :3, None, None]).clamp_(0, 1),
+    Code.CONTRAST: _contrast,
+    Code.SATURATION: _towards_gray,
+    Code.SATURATION_HSV: lambda x, a: _saturation(x, _per_sample(a, 0)),
+    Code.HUE: _hue,
+    Code.SOLARIZE: _solarize,
+    Code.POSTERIZE: _posterize,
+    Code.GAMMA: lambda x, a: (_per_sample(a, 1) * x.pow(_per_sample(a, 0))).clamp_(0, 1),
+    Code.EQUALIZE: lambda x, a: _equalize(x),
+    Code.SHARPNESS: lambda x, a: _sharpness(x, _per_sample(a, 0)),
+}

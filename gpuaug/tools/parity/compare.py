@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from gpuaug.augment.crop import Boxes, Interpolation
 from gpuaug.augment.mix import Mix
-from gpuaug.augment.parameters import Chosen, Params, Prepared, noise
+from gpuaug.augment.ops import noise
+from gpuaug.augment.parameters import Chosen, Params, Prepared
 from gpuaug.augment.recipe import Augment, Drawn, View
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode import header

@@ -1,0 +1,46 @@
+"""What gpuaug knows of Kornia's operations: one entry per class, one file per family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gpuaug.augment.ops import blur, color, corruption, flips, geometry
+from gpuaug.augment.ops.entry import Entry, Normal
+from gpuaug.augment.parameters import Size
+from gpuaug.random.keyed import normal_field
+
+T = TypeVar("T")
+
+ENTRIES: dict[str, Entry] = {
+    **flips.ENTRIES,
+    **color.ENTRIES,
+    **blur.ENTRIES,
+    **geometry.ENTRIES,
+    **corruption.ENTRIES,
+}
+
+
+def by_class(table: Mapping[str, T], op: Any) -> T | None:
+    """The row of a Kornia operation in a table keyed by the names of Kornia's classes.
+
+    None for other modules, and for subclasses: a subclass may draw and compute anything.
+    """
+    kind = type(op)
+    return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
+
+
+def entry_of(op: Any) -> Entry | None:
+    """The entry of an operation's exact class; None where there is none."""
+    return by_class(ENTRIES, op)
+
+
+def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> dict[str, Tensor]:
+    """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); {} for most.
+
+    ``normal`` draws standard normal values as :func:`gpuaug.random.keyed.normal_field` does.
+    """
+    entry = entry_of(op)
+    return {} if entry is None or entry.noise is None else entry.noise(op, keys, size, normal)

@@ -1,0 +1,163 @@
+"""What an entry for a Kornia class consists of, and the parts that many entries share.
+
+Parameters follow Kornia's formulas: given the uniforms that Kornia would have drawn, they are the same to the last bit.
+Steps are the instructions of the fused backend. Their formulas are in fused/cpu.cpp, fused/cuda.py and
+fused/batched.py, and equal Kornia's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from gpuaug.augment.ops import kornia_private
+from gpuaug.augment.ops.kornia_private import Range
+from gpuaug.augment.parameters import Params, Prepared, Rule, Size
+from gpuaug.random.keyed import Float
+
+ARGS = 12  # float32 arguments of one step
+
+
+class Code(IntEnum):
+    """The steps; in brackets their arguments. Colours are clamped to 0..1 where Kornia clamps them."""
+
+    NONE = 0
+    HFLIP = 1
+    VFLIP = 2
+    MULTIPLY = 3  # (r, g, b)
+    ADD = 4  # (r, g, b)
+    CONTRAST = 5  # (factor), around the mean gray of the image at this point
+    SATURATION = 6  # (factor), towards gray
+    SATURATION_HSV = 7  # (factor)
+    HUE = 8  # (turns)
+    GRAY = 9  # (weights of r, g, b, 1 where they can leave 0..1)
+    SOLARIZE = 10  # (threshold, addition)
+    POSTERIZE = 11  # (bits)
+    INVERT = 12  # (maximum)
+    GAMMA = 13  # (gamma, gain)
+    SHUFFLE = 14  # (source of r, of g, of b)
+    ERASE = 15  # (x, y, width, height, value)
+    NOISE = 16  # (); adds a field
+    AUTOCONTRAST = 17  # (1: clamp)
+    EQUALIZE = 18
+    SHARPNESS = 19  # (factor)
+    BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
+    WARP = 21  # (matrix row by row from output to input in -1..1, padding: SamplePadding, align_corners, projective)
+
+
+Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros before
+Normal = Callable[[Tensor, int], Tensor]  # keys int64 [B, 2] and n to standard normal values float32 [B, n]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of one Kornia module, and the function that writes their arguments."""
+
+    codes: tuple[Code, ...]
+    write: Write
+
+
+def no_parameters(op: Any) -> tuple[int, Rule] | None:
+    """For operations that draw a gate only."""
+    return 0, _nothing
+
+
+def no_steps(op: Any) -> Steps | None:
+    """For operations without a fused form."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Everything that gpuaug knows of one Kornia class.
+
+    Attributes:
+        affects: what the operation does to a sample. ``pixels``: no pixel moves. ``matrix``: pixels move by Kornia's
+            ``compute_transformation``. ``field``: each pixel moves by an offset of its own.
+        parameters: a module to the number of uniforms that a sample needs (without the gate), and the rule from them
+            to Kornia's parameters; None where settings of the module have no rule.
+        steps: a module to its fused steps; None where its settings have none, then the module itself runs.
+        check: raises ConfigError for settings that would fail later; gets the module and its key in the configuration.
+        prepare: (name, module) to Prepared, for operations of more than one slot.
+        noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
+        one_by_one: whether Kornia's module gets one image at a time, because its pixels depend on the batch otherwise.
+        without_rule: the reason where ``parameters`` gives None.
+    """
+
+    affects: Literal["pixels", "matrix", "field"]
+    parameters: Callable[[Any], tuple[int, Rule] | None] = no_parameters
+    steps: Callable[[Any], Steps | None] = no_steps
+    check: Callable[[Any, str], None] | None = None
+    prepare: Callable[[str, Any], Prepared] | None = None
+    noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
+    one_by_one: bool = False
+    without_rule: str = "no rule for its parameters"
+
+
+# --- parameters that many entries share
+
+
+def spread(ranges: Iterable[Range]) -> dict[str, Any]:
+    """``low`` and ``span`` float32 [n, 1] of the ranges that are drawn from, as torch's Uniform has them."""
+    low, high = np.array(list(ranges), dtype=np.float32).T[:, :, None]
+    return {"low": low, "span": high - low}
+
+
+def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
+    """Independent uniform parameters; ``low`` and ``span`` are float32 [n, 1]."""
+    values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
+    values += low
+    return dict(zip(names, values, strict=True))
+
+
+def all_uniform(op: Any) -> tuple[int, Rule]:
+    """Every parameter is uniform, under Kornia's own name for it."""
+    ranges = kornia_private.ranges(op)
+    return len(ranges), partial(uniform, names=tuple(ranges), **spread(ranges.values()))
+
+
+def uniform_from(**samplers: str) -> Callable[[Any], tuple[int, Rule]]:
+    """Uniform parameters: name to the sampler of Kornia's generator, in the order in which Kornia draws."""
+
+    def parameters(op: Any) -> tuple[int, Rule]:
+        low_span = spread(kornia_private.range_of(op, sampler) for sampler in samplers.values())
+        return len(samplers), partial(uniform, names=tuple(samplers), **low_span)
+
+    return parameters
+
+
+def _nothing(u: Float, size: Size) -> Params:
+    return {}
+
+
+# --- steps that many entries share
+
+
+def step(code: Code, *names: str) -> Callable[[Any], Steps]:
+    """One step whose arguments are these parameters."""
+    return lambda op: Steps((code,), partial(write_columns, names=names) if names else write_nothing)
+
+
+def constant(code: Code, *values: float) -> Steps:
+    """One step whose arguments are the same for every sample."""
+    return Steps((code,), partial(_write_constant, values=values))
+
+
+def write_nothing(out: Float, params: Params, size: Size) -> None:
+    """For steps without arguments."""
+
+
+def write_columns(out: Float, params: Params, size: Size, *, names: tuple[str, ...]) -> None:
+    """Parameters of one step, one after the other."""
+    for column, name in enumerate(names):
+        out[:, 0, column] = params[name]
+
+
+def _write_constant(out: Float, params: Params, size: Size, *, values: tuple[float, ...]) -> None:
+    out[:, 0, : len(values)] = values

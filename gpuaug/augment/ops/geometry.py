@@ -1,0 +1,148 @@
+"""Operations that move pixels by a matrix, and the elastic transform, which moves them by a field."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, all_uniform, spread, uniform_from
+from gpuaug.augment.ops.kornia_private import Range, optional_range, setting
+from gpuaug.augment.parameters import Params, Rule, Size, tensors
+from gpuaug.random.keyed import Float, field, scale
+
+# --- parameters
+
+
+def _center(count: int, size: Size) -> Float:
+    return np.broadcast_to(np.array([size[1], size[0]], dtype=np.float32) / np.float32(2) - np.float32(0.5), (count, 2))
+
+
+def _affine(op: Any) -> tuple[int, Rule]:
+    names = ("degree", "scale_2", "scale_4", "translate_x", "translate_y", "shear_x", "shear_y")  # as Kornia draws
+    drawn = {name: r for name in names if (r := optional_range(op, f"{name}_sampler")) is not None}
+    settings: dict[str, Any] = {
+        "scales": ("scale_2" in drawn) + ("scale_4" in drawn),
+        "translate": "translate_x" in drawn,
+        "shear": "shear_x" in drawn,
+    }
+    return len(drawn), partial(_affine_parameters, **settings, **spread(drawn.values()))
+
+
+def _affine_parameters(
+    u: Float, size: Size, *, low: Float, span: Float, scales: int, translate: bool, shear: bool
+) -> Params:
+    # columns: angle, [scale_x, [scale_y]], [translate_x, translate_y], [shear_x, shear_y]
+    values = u[:, : len(low)] * span[:, 0] + low[:, 0]
+    zeros = np.zeros(len(u), dtype=np.float32)
+    at = 1 + scales
+    moved = np.zeros((len(u), 2), dtype=np.float32)
+    if translate:
+        moved = values[:, at : at + 2] * np.array([size[1], size[0]], dtype=np.float32)
+        at += 2
+    return {
+        "translations": moved,
+        "center": _center(len(u), size),
+        "scale": values[:, [1, scales]] if scales else np.ones((len(u), 2), dtype=np.float32),
+        "angle": values[:, 0],
+        "shear_x": values[:, at] if shear else zeros,
+        "shear_y": values[:, at + 1] if shear else zeros,
+    }
+
+
+def _shear(op: Any) -> tuple[int, Rule]:
+    count, rule = uniform_from(shear_x="shear_x_sampler", shear_y="shear_y_sampler")(op)
+    return count, partial(_shear_parameters, rule=rule)
+
+
+def _shear_parameters(u: Float, size: Size, *, rule: Rule) -> Params:
+    return {"center": _center(len(u), size), **rule(u, size)}
+
+
+def _translate(op: Any) -> tuple[int, Rule]:
+    x, y = optional_range(op, "translate_x_sampler"), optional_range(op, "translate_y_sampler")
+    return (x is not None) + (y is not None), partial(_translate_parameters, x=x, y=y)
+
+
+def _translate_parameters(u: Float, size: Size, *, x: Range | None, y: Range | None) -> Params:
+    zeros = np.zeros(len(u), dtype=np.float32)
+    last = 1 if x is not None else 0
+    return {
+        "translate_x": zeros if x is None else scale(u[:, 0], *x) * np.float32(size[1]),
+        "translate_y": zeros if y is None else scale(u[:, last], *y) * np.float32(size[0]),
+    }
+
+
+_INWARD = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]], dtype=np.float32)  # towards the centre, from each corner
+
+
+def _perspective(op: Any) -> tuple[int, Rule]:
+    basic = setting(op, "sampling_method") == "basic"
+    return 8, partial(_perspective_parameters, distortion=float(setting(op, "_distortion_scale")), basic=basic)
+
+
+def _perspective_parameters(u: Float, size: Size, *, distortion: float, basic: bool) -> Params:
+    height, width = size
+    x, y = max(width - 1, 1), max(height - 1, 1)  # Kornia's corners of an image one pixel wide
+    start = np.array([[0, 0], [x, 0], [x, y], [0, y]], dtype=np.float32)
+    extent = np.array([width if width > 1 else 0, height if height > 1 else 0], dtype=np.float32)
+    factor = np.float32(distortion) * extent / np.float32(2)
+    corners = u.reshape(len(u), 4, 2)
+    offset = factor * corners * _INWARD if basic else np.float32(2) * factor * (corners - np.float32(0.5))
+    return {"start_points": np.broadcast_to(start, offset.shape), "end_points": start + offset}
+
+
+def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+    return {"noise": field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
+
+
+# --- steps
+
+_PADDINGS = ("ZEROS", "BORDER", "REFLECTION")
+# What an affine matrix is made of. fused/lower.py makes the matrices of a whole batch in one go: Kornia's functions
+# take 0.15 ms each, and the two slots of RandAugment have ten.
+_AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x", "shear_y")
+_IDENTITY = (0, 1, 1, 0, 0, 0, 0, 0, 0)
+
+
+def _warp(op: Any, *, projective: bool = False) -> Steps | None:
+    flags = op.flags
+    padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
+    if flags["resample"].name != "BILINEAR" or padding not in _PADDINGS:
+        return None
+    how = tuple(float(v) for v in (_PADDINGS.index(padding), flags["align_corners"], projective))
+    return Steps((Code.WARP,), partial(_write_perspective if projective else _write_affine, how=how))
+
+
+def _write_affine(out: Float, params: Params, size: Size, *, how: tuple[float, ...]) -> None:
+    out[:, 0] = (*_IDENTITY, *how)
+    for column, name in enumerate(_AFFINE):
+        if name in params:
+            out[:, 0, column] = params[name]
+    if "scale" in params:
+        out[:, 0, 1:3], out[:, 0, 3:5] = params["scale"], params["translations"]
+    elif "degrees" in params:
+        out[:, 0, 0] = -params["degrees"]  # counter-clockwise, unlike the others
+    elif "times" in params:
+        out[:, 0, 0] = -90 * np.rint(params["times"])
+
+
+def _write_perspective(out: Float, params: Params, size: Size, *, how: tuple[float, ...]) -> None:
+    from kornia.geometry.transform import get_perspective_transform
+
+    points = tensors(params)
+    out[:, 0, :9] = get_perspective_transform(points["start_points"], points["end_points"]).reshape(-1, 9)
+    out[:, 0, 9:12] = how
+
+
+ENTRIES = {
+    "RandomAffine": Entry("matrix", parameters=_affine, steps=_warp),
+    "RandomRotation": Entry("matrix", parameters=all_uniform, steps=_warp),
+    "RandomRotation90": Entry("matrix", parameters=all_uniform, steps=_warp),
+    "RandomShear": Entry("matrix", parameters=_shear, steps=_warp),
+    "RandomTranslate": Entry("matrix", parameters=_translate, steps=_warp),
+    "RandomPerspective": Entry("matrix", parameters=_perspective, steps=partial(_warp, projective=True)),
+    "RandomElasticTransform": Entry("field", noise=_elastic_noise),
+}
