@@ -1,10 +1,10 @@
-"""What travels between the stages: encoded bytes on the way in, images and labels on the way out."""
+"""What travels between the stages: encoded bytes, boxes to decode, images and labels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Images = Tensor | list[Tensor]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Interpolation = Literal["bilinear", "bicubic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,30 @@ class EncodedBatch:
         if self.views:
             return torch.from_numpy(self.views[row].copy())
         return self.data[self.offsets[row] : self.offsets[row + 1]]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What one view reads of each image and where it goes; rows are samples, pixels are EXIF-oriented.
+
+    Attributes:
+        box: int32 [B, 4], (top, left, height, width) of what is read; inside the image, height and width at least 1.
+        resized: int32 [B, 2], (h, w) the box is resized to.
+        offset: int32 [B, 2], (y, x) where the resized box's corner lands in the canvas; negative: cropped away.
+        size: (H, W) of the canvas.
+        interpolation: ``bilinear`` or ``bicubic``, both antialiased.
+        fill: 0..255, value of the canvas where the resized box does not reach.
+    """
+
+    box: Int32
+    resized: Int32
+    offset: Int32
+    size: tuple[int, int]
+    interpolation: Interpolation = "bilinear"
+    fill: int = 0
+
+    def __len__(self) -> int:
+        return len(self.box)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

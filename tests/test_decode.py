@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-from gpuaug.augment.crop import Boxes, RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
+from gpuaug.batch import Boxes, EncodedBatch, Fault
 from gpuaug.decode import decoder as decode
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode, Decoder, _Mixed, _Plan

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import gpuaug
-from gpuaug.augment.crop import Boxes
+from gpuaug.batch import Boxes
 from gpuaug.decode import resize
 
 WAYS = ("bilinear", "bicubic")

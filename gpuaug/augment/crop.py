@@ -13,46 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuaug.batch import Boxes, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
-
-Interpolation = Literal["bilinear", "bicubic"]
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
-Float = NDArray[np.float32]
+from gpuaug.random.keyed import Float
 
 LARGEST_SIDE = 500_000  # pixels: panoramas and scans fit, and what is larger is a mistake
 LARGEST_VIEW = 178_000_000  # pixels of a view; `decode.max_pixels` allows an image as many
 _TRIES = 10  # of RandomResizedCrop, before the central fallback; torchvision's number
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """What one view reads of each image and where it goes; rows are samples, pixels are EXIF-oriented.
-
-    Attributes:
-        box: int32 [B, 4], (top, left, height, width) of what is read; inside the image, height and width at least 1.
-        resized: int32 [B, 2], (h, w) the box is resized to.
-        offset: int32 [B, 2], (y, x) where the resized box's corner lands in the canvas; negative: cropped away.
-        size: (H, W) of the canvas.
-        interpolation: ``bilinear`` or ``bicubic``, both antialiased.
-        fill: 0..255, value of the canvas where the resized box does not reach.
-    """
-
-    box: Int32
-    resized: Int32
-    offset: Int32
-    size: tuple[int, int]
-    interpolation: Interpolation = "bilinear"
-    fill: int = 0
-
-    def __len__(self) -> int:
-        return len(self.box)
 
 
 class RandomResizedCrop:

@@ -25,6 +25,8 @@ from torch.distributions import Distribution, Uniform
 from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
 from gpuaug.augment.policy import OneOf
 
+Difference = tuple[str, Any, Any]  # path, value in one, value in the other
+
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
 _LARGEST_LIST = 1000  # elements of a tensor that are written out; of a larger one a hash
 
@@ -81,6 +83,22 @@ def settings(value: Any) -> Any:
     if kornias:
         held = _of_kornia(value, kornias[0], held)
     return {"class": _public_name(kind), **{k: settings(held[k]) for k in sorted(held)}}
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[Difference]:
+    """Where two JSON values differ: (path, value in a, value in b); entries of a list by their `name`."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = [*a, *(name for name in b if name not in a)]
+        pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(f"{where}.{_name(x, k)}", x, y) for k, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        return [] if a == b else [(where or "value", a, b)]
+    return [found for path, x, y in pairs for found in differences(x, y, path)]
+
+
+def _name(value: Any, number: int) -> str:
+    return str(value.get("name", number)) if isinstance(value, dict) else str(number)
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:

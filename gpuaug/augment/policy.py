@@ -91,91 +91,75 @@ class _Member:
         return {**params, self.factor: value}
 
 
-def _policies(op: Any) -> list[list[Any]]:
-    """A policy's sub-policies, each a list of Kornia's ``OperationBase``."""
-    return [list(child.children()) for child in op.children()]
-
-
-def _prepare_rand(name: str, op: Any, *, key: str) -> Prepared:
-    """RandAugment: `n` slots, all with the given magnitude."""
-    operations = [operation for (operation,) in _policies(op)]
-    entries = tuple(_member(operation, key, _magnitude(op, operation)) for operation in operations)
-    return _prepare_distinct(name, op, operations, entries, slots=op.n)
-
-
-def _prepare_trivial(name: str, op: Any, *, key: str) -> Prepared:
-    """TrivialAugment: one slot, with magnitudes as drawn."""
-    operations = [operation for (operation,) in _policies(op)]
-    return _prepare_distinct(name, op, operations, tuple(_member(o, key, None) for o in operations), slots=1)
-
-
-def _prepare_distinct(
-    name: str, op: Any, operations: Sequence[Any], entries: tuple[_Member, ...], *, slots: int
-) -> Prepared:
-    width = max(e.count for e in entries)
-    first = len(entries) if slots > 1 else 1
-    rule = partial(_distinct, entries=entries, slots=slots, first=first, width=width)
+def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
+    """RandAugment has `n` slots and one magnitude for all operations; TrivialAugment one slot and draws magnitudes."""
+    operations = [operation for child in op.children() for operation in child.children()]
+    members = tuple(_member(o, key, _magnitude(op, o) if rand else None) for o in operations)
+    slots = op.n if rand else 1
+    width = max(m.count for m in members)
+    first = len(members) if slots > 1 else 1
+    rule = partial(_distinct, members=members, slots=slots, first=first, width=width)
     modules = tuple(always_applied(operation.op) for operation in operations)
     return Prepared(name, op, (modules,) * slots, first + slots * width, rule)
 
 
 def _distinct(
-    u: Float, size: Size, *, entries: Sequence[_Member], slots: int, first: int, width: int
+    u: Float, size: Size, *, members: Sequence[_Member], slots: int, first: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """``slots`` distinct entries per sample, in random order."""
+    """``slots`` distinct members per sample, in random order."""
     if slots > 1:
         choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
     else:
-        choice = (u[:, :1] * np.float32(len(entries))).astype(np.int64)
+        choice = (u[:, :1] * np.float32(len(members))).astype(np.int64)
     # One call for all slots: it takes about as long for two as for one.
     blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
-    drawn = [entry.params(blocks, size) for entry in entries]
+    drawn = [m.params(blocks, size) for m in members]
     rows = [slice(slot * len(u), (slot + 1) * len(u)) for slot in range(slots)]
     return choice, tuple(tuple({k: v[own] for k, v in params.items()} for params in drawn) for own in rows)
 
 
 def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
     """AutoAugment: the slots of its sub-policies, each slot with one module per class of operation."""
-    policies = _policies(op)
-    entries = tuple(tuple(_member(operation, key, None) for operation in operations) for operations in policies)
-    width = 1 + max(e.count for path in entries for e in path)  # the gate, then the entry's own
-    slots, members = [], []
-    for slot in range(max(len(path) for path in entries)):
-        modules: dict[type[nn.Module], nn.Module] = {}  # entries of one class differ in their parameters alone
-        member = np.full(len(policies), -1, dtype=np.int64)
+    policies = [list(child.children()) for child in op.children()]
+    members = tuple(tuple(_member(operation, key, None) for operation in operations) for operations in policies)
+    width = 1 + max(e.count for path in members for e in path)  # the gate, then the member's own
+    slots, columns = [], []
+    for slot in range(max(len(path) for path in members)):
+        modules: dict[type[nn.Module], nn.Module] = {}  # members of one class differ in their parameters alone
+        column = np.full(len(policies), -1, dtype=np.int64)
         for number, operations in enumerate(policies):
             if slot < len(operations):
                 inner = operations[slot].op
                 if type(inner) not in modules:
                     modules[type(inner)] = always_applied(inner)
-                member[number] = list(modules).index(type(inner))
+                column[number] = list(modules).index(type(inner))
         slots.append(tuple(modules.values()))
-        members.append(member)
-    rule = partial(_paths, entries=entries, members=tuple(members), width=width)
+        columns.append(column)
+    rule = partial(_paths, members=members, columns=tuple(columns), width=width)
     return Prepared(name, op, tuple(slots), 1 + len(slots) * width, rule)
 
 
 def _paths(
-    u: Float, size: Size, *, entries: Sequence[Sequence[_Member]], members: Sequence[Int], width: int
+    u: Float, size: Size, *, members: Sequence[Sequence[_Member]], columns: Sequence[Int], width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """One path of ``entries`` per sample; every operation of a path has a gate of its own."""
-    path = (u[:, 0] * np.float32(len(entries))).astype(np.int64)
-    rows = [np.flatnonzero(path == number) for number in range(len(entries))]
+    """One path of ``members`` per sample; every operation of a path has a gate of its own."""
+    path = (u[:, 0] * np.float32(len(members))).astype(np.int64)
+    rows = [np.flatnonzero(path == number) for number in range(len(members))]
     choice, params = [], []
-    for slot, member in enumerate(members):
+    for slot, column in enumerate(columns):
         block = u[:, 1 + slot * width : 1 + (slot + 1) * width]
-        p = np.array([e[slot].p if slot < len(e) else 0 for e in entries], dtype=np.float32)
-        choice.append(np.where(block[:, 0] < p[path], member[path], -1))
+        p = np.array([e[slot].p if slot < len(e) else 0 for e in members], dtype=np.float32)
+        choice.append(np.where(block[:, 0] < p[path], column[path], -1))
         alternatives: dict[int, Params] = {}
-        for number, alternative in enumerate(member):
+        for number, alternative in enumerate(column):
             if alternative < 0:
                 continue
-            entry = entries[number][slot]
+            member = members[number][slot]
             if alternative not in alternatives:  # values that are valid in every row
-                whole = entry.params(block[:, 1:], size)
+                whole = member.params(block[:, 1:], size)
                 alternatives[alternative] = {k: np.array(v) for k, v in whole.items()}
             elif len(rows[number]):
-                for k, v in entry.params(block[rows[number], 1:], size).items():
+                for k, v in member.params(block[rows[number], 1:], size).items():
                     alternatives[alternative][k][rows[number]] = v
         params.append(tuple(alternatives[a] for a in range(len(alternatives))))
     return np.stack(choice, axis=1), tuple(params)
@@ -214,7 +198,7 @@ def _magnitude(op: Any, operation: Any) -> Any:
 
 # Kornia's classes to (name, op, key=key in the configuration) -> Prepared.
 POLICIES: dict[str, Callable[..., Prepared]] = {
-    "RandAugment": _prepare_rand,
-    "TrivialAugment": _prepare_trivial,
+    "RandAugment": partial(_prepare_distinct, rand=True),
+    "TrivialAugment": partial(_prepare_distinct, rand=False),
     "AutoAugment": _prepare_auto,
 }

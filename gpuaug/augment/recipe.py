@@ -25,14 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpuaug.augment.crop import Boxes
-from gpuaug.augment.fingerprint import named, settings
+from gpuaug.augment.fingerprint import Difference, differences, named, settings
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare_all
+from gpuaug.batch import Boxes
 from gpuaug.errors import ConfigError, ReadOnlyError
-from gpuaug.loader.state import Difference, differences
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
 from gpuaug.verdicts import verdict
 

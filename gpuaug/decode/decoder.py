@@ -35,8 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import machine
-from gpuaug.augment.crop import Boxes, Int32, Int64
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.batch import Boxes, EncodedBatch, Fault, Int32, Int64
 from gpuaug.decode import header, resize
 from gpuaug.decode.header import CODECS, RAW_HEADER, Header, HeaderError, TruncatedError
 from gpuaug.errors import ConfigError, GpuaugError

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuaug.augment.crop import Boxes, Int64, Interpolation
+from gpuaug.batch import Boxes, Int64, Interpolation
 from gpuaug.native import build as compiled
 
 log = logging.getLogger("gpuaug")

@@ -6,12 +6,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gpuaug.augment.fingerprint import differences as differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
 
 VERSION = 2
-
-Difference = tuple[str, Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +77,3 @@ class State:
 def plain(value: Any) -> Any:
     """``value`` as it comes back from JSON (tuples become lists), so that descriptions compare equal."""
     return json.loads(json.dumps(value))
-
-
-def differences(a: Any, b: Any, where: str = "") -> list[Difference]:
-    """Where two JSON values differ: (path, value in a, value in b)."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        names = [*a, *(name for name in b if name not in a)]
-        pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        pairs = [(f"{where}.{_name(x, k)}", x, y) for k, (x, y) in enumerate(zip(a, b, strict=True))]
-    else:
-        return [] if a == b else [(where or "value", a, b)]
-    return [found for path, x, y in pairs for found in differences(x, y, path)]
-
-
-def _name(value: Any, number: int) -> str:
-    return str(value.get("name", number)) if isinstance(value, dict) else str(number)

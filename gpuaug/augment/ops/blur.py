@@ -53,10 +53,6 @@ def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) ->
     return {"ksize_factor": np.full(len(u), kernel_size, dtype=np.int32), **rule(u, size)}
 
 
-def _sharpness(op: Any) -> Steps:
-    return Steps((Code.SHARPNESS,), _write_sharpness)
-
-
 def _write_sharpness(out: Float, params: Params, size: Size) -> None:
     if min(size) < 3:
         raise ConfigError(f"RandomSharpness needs images of at least 3x3 pixels. Found: {size[0]}x{size[1]}.")
@@ -70,5 +66,7 @@ ENTRIES = {
     "RandomBoxBlur": Entry("pixels"),
     "RandomMedianBlur": Entry("pixels"),
     "RandomMotionBlur": Entry("pixels", parameters=_motion, without_rule="its kernel size is one per batch"),
-    "RandomSharpness": Entry("pixels", parameters=all_uniform, steps=_sharpness),
+    "RandomSharpness": Entry(
+        "pixels", parameters=all_uniform, steps=lambda op: Steps((Code.SHARPNESS,), _write_sharpness)
+    ),
 }

@@ -124,20 +124,8 @@ def _jitter(*, hsv: bool) -> Entry:
 # --- the others
 
 
-def _brightness(op: Any) -> Steps | None:
-    return Steps((Code.ADD,), _write_brightness) if op.clip_output else None
-
-
 def _write_brightness(out: Float, params: Params, size: Size) -> None:
     out[:, 0, :3] = (params["brightness_factor"] - np.float32(1))[:, None]
-
-
-def _contrast(op: Any) -> Steps | None:
-    return Steps((Code.MULTIPLY,), _write_contrast) if op.clip_output else None
-
-
-def _write_contrast(out: Float, params: Params, size: Size) -> None:
-    out[:, 0, :3] = params["contrast_factor"][:, None]
 
 
 def _grayscale(op: Any) -> Steps | None:
@@ -152,13 +140,13 @@ def _invert(op: Any) -> Steps | None:
     return constant(Code.INVERT, float(top)) if getattr(top, "ndim", 0) == 0 else None
 
 
+def _bits(u: Float, size: Size, *, low: Any, span: Any) -> Params:
+    return {"bits_factor": np.rint(u[:, 0] * span + low).astype(np.int32)}  # half to even, as torch rounds
+
+
 def _posterize(op: Any) -> tuple[int, Rule]:
     low, high = range_of(op, "bit_sampler")
-    return 1, partial(_posterize_parameters, low=low, span=high - low)
-
-
-def _posterize_parameters(u: Float, size: Size, *, low: Any, span: Any) -> Params:
-    return {"bits_factor": np.rint(u[:, 0] * span + low).astype(np.int32)}  # half to even, as torch rounds
+    return 1, partial(_bits, low=low, span=high - low)
 
 
 def _check_gamma(op: Any, key: str) -> None:
@@ -168,45 +156,33 @@ def _check_gamma(op: Any, key: str) -> None:
             raise ConfigError(f"`{key}` must draw `{name}` from 0 <= low <= high. Found: ({low}, {high}).")
 
 
-def _planckian(op: Any) -> tuple[int, Rule]:
-    low, high = range_of(op, "pl_idx_dist")
-    return 1, partial(_planckian_parameters, low=low, high=high)
-
-
-def _planckian_parameters(u: Float, size: Size, *, low: Any, high: Any) -> Params:
-    return {"idx": np.minimum(scale(u[:, 0], low, high).astype(np.int64), int(high) - 1)}
-
-
-def _planckian_steps(op: Any) -> Steps:
-    table = op.pl.detach().cpu().numpy().astype(np.float32)
-    return Steps((Code.MULTIPLY,), partial(_write_planckian, table=table))
+def _temperature(u: Float, size: Size, *, drawn: tuple[Any, Any]) -> Params:
+    return {"idx": np.minimum(scale(u[:, 0], *drawn).astype(np.int64), int(drawn[1]) - 1)}
 
 
 def _write_planckian(out: Float, params: Params, size: Size, *, table: Float) -> None:
     out[:, 0, 0], out[:, 0, 1], out[:, 0, 2] = table[params["idx"], 0], 1, table[params["idx"], 1]
 
 
-def _shuffle(op: Any) -> tuple[int, Rule]:
-    return 3, _shuffle_parameters
-
-
-def _shuffle_parameters(u: Float, size: Size) -> Params:
+def _channels(u: Float, size: Size) -> Params:
     return {"channels": np.argsort(u[:, :3], axis=1, kind="stable")}
 
 
-def _shuffle_steps(op: Any) -> Steps:
-    return Steps((Code.SHUFFLE,), _write_shuffle)
-
-
-def _write_shuffle(out: Float, params: Params, size: Size) -> None:
+def _write_channels(out: Float, params: Params, size: Size) -> None:
     out[:, 0, :3] = params["channels"]
 
+
+_scaled = step(Code.MULTIPLY, *("contrast_factor",) * 3)
 
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
     "ColorJiggle": _jitter(hsv=True),
-    "RandomBrightness": Entry("pixels", parameters=all_uniform, steps=_brightness),
-    "RandomContrast": Entry("pixels", parameters=all_uniform, steps=_contrast),
+    "RandomBrightness": Entry(
+        "pixels",
+        parameters=all_uniform,
+        steps=lambda op: Steps((Code.ADD,), _write_brightness) if op.clip_output else None,
+    ),
+    "RandomContrast": Entry("pixels", parameters=all_uniform, steps=lambda op: _scaled(op) if op.clip_output else None),
     "RandomSaturation": Entry("pixels", parameters=all_uniform, steps=step(Code.SATURATION_HSV, "saturation_factor")),
     "RandomHue": Entry("pixels", parameters=all_uniform, steps=step(Code.HUE, "hue_factor")),
     "RandomGrayscale": Entry("pixels", steps=_grayscale),
@@ -223,8 +199,16 @@ ENTRIES = {
         one_by_one=True,
     ),
     "RandomRGBShift": Entry("pixels", parameters=all_uniform, steps=step(Code.ADD, "r_shift", "g_shift", "b_shift")),
-    "RandomPlanckianJitter": Entry("pixels", parameters=_planckian, steps=_planckian_steps),
-    "RandomChannelShuffle": Entry("pixels", parameters=_shuffle, steps=_shuffle_steps),
+    "RandomPlanckianJitter": Entry(
+        "pixels",
+        parameters=lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist"))),
+        steps=lambda op: Steps(
+            (Code.MULTIPLY,), partial(_write_planckian, table=op.pl.cpu().numpy().astype(np.float32))
+        ),
+    ),
+    "RandomChannelShuffle": Entry(
+        "pixels", parameters=lambda op: (3, _channels), steps=lambda op: Steps((Code.SHUFFLE,), _write_channels)
+    ),
     "RandomAutoContrast": Entry("pixels", steps=lambda op: constant(Code.AUTOCONTRAST, float(op.clip_output))),
     "RandomEqualize": Entry("pixels", steps=step(Code.EQUALIZE)),
     "RandomClahe": Entry("pixels", parameters=all_uniform),

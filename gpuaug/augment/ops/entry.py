@@ -63,14 +63,8 @@ class Steps:
     write: Write
 
 
-def no_parameters(op: Any) -> tuple[int, Rule] | None:
-    """For operations that draw a gate only."""
-    return 0, _nothing
-
-
-def no_steps(op: Any) -> Steps | None:
-    """For operations without a fused form."""
-    return None
+def _nothing(u: Float, size: Size) -> Params:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +85,8 @@ class Entry:
     """
 
     affects: Literal["pixels", "matrix", "field"]
-    parameters: Callable[[Any], tuple[int, Rule] | None] = no_parameters
-    steps: Callable[[Any], Steps | None] = no_steps
+    parameters: Callable[[Any], tuple[int, Rule] | None] = lambda op: (0, _nothing)
+    steps: Callable[[Any], Steps | None] = lambda op: None
     check: Callable[[Any, str], None] | None = None
     prepare: Callable[[str, Any], Prepared] | None = None
     noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
@@ -130,10 +124,6 @@ def uniform_from(**samplers: str) -> Callable[[Any], tuple[int, Rule]]:
         return len(samplers), partial(uniform, names=tuple(samplers), **low_span)
 
     return parameters
-
-
-def _nothing(u: Float, size: Size) -> Params:
-    return {}
 
 
 # --- steps that many entries share

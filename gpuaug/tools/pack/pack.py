@@ -41,8 +41,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from gpuaug import machine
-from gpuaug.augment.crop import Boxes, Interpolation, Resize
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.augment.crop import Resize
+from gpuaug.batch import Boxes, EncodedBatch, Fault, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode, Decoder, Look
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError

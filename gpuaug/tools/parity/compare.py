@@ -23,12 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gpuaug.augment.crop import Boxes, Interpolation
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.ops import noise
 from gpuaug.augment.parameters import Chosen, Params, Prepared
 from gpuaug.augment.recipe import Augment, Drawn, View
-from gpuaug.batch import EncodedBatch
+from gpuaug.batch import Boxes, EncodedBatch, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode, Decoder, Look
 from gpuaug.loader.loader import Loader

@@ -1,0 +1,57 @@
+"""The entries of Kornia's operations: each is tested, says what it does to targets, and belongs to one exact class."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import kornia.augmentation as K
+import pytest
+from kornia.augmentation._2d.geometric.base import GeometricAugmentationBase2D
+from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
+from test_fused import KNOWN
+from test_parameters import OPS
+
+from gpuaug.augment.ops import ENTRIES, by_class, entry_of
+from gpuaug.augment.prepare import prepare
+
+AUGMENT = Path(__file__).parent.parent / "gpuaug" / "augment"
+
+
+def test_every_entry_stands_in_the_table_of_tests() -> None:
+    assert set(ENTRIES) == {type(make()).__name__ for make in OPS.values()}
+
+
+def test_every_entry_with_steps_is_compared_with_kornia() -> None:
+    ops = {type(op).__name__: op for op in (make() for make in (KNOWN | OPS).values())}
+    fused = {name for name, op in ops.items() if ENTRIES[name].steps(op) is not None}
+    assert len(fused) > 20
+    assert fused <= {type(make()).__name__ for make in KNOWN.values()}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_moves_pixels_is_what_kornia_calls_geometric(name: str) -> None:
+    kind = getattr(K, name)
+    assert entry_of(next(op for op in (make() for make in OPS.values()) if type(op) is kind)) is ENTRIES[name]
+    if issubclass(kind, IntensityAugmentationBase2D):
+        assert ENTRIES[name].affects == "pixels"
+    elif issubclass(kind, GeometricAugmentationBase2D):
+        assert ENTRIES[name].affects == "matrix"
+    else:
+        assert kind is K.RandomElasticTransform
+        assert ENTRIES[name].affects == "field"
+
+
+def test_subclasses_and_namesakes_have_no_entry() -> None:
+    namesake = type("RandomBrightness", (K.RandomBrightness,), {})
+    assert entry_of(K.RandomBrightness()) is ENTRIES["RandomBrightness"]
+    assert entry_of(namesake()) is None
+    assert prepare("x", namesake()).seeded
+    assert by_class({"RandomHue": 1}, K.RandomHue()) == 1
+    assert by_class({"RandomHue": 1}, K.RandomBrightness()) is None
+
+
+def test_private_attributes_of_kornia_are_used_in_one_file() -> None:
+    names = r"\._(param_generator|fixed_order|factor_name|magnitude_fn|params|transform_matrix\w*)\b"
+    users = {path.name for path in AUGMENT.rglob("*.py") if re.search(names, path.read_text())}
+    assert users == {"kornia_private.py"}
