@@ -1,4 +1,4 @@
-"""What a recipe was made with, as small JSON: for states, which must tell one recipe from another, and say where.
+"""The settings of a recipe as small JSON. States hold it, to tell recipes apart and to say where they differ.
 
 Only public names count: a class by the shortest path that shows it (``gpuaug.Resize``), and a Kornia operation by the
 arguments of its constructor and the ranges it draws from. So a class that moves to another file, or what a new release
@@ -47,7 +47,7 @@ def named(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def settings(value: Any) -> Any:
-    """What an object was made with, as JSON: classes by name, tensors and ranges by value; nothing that calls leave."""
+    """The settings of an object as JSON: classes by name, tensors and ranges by value; no traces of calls."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Enum):

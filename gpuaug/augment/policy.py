@@ -56,7 +56,7 @@ def one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Member:
-    """One operation of a policy: the rule of the Kornia operation inside, and what the policy does to one parameter.
+    """One operation of a policy: the rule of its Kornia operation, and how the policy changes one parameter.
 
     Attributes:
         count: uniforms it takes: the sign, then the rule's own.

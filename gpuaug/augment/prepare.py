@@ -60,8 +60,8 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     entry = kornia_ops.entry_of(op)
     if entry is not None and entry.check is not None:
         entry.check(op, key)
-    if entry is not None and entry.prepare is not None:
-        return entry.prepare(name, op)
+    if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
+        return prepared
     known = None if entry is None else entry.parameters(op)
     if entry is None or known is None:
         reason = "no rule for its parameters" if entry is None else entry.without_rule

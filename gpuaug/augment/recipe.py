@@ -63,7 +63,7 @@ class Drawn:
 
 
 class _Recipe(nn.Module):
-    """What Augment and MultiView share: everything is done per view."""
+    """Base of Augment and MultiView: everything is done per view."""
 
     views: list[View]
     _read_once: tuple[str, ...]  # settings that cannot be assigned
@@ -137,7 +137,7 @@ class _Recipe(nn.Module):
         return Drawn(values, keys)
 
     def boxes(self, drawn: Drawn, heights: Int, widths: Int) -> list[Boxes]:
-        """What each view reads of the images of a batch.
+        """The boxes that each view reads of the images of a batch.
 
         Args:
             drawn: the batch's draws.
@@ -373,7 +373,7 @@ class MultiView(_Recipe):
 
     Args:
         views: names to :class:`Augment`; the name keys the draws. None is one switched off.
-        backend: ``fused`` or ``kornia`` for all views; None: what each of them says.
+        backend: ``fused`` or ``kornia`` for all views; None: the backend of each.
     """
 
     _read_once = ("views", "augments", "backend")

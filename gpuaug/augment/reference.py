@@ -82,7 +82,7 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     """One operation on float32 [B, 3, H, W]; ``x`` is used up.
 
     Raises:
-        ConfigError: what an operation of Kornia's cannot do, such as a blur of images smaller than its kernel.
+        ConfigError: Kornia's operation refuses, for example a blur of images smaller than its kernel.
     """
     shape = list(x.shape)
     try:

@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,20 @@ from gpuaug.random.keyed import Float, normal_field
 logger = logging.getLogger("gpuaug")
 
 Three = tuple[float, float, float]
+
+
+class _Output(NamedTuple):
+    """How a pass leaves its pixels: ``x * scale + shift`` per channel, cast and laid out."""
+
+    scale: Three
+    shift: Three
+    dtype: torch.dtype
+    channels_last: bool
+
+
+_NO_SCALE: tuple[Three, Three] = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
+_BETWEEN = _Output(*_NO_SCALE, torch.float32, channels_last=False)
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)  # what native.run writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +91,11 @@ class FusedBackend:
             if not images.numel():
                 return reference.unit(images).to(dtype=dtype, memory_format=memory_format)
             for part in self._parts[:-1]:
-                x = self._run(x, part, chosen, size, (1.0,) * 3, (0.0,) * 3, torch.float32, torch.contiguous_format)
-            return self._run(x, self._parts[-1], chosen, size, self._scale, self._shift, dtype, memory_format)
+                x = self._run(x, part, chosen, size, _BETWEEN)
+            output = _Output(self._scale, self._shift, dtype, memory_format == torch.channels_last)
+            return self._run(x, self._parts[-1], chosen, size, output)
 
-    def _run(
-        self,
-        x: Tensor,
-        part: _Part,
-        chosen: Sequence[Chosen],
-        size: Size,
-        scale: Three,
-        shift: Three,
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
-    ) -> Tensor:
+    def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], size: Size, output: _Output) -> Tensor:
         if part.lowering is None:
             (number,) = part.numbers
             return reference.apply(reference.unit(x) if x.dtype == torch.uint8 else x, self.ops[number], chosen[number])
@@ -103,38 +108,20 @@ class FusedBackend:
         warps = Code.WARP in known and (code == Code.WARP).any()
         library = native.library() if x.device.type == "cpu" else None
         if library is not None:
-            narrow = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
-            y = native.run(
-                library,
-                x,
-                code,
-                args,
-                tables=[*_noise_tables(fields(), code), *(_blur_tables(code, args) if Code.BLUR in known else ())],
-                ramps=warp_ramps(size) if warps else None,
-                scale=scale,
-                shift=shift,
-                dtype=narrow,
-                channels_last=memory_format == torch.channels_last,
-            )
-            return y.to(dtype)
+            tables = [*_noise_tables(fields(), code), *(_blur_tables(code, args) if Code.BLUR in known else ())]
+            ramps = warp_ramps(size) if warps else None
+            narrow = output if output.dtype in _NATIVE else output._replace(dtype=torch.float32)
+            y = native.run(library, x, code, args, tables=tables, ramps=ramps, **narrow._asdict())
+            return y.to(output.dtype)
         kernels = _triton_kernels(x.device)
         if kernels is not None:
             ramps = warp_ramps(size) if warps else np.zeros(1, dtype=np.float32)
             try:
-                return kernels.run(
-                    x,
-                    code,
-                    args,
-                    fields=fields(normal=kernels.normal_field),
-                    ramps=ramps,
-                    scale=scale,
-                    shift=shift,
-                    dtype=dtype,
-                    channels_last=memory_format == torch.channels_last,
-                )
+                noise_fields = fields(normal=kernels.normal_field)
+                return kernels.run(x, code, args, fields=noise_fields, ramps=ramps, **output._asdict())
             except kernels.CannotRunError as error:
                 _without_triton(str(error))
-        return _batched(x, code, args, size, fields(), scale, shift).to(dtype=dtype, memory_format=memory_format)
+        return _batched(x, code, args, size, fields(), output)
 
 
 _no_triton: list[str] = []  # why, once Triton has failed
@@ -165,16 +152,18 @@ def _without_triton(why: str) -> None:
 
 
 def _batched(
-    x: Tensor, code: NDArray[np.int32], args: Float, size: Size, fields: dict[int, Tensor], scale: Three, shift: Three
+    x: Tensor, code: NDArray[np.int32], args: Float, size: Size, fields: dict[int, Tensor], output: _Output
 ) -> Tensor:
     steps = batched.groups(code, args, range(code.shape[1]))
-    ends = np.array([scale, shift], dtype=np.float32)
+    ends = np.array([output.scale, output.shift], dtype=np.float32)
     numbers = [g.rows.astype(np.int32) for g in steps]
     ramps = warp_ramps(size) if any(g.code is Code.WARP for g in steps) else np.zeros(1, dtype=np.float32)
     values, affine, on_device, *rows = batched.upload([args, ends, ramps, *numbers], x.device)
     x = reference.unit(x) if x.dtype == torch.uint8 else x
     x = batched.run(x, steps, values, rows, fields=fields, ramps=on_device)
-    return x * affine[0, :, None, None] + affine[1, :, None, None]
+    memory_format = torch.channels_last if output.channels_last else torch.contiguous_format
+    y = x * affine[0, :, None, None] + affine[1, :, None, None]
+    return y.to(dtype=output.dtype, memory_format=memory_format)
 
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
@@ -260,7 +249,7 @@ def _blur_tables(code: NDArray[np.int32], args: Float) -> list[Table]:
 def _affine(normalize: Any) -> tuple[Three, Three]:
     """Normalization as ``x * scale + shift``."""
     if normalize is None:
-        return (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
+        return _NO_SCALE
     mean, std = (
         torch.as_tensor(v, dtype=torch.float64).flatten().expand(3).tolist() for v in (normalize.mean, normalize.std)
     )

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.fused import batched
-from gpuaug.augment.fused.lower import ARGS, Code
+from gpuaug.augment.ops.entry import ARGS, Code
 from gpuaug.random.keyed import Float
 
 BLOCK = 1024  # pixels per program: 224 x 224 is 49 of them, 96 x 96 is 9

@@ -1,4 +1,4 @@
-"""The program of a batch: what each sample goes through, as steps that the fused backend executes in one pass.
+"""The program of a batch: the steps of every sample, which the fused backend executes in one pass.
 
 takes: prepared operations, and what was chosen for each sample (numpy, on the host).
 does: looks up the steps of every module in its entry (augment/ops), and writes their arguments.
@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.ops import entry_of
-from gpuaug.augment.ops.entry import ARGS as ARGS
-from gpuaug.augment.ops.entry import Code as Code
-from gpuaug.augment.ops.entry import Steps
+from gpuaug.augment.ops.entry import ARGS, Code, Steps
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float
 
@@ -37,11 +35,11 @@ class Column:
 
 
 class Lowering:
-    """Consecutive operations of a recipe, lowered; turns what was chosen into the program of every sample.
+    """Turns the choices for consecutive operations of a recipe into the program of every sample.
 
     Args:
-        ops: prepared operations, all of whose modules can be lowered (see :func:`lowered_slots`).
-        slots: their lowered alternatives.
+        ops: prepared operations, all of whose modules have steps (see :func:`lowered_slots`).
+        slots: per operation and slot, the steps of its alternatives.
     """
 
     def __init__(self, ops: list[Prepared], slots: list[list[tuple[Steps, ...]]]) -> None:
@@ -88,7 +86,7 @@ class Lowering:
 
 
 def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
-    """The lowered alternatives of every slot of an operation, or why it cannot be lowered."""
+    """The steps of the alternatives of every slot of an operation, or the reason why it has none."""
     if op.seeded is not None:
         return op.seeded
     slots = []
@@ -108,7 +106,7 @@ def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
 
 
 def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
-    """Matrices from output to input coordinates in -1..1, in the place of what they are made of; bits as Kornia's."""
+    """Replace the arguments of warps by matrices from output to input coordinates in -1..1; Kornia's bits."""
     sample, step = np.nonzero(code == Code.WARP)
     warps = args[sample, step]
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
@@ -164,7 +162,7 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """What Kornia divides a homography by: the magnitude nearest to 1 in its range."""
+    """The value by which Kornia divides a homography: the magnitude nearest to 1 in its range."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)

@@ -19,7 +19,7 @@ from gpuaug.augment.ops.entry import (
     write_nothing,
 )
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied, gated
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
@@ -60,15 +60,14 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
     return params
 
 
-def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared:
+def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
     """Without a given ``order`` every sample has its own.
 
     Four slots, each offering the four steps as modules of one step: the same bits as one module with the whole order.
     """
-    count, factors = _factors(op, hsv=hsv)
-    p = float(op.p)
     if fixed_order(op) is not None:
-        return Prepared(name, op, ((always_applied(op),),), 1 + count, partial(gated, p=p, rule=factors))
+        return None
+    count, factors = _factors(op, hsv=hsv)
     steps = tuple(
         type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(step,)) for step in range(4)
     )
@@ -76,7 +75,7 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared:
     orders = ORDERS
     if not all(idle):  # where all are idle, the input is still clamped
         orders = np.where(np.array(idle)[ORDERS], -1, ORDERS)
-    rule = partial(_ordered, p=p, factors=factors, orders=orders, order_column=1 + count)
+    rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
 
 

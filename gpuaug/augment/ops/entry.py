@@ -78,7 +78,7 @@ class Entry:
             to Kornia's parameters; None where settings of the module have no rule.
         steps: a module to its fused steps; None where its settings have none, then the module itself runs.
         check: raises ConfigError for settings that would fail later; gets the module and its key in the configuration.
-        prepare: (name, module) to Prepared, for operations of more than one slot.
+        prepare: (name, module) to Prepared, for operations of more than one slot; None: one slot, as usual.
         noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
         one_by_one: whether Kornia's module gets one image at a time, because its pixels depend on the batch otherwise.
         without_rule: the reason where ``parameters`` gives None.
@@ -88,7 +88,7 @@ class Entry:
     parameters: Callable[[Any], tuple[int, Rule] | None] = lambda op: (0, _nothing)
     steps: Callable[[Any], Steps | None] = lambda op: None
     check: Callable[[Any, str], None] | None = None
-    prepare: Callable[[str, Any], Prepared] | None = None
+    prepare: Callable[[str, Any], Prepared | None] | None = None
     noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
     one_by_one: bool = False
     without_rule: str = "no rule for its parameters"
