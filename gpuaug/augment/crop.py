@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -264,48 +264,45 @@ def _checked(crop: Crop, u: Float | None, heights: Int64, widths: Int64) -> tupl
     return u, np.maximum(heights, 1), np.maximum(widths, 1)
 
 
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _sides(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """One or two positive whole numbers."""
+    sides: tuple[Any, ...] = (
+        tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else (value,)
+    )
+    if len(sides) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sides):
         raise ConfigError(f"`{name}` must be a positive int or two of them (H, W). Found: {value!r}.")
-    if value > LARGEST_SIDE:
+    if max(sides) > LARGEST_SIDE:
         raise ConfigError(f"`{name}` must be at most {LARGEST_SIDE} pixels a side. Found: {value}.")
-    return value
+    return sides
 
 
-def _affordable(name: str, size: tuple[int, int]) -> tuple[int, int]:
+def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+    """(H, W); one number is a square."""
+    sides = _sides(name, value)
+    size = (sides[0], sides[-1])
     if size[0] * size[1] > LARGEST_VIEW:
         raise ConfigError(
-            f"`{name}` must be of at most {LARGEST_VIEW} pixels, what an image may have. Found: {size[0]} x {size[1]}, "
-            f"{size[0] * size[1] * 12 / 1e9:.1f} GB of float32 for each sample."
+            f"`{name}` must be of at most {LARGEST_VIEW} pixels, as many as an image may have. Found: {size[0]} x "
+            f"{size[1]}, {size[0] * size[1] * 12 / 1e9:.1f} GB of float32 for each sample."
         )
     return size
 
 
-def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        side = _positive(name, value)
-        return _affordable(name, (side, side))
-    if len(value) not in (1, 2):
-        raise ConfigError(f"`{name}` must be a positive int or two of them (H, W). Found: {value!r}.")
-    return _affordable(name, (_positive(name, value[0]), _positive(name, value[-1])))
-
-
 def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int]:
     """An int, alone or in a list of one, is the shorter side; two are (h, w)."""
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return _pair(name, value) if len(value) == 2 else _pair(name, value)[0]
-    return _positive(name, value)
+    sides = _sides(name, value)
+    return sides[0] if len(sides) == 1 else _pair(name, value)
 
 
 def _range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:
-    bound = f" <= {high:g}" if high < math.inf else ""
-    text = f"`{name}` must satisfy 0 < min <= max{bound}. Found: {value!r}."
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or len(value) != 2:
-        raise ConfigError(text)
-    if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in value):
-        raise ConfigError(text)
-    if not 0 < value[0] <= value[1] <= high or not math.isfinite(value[1]):
-        raise ConfigError(text)
+    numbers = (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
+    )
+    if not numbers or not 0 < value[0] <= value[1] <= high or not math.isfinite(value[1]):
+        bound = f" <= {high:g}" if high < math.inf else ""
+        raise ConfigError(f"`{name}` must satisfy 0 < min <= max{bound}. Found: {value!r}.")
     return float(value[0]), float(value[1])
 
 

@@ -2,8 +2,8 @@
 
 takes: uint8 [B, H, W, 3] on the device, and per operation what was chosen for each sample.
 does: lowers the choices to one short program per sample (lower.py) and runs the programs: on the CPU in one compiled
-call (native.cpp), each image staying in cache from its uint8 pixels to the normalised output; on CUDA in a few Triton
-kernels (triton_kernels.py); elsewhere in torch (batched.py).
+call (cpu.cpp), each image staying in cache from its uint8 pixels to the normalised output; on CUDA in a few Triton
+kernels (cuda.py); elsewhere in torch (batched.py).
 gives: [B, 3, H, W].
 
 On every device a sample's pixels are the same bits in every batch, except through Kornia on CUDA (reference.py).

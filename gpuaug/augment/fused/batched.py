@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,13 +32,14 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 
 
+@dataclass(slots=True, eq=False)
 class Group:
     """Rows of a batch that have the same step in the same column."""
 
-    __slots__ = ("code", "column", "rows", "static")
-
-    def __init__(self, code: Code, column: int, rows: Int, static: tuple[float, ...]) -> None:
-        self.code, self.column, self.rows, self.static = code, column, rows, static
+    code: Code
+    column: int
+    rows: Int
+    static: tuple[float, ...]
 
 
 def groups(code: NDArray[np.int32], args: Float, columns: Iterable[int]) -> list[Group]:

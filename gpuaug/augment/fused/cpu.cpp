@@ -3,7 +3,7 @@
 // Formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), in the order of its additions and
 // with its fused multiply-adds, so that most pixels have Kornia's bits and what jumps later (equalize, posterize) jumps
 // at the same pixels: to be compiled with -ffp-contract=off. With -ffinite-math-only a NaN gives some number, and no index
-// may come of a float without being bounded as a whole number. The codes and their arguments are listed in lower.py.
+// may come of a float without being bounded as a whole number. The codes and their arguments are listed in ops/entry.py.
 // An image is three float planes; consecutive pointwise operations run on blocks that fit the first level of cache, and
 // only statistics, neighbourhoods and changes of position send the image through a buffer.
 

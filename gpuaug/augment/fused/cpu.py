@@ -1,4 +1,4 @@
-"""The fused program on the CPU: native.cpp, built once per machine with the C++ compiler that is there (compiled.py).
+"""The fused program on the CPU: cpu.cpp, built once per machine by native/build.py.
 
 Without a compiler :func:`library` gives None and says so; the same program then runs in torch (batched.py).
 """
@@ -23,7 +23,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Job(ctypes.Structure):
-    """``Job`` of native.cpp."""
+    """``Job`` of cpu.cpp."""
 
     _fields_ = (
         ("src", ctypes.c_void_p),
