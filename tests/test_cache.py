@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import gpuaug
-from gpuaug import machine, size
+from gpuaug import machine
 from gpuaug.errors import ConfigError
+from gpuaug.files import parse_bytes
 from gpuaug.read.reader import Reader
 from gpuaug.source import adapt, shared_memory
 from gpuaug.source.cache import RamCache
@@ -84,13 +85,13 @@ def batches(numbers, size=4):
 @pytest.mark.parametrize("value", [("2GiB", 2 << 30), ("1.5 M", 3 << 19), (7, 7), ("10MB", 10_000_000), ("9b", 9),
                                    ("4096", 4096), (2.0, 2)])  # fmt: skip
 def test_sizes_are_read_as_people_write_them(value):
-    assert size.parse(value[0], key="x") == value[1]
+    assert parse_bytes(value[0], key="x") == value[1]
 
 
 @pytest.mark.parametrize("value", ["", "GiB", "-1", 0, "2XB", True, None, "1e9", float("inf"), float("nan"), [1]])
 def test_what_is_no_size_is_refused(value):
     with pytest.raises(ConfigError, match="`cache.max_bytes` must be a size of memory"):
-        size.parse(value, key="cache.max_bytes")
+        parse_bytes(value, key="cache.max_bytes")
 
 
 @pytest.mark.parametrize("label", [lambda i: i, lambda i: float(i), lambda i: None, lambda i: [0.5, i],
@@ -132,7 +133,7 @@ def test_what_does_not_fit_is_read_as_before_and_said_once(caplog):
         for _ in range(3):
             for i in range(20):
                 assert bytes(cached[i][0]) == source.bytes(i)
-                cached.tell()
+                cached.warn_if_full()
     held = int(cached.status().sum())
     assert 8 <= held < 20
     assert source.reads.sum() == held + 3 * (20 - held)
@@ -470,9 +471,9 @@ def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     first, again, other = (
-        shared_memory.tensor(torch.arange(1000)),
-        shared_memory.tensor(torch.arange(1000)),
-        shared_memory.tensor(torch.zeros(9)),
+        shared_memory.share_tensor(torch.arange(1000)),
+        shared_memory.share_tensor(torch.arange(1000)),
+        shared_memory.share_tensor(torch.zeros(9)),
     )
     assert torch.equal(first, torch.arange(1000))
     assert first.dtype == torch.int64
@@ -481,5 +482,7 @@ def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):
     assert torch.equal(other, torch.zeros(9))
     assert other.is_shared()
     del first
-    assert shared_memory.tensor(torch.arange(1000))[5] == 5  # the name went with its owner; what others have stays
+    assert (
+        shared_memory.share_tensor(torch.arange(1000))[5] == 5
+    )  # the name went with its owner; what others have stays
     assert again[5] == 77

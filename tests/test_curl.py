@@ -181,7 +181,7 @@ def test_an_answer_that_is_not_the_file_itself_is_refused_where_files_are_read()
 
     with server(answer) as (port, _):
         assert asking().read([get(port)]) == [b"abc"]  # of S3 it is what was stored
-        (found,) = asking(coded=False).read([get(port)])
+        (found,) = asking(encoded=False).read([get(port)])
         assert isinstance(found, ReadError)
         assert "gzip" in str(found)
 
@@ -194,7 +194,7 @@ def test_a_login_that_failed_is_not_asked_for_by_every_request():
         raise TimeoutError("no answer of the role's server")
 
     with server(plain) as (port, _):
-        found = asking(login=objects._Kept(ask)).read([get(port, f"/{i}") for i in range(50)])
+        found = asking(login=objects._RenewedLogin(ask)).read([get(port, f"/{i}") for i in range(50)])
     assert all("no answer of the role's server" in str(item) for item in found)
     assert len(asked) < 5
 
@@ -216,7 +216,7 @@ def test_an_old_libcurl_is_not_used(lacks, monkeypatch):
         monkeypatch.setattr(pycurl, "version_info", lambda: (9, "7.88.1", 0x075801))
     else:
         monkeypatch.delattr(pycurl, "AWS_SIGV4")
-    assert objects.opened(object(), "s3://bucket/key", connections=1) is None
+    assert objects.open_objects(object(), "s3://bucket/key", connections=1) is None
 
 
 def test_no_url():

@@ -54,7 +54,7 @@ def test_rows_are_samples(folder):
     assert source.labels.tolist() == [i % 3 for i in range(23)]
     assert source.num_classes == 3
     assert source.classes is source.indices is source.read_many is None
-    assert source._items(order) == [source[i] for i in order]
+    assert source._read(order) == [source[i] for i in order]
     for bad in (-1, 23):
         with pytest.raises(IndexError):
             source[bad]
@@ -87,13 +87,13 @@ def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
     real = module._images
 
     def spy(file, meta, group, *more):
-        read.append((file.key, group))
+        read.append((file.path, group))
         return real(file, meta, group, *more)
 
     monkeypatch.setattr(module, "_images", spy)
     source = ParquetSource(folder, row_groups=1)
     order = np.random.default_rng(0).permutation(23).tolist()
-    source._items(order)
+    source._read(order)
     assert len(read) == len(set(read)) == 3 + 1 + 3
     read.clear()
     list(source)
@@ -179,7 +179,7 @@ def test_nulls_are_faults_of_their_sample(tmp_path):
         found, labels, faults = read_all(ParquetSource(tmp_path / "x.parquet"))
         assert found == {i: d or b"" for i, d in enumerate(data)}
         assert list(faults) == [3, 4]
-        assert "has no bytes of an image" in faults[3]
+        assert "has no image bytes" in faults[3]
         assert labels == {i: i for i in range(8)}
 
 
@@ -204,7 +204,7 @@ def test_damage_costs_its_row_group_only(folder):
     assert set(faults) == set(range(10))
     for bad in (b"", b"PAR1", b"PAR1" + b"\xff" * 100 + b"PAR1", path.read_bytes()):
         (folder / "bad.parquet").write_bytes(bad)
-        with pytest.raises(SourceError, match=r"bad\.parquet' is no Parquet file"):
+        with pytest.raises(SourceError, match=r"bad\.parquet' cannot be read as a Parquet file"):
             ParquetSource(folder)
 
 
@@ -238,11 +238,11 @@ def test_remote_files_cost_one_range_for_each_row_group(folder, kind, tmp_path):
         assert source.digest() == local.digest()
         assert source.labels.tolist() == local.labels.tolist()
         source = pickle.loads(pickle.dumps(source))
-        source._items([0, 10, 11])  # footers
+        source._read([0, 10, 11])  # footers
         proxy.reset()
         proxy.latency = 0.05
         order = np.random.default_rng(0).permutation(23).tolist()
-        assert source._items(order) == [local[i] for i in order]
+        assert source._read(order) == [local[i] for i in order]
         assert len(proxy.gets) == 7 - 2  # two are at hand
         assert proxy.most == 5
         proxy.latency = 0.0

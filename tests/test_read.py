@@ -154,7 +154,7 @@ def test_a_batch_is_one_piece_of_shared_memory(reading):
 
 
 class Lending(Bytes):
-    lends = True
+    zero_copy = True
 
     def __init__(self, count, **kwargs):
         super().__init__(count, **kwargs)
@@ -339,8 +339,8 @@ def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
     monkeypatch.setattr(gpuaug.read.reader, "LARGE", 100)
     monkeypatch.setattr(gpuaug.read.reader, "LARGEST_BATCH", 500)
     monkeypatch.setattr(gpuaug.read.reader, "LARGEST_IMAGE", 400)
-    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_BATCH", 500)
-    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_IMAGE", 400)
+    monkeypatch.setattr("gpuaug.source.local.LARGEST_BATCH", 500)
+    monkeypatch.setattr("gpuaug.source.local.LARGEST_IMAGE", 400)
     sizes = [100, 300, 401, 201, 200, 101, 100]
 
     class Sized(Bytes):

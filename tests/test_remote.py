@@ -23,8 +23,9 @@ import gpuaug
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource, Remote, adapt
+from gpuaug.source.paths import absolute, is_safe, join, redact, split
 from gpuaug.source.remote.disk import Disk, locked
-from gpuaug.source.remote.storage import Range, Storage, join, locate, safe, shown, split
+from gpuaug.source.remote.storage import Range, Storage
 
 METHODS = multiprocessing.get_all_start_methods()
 
@@ -235,7 +236,7 @@ def either(request, monkeypatch):
 
 @pytest.mark.usefixtures("either")
 def test_a_server_without_end_is_not_read_for_ever(folder, monkeypatch):
-    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_FILE", 7)
+    monkeypatch.setattr("gpuaug.source.local.LARGEST_FILE", 7)
     with files(folder.parent) as port:
         (found,) = Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")])
     assert isinstance(found, OSError)
@@ -602,9 +603,9 @@ def test_a_cache_that_cannot_be_written_only_warns(tmp_path, caplog):
 
 def test_keys_cannot_leave_their_place():
     for key in ("../a", "a/../b", "/a", "a//b", "", ".", "a/.", "s3://b/c", "a\0b", "..", "./a"):
-        assert not safe(key), key
+        assert not is_safe(key), key
     for key in ("a", "a/b.jpg", "..a/b..", "a b#?.jpg", "~/x"):
-        assert safe(key), key
+        assert is_safe(key), key
 
 
 def test_listings_that_lead_outside_are_left_out(store, tmp_path, caplog):
@@ -621,12 +622,12 @@ def test_listings_that_lead_outside_are_left_out(store, tmp_path, caplog):
 
 
 def test_places(tmp_path):
-    assert locate("s3://b/x/") == "s3://b/x"
-    assert locate("file:///a/b%20c") == "/a/b c"
+    assert absolute("s3://b/x/") == "s3://b/x"
+    assert absolute("file:///a/b%20c") == "/a/b c"
     assert join("https://h/d", "a b/c%.jpg") == "https://h/d/a%20b/c%25.jpg"
     assert join("s3://b/d", "a b/c%.jpg") == "s3://b/d/a b/c%.jpg"
     assert split("s3://b/d/x.tar") == ("s3://b/d", "x.tar")
-    assert shown("https://me:secret@host/x?sig=secret") == "https://host/x"
+    assert redact("https://me:secret@host/x?sig=secret") == "https://host/x"
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "x.jpg").write_bytes(b"x")
     assert FolderSource(f"file://{tmp_path}")[0] == (b"x", 0)

@@ -21,7 +21,7 @@ from test_remote import METHODS, read_all
 import gpuaug
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import Remote, ShardSource
-from gpuaug.source.paths import braces
+from gpuaug.source.paths import expand_braces
 from gpuaug.source.tar import members
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -109,7 +109,7 @@ def test_ways_to_name_shards(shards, tmp_path, monkeypatch):
 def test_braces_are_those_of_the_shell():
     for text in ("a-{000..003}.tar", "{x,y}/{1..3}.tar", "{8..12}", "{3..1}", "plain", "{one}", "{a,b,}c", "{09..11}"):
         shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True).stdout
-        assert braces(text) == shell.removesuffix("\n").split("\n"), text
+        assert expand_braces(text) == shell.removesuffix("\n").split("\n"), text
 
 
 @given(
@@ -134,7 +134,7 @@ def test_members_are_those_of_tarfile(tmp_path_factory, entries, kind):
     with tarfile.open(path) as tar:
         theirs = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
     ours = [
-        (os.fsdecode(m.name), m.offset, m.size) for m in members(lambda at, n: data[at : at + n], len(data), place="x")
+        (os.fsdecode(m.name), m.offset, m.size) for m in members(lambda at, n: data[at : at + n], len(data), path="x")
     ]
     assert ours == theirs
 
@@ -158,7 +158,7 @@ def test_labels(tmp_path, shards):
     assert ShardSource(many, labels="json").num_classes == 3
     with pytest.raises(SourceError, match=r"label_key"):
         ShardSource(shards, labels="json", label_key="nothing")
-    with pytest.raises(SourceError, match="is no label"):
+    with pytest.raises(SourceError, match="is not a label"):
         ShardSource(shards, labels="json", label_key="x")
     with pytest.raises(SourceError, match="knows nothing of 1 labels"):
         ShardSource(shards, labels="json", classes=["c0"])
@@ -434,7 +434,7 @@ def test_a_tar_without_its_end_is_said(tmp_path, shards, caplog):
 
 def test_broken_tars_are_refused(tmp_path, shards):
     whole = (shards / "train-000.tar").read_bytes()
-    end = max(m.offset + m.size for m in members(lambda at, n: whole[at : at + n], len(whole), place="x"))
+    end = max(m.offset + m.size for m in members(lambda at, n: whole[at : at + n], len(whole), path="x"))
     path = tmp_path / "x.tar"
     for at in (300, 512, 600, 1024 + 100, end - 1, end + 1 if end % 512 else end - 2):
         path.write_bytes(whole[:at])
@@ -469,7 +469,7 @@ def test_any_damage_is_an_error_or_none(tmp_path_factory, data):
                 broken[header + 148 : header + 156] = b" " * 8
                 broken[header + 148 : header + 156] = b"%06o\0 " % sum(broken[header : header + 512])
     try:
-        for member in members(lambda at, n: bytes(broken[at : at + n]), len(broken), place="x"):
+        for member in members(lambda at, n: bytes(broken[at : at + n]), len(broken), path="x"):
             assert 0 < member.offset <= member.offset + member.size <= len(broken)
             assert b".." not in member.name.split(b"/")
     except SourceError:
@@ -496,7 +496,7 @@ def steps(data, most):
         return data[at : at + size]
 
     try:
-        return list(members(read, len(data), place="x")), reads
+        return list(members(read, len(data), path="x")), reads
     except SourceError as error:
         return error, reads
 

@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset, random_split
 
+from gpuaug.decode import header
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import FolderSource, MapSource, adapt
 from gpuaug.source.index import Names
-from gpuaug.source.remote.storage import LARGE, LARGEST_IMAGE, SIGNATURE, Range, Storage
+from gpuaug.source.local import LARGE, LARGEST_IMAGE, SIGNATURE, check_signature
+from gpuaug.source.remote.storage import Range, Storage
 
 METHODS = multiprocessing.get_all_start_methods()
 
@@ -153,17 +155,30 @@ def test_a_large_file_that_is_no_image_is_not_read(tree, monkeypatch):
     asked = []
     monkeypatch.setattr(os, "read", lambda fd, size, read=os.read: asked.append(size) or read(fd, size))
     source = FolderSource(tree)
-    with pytest.raises(OSError, match="no image: 16777217 bytes that begin with"):
+    with pytest.raises(OSError, match="not an image: 16777217 bytes that begin with"):
         source[0]
     assert asked == [SIGNATURE]
     data, label = source[1]
     assert (len(data), data[:4], label) == (LARGE + 1, b"\xff\xd8\xff\xe0", 0)
 
 
+def test_large_files_of_every_codec_are_read():
+    heads = [b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP", b"BM", b"GIF87a", b"GIF89a", b"II*\0",
+             b"MM\0*", b"II+\0", b"MM\0+", b"\x89gpuaug\n", b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51", b"P5\n",
+             b"P6 "]  # fmt: skip
+    assert {header.sniff(head) for head in heads} == {*header.CODECS}
+    for head in heads:
+        check_signature(head.ljust(SIGNATURE, b"\0"), LARGE + 1, "x.jpg")
+    for head in (b"", b"RIFF\0\0\0\0WAVE", b"P6x", b"<html>", b"\x89gpuau"):
+        assert header.sniff(head) is None
+        with pytest.raises(OSError, match="not an image"):
+            check_signature(head, LARGE + 1, "x.jpg")
+
+
 def test_large_images_of_a_batch_are_bounded(monkeypatch):
-    monkeypatch.setattr("gpuaug.source.remote.storage.LARGEST_BATCH", 3 * LARGE)
+    monkeypatch.setattr("gpuaug.source.local.LARGEST_BATCH", 3 * LARGE)
     read = []
-    monkeypatch.setattr(Storage, "_read_local", lambda self, part: read.append(part.place) or b"")
+    monkeypatch.setattr(Storage, "_read_file", lambda self, part: read.append(part.path) or b"")
     parts = [Range(f"/{size}", image=size) for size in (LARGE + 5, 1, 2 * LARGE, LARGE + 6, LARGEST_IMAGE + 1)]
     found = Storage().read(parts)
     assert read == [f"/{LARGE + 5}", "/1", f"/{LARGE + 6}"]

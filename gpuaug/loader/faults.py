@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 
 from gpuaug.batch import Fault
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError
-from gpuaug.source.remote.storage import LARGEST_FILE, check_regular
+from gpuaug.source.local import LARGEST_FILE, check_regular
 
 log = logging.getLogger("gpuaug")
 
@@ -178,7 +178,7 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if not (made := not os.path.exists(path)):
-            check_regular(os.stat(path), path, most=LARGEST_FILE)  # as what stands in it is read
+            check_regular(os.stat(path), path, limit=LARGEST_FILE)  # as what stands in it is read
         with open(path, "ab"):
             pass
         if made:

@@ -586,7 +586,7 @@ class _Epoch(Iterator[Batch]):
         loader._position, loader._next_pass = self._plan.position(done), "next epoch"
         loader._finished = done == self._count
         if (cache := loader.pipeline.cache) is not None:
-            cache.tell()
+            cache.warn_if_full()
 
 
 SETTINGS = frozenset(inspect.signature(Loader).parameters)

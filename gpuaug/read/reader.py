@@ -35,8 +35,8 @@ from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.adapt import adapt
 from gpuaug.source.index import share
+from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 from gpuaug.source.protocol import Source
-from gpuaug.source.remote.storage import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 
 log = logging.getLogger("gpuaug")
 
@@ -116,7 +116,7 @@ class Reader:
         """One batch for each ``(indices, repeats, valid)``, in this order.
 
         ``numbers`` gives what the source is asked for, int64 [B], where that is not ``indices``. With ``zero_copy`` and
-        without workers, a source that ``lends`` (its bytes stay valid and unchanged) has them copied nowhere.
+        without workers, a source with ``zero_copy`` (its bytes stay valid and unchanged) has them copied nowhere.
 
         An iterator that was begun before ends, in whatever thread it is. A sample that cannot be read (OSError, which
         includes connections and timeouts, and this project's own errors; after three tries where it may help) is a
@@ -128,7 +128,7 @@ class Reader:
             Exception: what else the source raises, with its own type.
         """
         self._end()
-        zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "lends", False))
+        zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
         return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Reader:
     ) -> Iterator[EncodedBatch]:
         asked: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
-        far = self.num_workers if getattr(self.source, "expect", None) is not None else 0
+        far = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
         def tasks() -> Iterator[Task]:
             known: deque[NDArray[np.int64]] = deque()
@@ -235,7 +235,7 @@ class _Encode:
 
         try:
             if after is not None:
-                self.source.expect(after.tolist())  # type: ignore[attr-defined]
+                self.source.prefetch(after.tolist())  # type: ignore[attr-defined]
             return self.batch(indices, stale)
         except _Ended:
             return None

@@ -1,9 +1,9 @@
-"""Where images are: how many there are, and the encoded bytes and label of number *i*.
+"""Sources: the number of samples, and the encoded bytes and label of sample number *i*.
 
-A source is any map-style object: ``len(source)``, and ``source[i] -> (bytes, label)`` for the number ``i`` that the
-sample keeps for ever. :class:`Source` lists what else a source may offer; :func:`adapt` fills in what is missing.
+A source is any map-style object with ``len(source)`` and ``source[i] -> (bytes, label)``; a sample never changes its
+number ``i``. :class:`Source` lists what else a source may have, and :func:`adapt` adds what is missing.
 
-Sources are unpickled in every worker, so nothing here imports a decoder or a configuration library, or touches CUDA.
+Sources are unpickled in every worker, so no module here imports a decoder or a configuration library, or touches CUDA.
 """
 
 from __future__ import annotations

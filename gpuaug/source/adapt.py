@@ -1,4 +1,4 @@
-"""Any map-style object as a source: what it does not offer is filled in."""
+"""Turns any map-style object into a complete source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ COMPLETE = ("__len__", "__getitem__", "indices", "labels", "classes", "class_to_
 class MapSource:
     """A source over an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
-    ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes``
-    are the object's own where it has them. Without ``key`` a sample is named by its number, and without ``key`` and
-    ``digest`` a state cannot tell two objects of one length apart.
+    Uses the object's ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and
+    ``num_classes`` if it has them. Without ``key`` a sample is named by its number. Without ``key`` and ``digest`` a
+    loader's state cannot tell two objects of the same length apart.
 
     Args:
         samples: the object.
         indices: int64 ``[len]``, ascending numbers of the samples to use; None: all.
+
+    >>> source = MapSource([(b"...", 0), (b"...", 1)])
+    >>> source[1], source.key(1)
+    ((b'...', 1), '1')
     """
 
     def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
@@ -44,8 +48,8 @@ class MapSource:
         number = getattr(samples, "num_classes", None)
         self.num_classes: int | None = len(self.classes) if number is None and self.classes is not None else number
         self.mapped = bool(getattr(samples, "mapped", False))
-        self.lends = bool(getattr(samples, "lends", False))
-        self.stored = getattr(samples, "stored", None)  # of materialized epochs, which a loader replays
+        self.zero_copy = bool(getattr(samples, "zero_copy", False))
+        self.stored = getattr(samples, "stored", None)  # materialized epochs, which a loader replays
         if callable(many := getattr(samples, "read_many", None)):
             self.read_many = many
         if callable(label := getattr(samples, "label", None)):
@@ -55,19 +59,19 @@ class MapSource:
         return len(self.samples) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Whatever the object gives for this number."""
+        """The object's item."""
         return self.samples[index]
 
     def __repr__(self) -> str:
         return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
 
     def key(self, index: int) -> str:
-        """The object's name for the sample, or its number."""
+        """The object's key of the sample, or its number."""
         own = getattr(self.samples, "key", None)
         return str(own(index)) if callable(own) else str(operator.index(index))
 
     def digest(self) -> str:
-        """The object's own; else a hash of the sorted keys of all samples."""
+        """The object's digest, or a hash of the sorted keys of all samples."""
         own = getattr(self.samples, "digest", None)
         if callable(own):
             return str(own())
@@ -76,10 +80,9 @@ class MapSource:
 
 
 def adapt(source: Any) -> Source:
-    """A complete source out of any map-style object that yields ``(bytes, label)``; a complete one is given back.
+    """A complete source from a map-style object that returns ``(bytes, label)``; a complete source is returned as is.
 
-    A ``torch.utils.data.Subset`` (what ``random_split`` returns) becomes a view of the source beneath it, whose samples
-    keep their numbers.
+    In a ``torch.utils.data.Subset`` (which ``random_split`` returns) samples keep the numbers of the full source.
 
     Raises:
         SourceError: if the object has no length or cannot be indexed.
@@ -90,19 +93,17 @@ def adapt(source: Any) -> Source:
         return source
     if is_dataset(source):
         return cast(Source, DatasetSource(source))
-    found = f"Found: {source!r:.200} ({type(source).__name__})."
+    given = f"Found: {source!r:.200} ({type(source).__name__})."
     if not hasattr(source, "__getitem__") or isinstance(source, str | bytes):
-        raise SourceError(
-            f"a source must give `source[i] -> (bytes, label)`; iterable ones cannot be shuffled. {found}"
-        )
+        raise SourceError(f"a source must give `source[i] -> (bytes, label)`; iterables cannot be shuffled. {given}")
     try:
         length = len(source)
     except (TypeError, NotImplementedError) as error:
-        raise SourceError(f"a source must have a length, `len(source)`. {found}") from error
+        raise SourceError(f"a source must have a length, `len(source)`. {given}") from error
     if isinstance(source, Mapping) and set(source) != set(range(length)):
-        raise SourceError(f"a mapping as a source must have the numbers 0 .. {length - 1} as its keys. {found}")
+        raise SourceError(f"a mapping as a source must have the numbers 0 .. {length - 1} as its keys. {given}")
     if not length:
-        raise SourceError(f"the source is empty: len(source) is 0. {found}")
+        raise SourceError(f"the source is empty: len(source) is 0. {given}")
     if not callable(getattr(source, "key", None)) and not callable(getattr(source, "digest", None)):
         log.info(
             "source %s has neither `key(i)` nor `digest()`: samples are named by their numbers, and a loader's state "
@@ -113,7 +114,7 @@ def adapt(source: Any) -> Source:
 
 
 def _subset(subset: Subset[Any]) -> Source:
-    """A torch Subset as a view of its source: its positions among the active samples, as numbers in the source."""
+    """A torch Subset: positions among the active samples become sample numbers."""
     base = adapt(subset.dataset)
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
@@ -129,7 +130,7 @@ def _subset(subset: Subset[Any]) -> Source:
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
-    """Labels by number as int64, where they are integers and one per sample."""
+    """Labels by sample number as int64; None unless they are integers and one per sample."""
     if labels is None or isinstance(labels, str):
         return None
     try:

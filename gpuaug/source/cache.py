@@ -1,13 +1,13 @@
-"""The encoded bytes of a source in memory: one copy for all workers and all ranks of a machine.
+"""A cache in memory for the encoded bytes of a source: one copy for all workers and ranks of a machine.
 
-The memory is one unnamed file (memfd) of the bound's size, of which only what is written exists:
+The memory is one unnamed file (memfd) as large as the limit; pages exist only where something was written:
 
-    head      int64 [8]   bytes taken, samples taken, whether something did not fit, whether that was said
-    index     int64 [N]   per sample: 0 not here; > 0 where its record begins; < 0 being written, by this process
+    head      int64 [8]   bytes used, samples stored, whether something did not fit, whether that was logged
+    index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus the process writing it
     records   length of the bytes, length of the label, bytes, label
 
-A record is written first and its place published after, so whoever dies while writing leaves a sample that is not here.
-Space is taken under a lock of the kernel's, which ends with its process.
+A process writes a record first and its position last, so a sample whose writer was killed counts as not stored. Space
+is reserved under a lock that the kernel releases when its process ends.
 """
 
 from __future__ import annotations
@@ -29,29 +29,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import machine, size
+from gpuaug import machine
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
+from gpuaug.source.base import SourceView
 from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 
-HEAD = 8  # int64 words
-TAKEN, SAMPLES, FULL, SAID = range(4)
-FILL_BATCH = 32  # samples that a worker reads at a time when filling ahead
+HEAD_WORDS = 8  # int64
+USED, SAMPLES, FULL, WARNED = range(4)  # in the head
+FILL_BATCH = 32  # samples that a worker reads at a time when it fills the cache ahead
 
-_made: dict[str, int] = {}  # how often this process made a cache of the same source
+_opened: dict[str, int] = {}  # how many caches of the same source this process has opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamCache:
-    """Encoded bytes in memory, once per machine. Nothing is evicted: what does not fit is read as before.
+    """Settings of a cache in memory, one per machine. Nothing is evicted: samples that do not fit are read as before.
 
     Args:
-        max_bytes: bound in bytes, as 2147483648 or ``"2GiB"``; None: half of the memory that is available at the start.
-        fill: ``first-use``: what is read stays; ``ahead``: before the first batch, what this machine shows in this
-            epoch. Of several machines each has another share in every epoch: what is new then is read once, and stays,
-            so room for the whole source on each of them ends all reading after some epochs.
+        max_bytes: limit in bytes, as 2147483648 or ``"2GiB"``; None: half of the memory that is available at the start.
+        fill: ``first-use``: keep what is read. ``ahead``: before the first batch, load every sample of this epoch's
+            shard. With several machines the shard changes each epoch and only samples that are not stored yet are read;
+            with room for the whole source on each machine, reading stops after some epochs.
+
+    >>> RamCache(max_bytes="64GiB", fill="ahead").fill
+    'ahead'
     """
 
     max_bytes: int | str | None = None
@@ -61,89 +66,73 @@ class RamCache:
         if not isinstance(self.fill, str) or self.fill not in ("first-use", "ahead"):
             raise ConfigError(f"`cache.fill` must be first-use or ahead. Found: {self.fill!r}.")
         if self.max_bytes is not None:
-            size.parse(self.max_bytes, key="cache.max_bytes")
+            parse_bytes(self.max_bytes, key="cache.max_bytes")
         if not shared_memory.SUPPORTED:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
-        """``source`` with this memory in front of it."""
+        """Put a cache with these settings in front of a source."""
         return CachedSource(source, self)
 
 
-class CachedSource:
-    """A source whose bytes are read once and then come from memory, as views that copy nothing.
+class CachedSource(SourceView):
+    """A source whose bytes are read once and then come from memory, as views without a copy.
 
-    Only what was read whole stays: a sample that raised or has no bytes is asked for again.
+    Samples that raised, or have no bytes, are not stored and are read again.
     """
 
     def __init__(self, source: Source, settings: RamCache) -> None:
-        self.source, self.settings = source, settings
-        self.indices, self.labels = source.indices, source.labels
-        self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self._told = self._filled = False
+        super().__init__(source)
+        self.settings = settings
+        self._warned = self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
-        self._memory: _Memory | None = _Memory(numbers, self._bound(), what=self._what())
-
-    def __len__(self) -> int:
-        return len(self.source)
+        self._memory: _Memory | None = _Memory(numbers, self._limit(), name=self._name())
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Bytes and label, from memory or else from the source."""
-        found = self._get(index)
-        if found is not None:
-            return found
-        item = self._kept(index, self.source[index])
-        self._keep_along(index)
+        """Bytes and label, from memory or from the source."""
+        item = self._get(index)
+        if item is None:
+            item = self._put(index, self.source[index])
+            self._put_same_group(index)
         return item
-
-    def __repr__(self) -> str:
-        return f"CachedSource({self.source!r})"
-
-    def key(self, index: int) -> str:
-        """The source's."""
-        return self.source.key(index)
-
-    def digest(self) -> str:
-        """The source's."""
-        return self.source.digest()
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """As the source's own, for what is not in memory; None where the source reads one at a time."""
+        """As the source's, which is asked for the missing samples only; None if the source has none."""
         return None if getattr(self.source, "read_many", None) is None else self._read_many
 
     @property
     def label(self) -> Callable[[int], Any] | None:
-        """As the source's own; None where it has none."""
+        """The source's ``label``; None if it has none."""
         return getattr(self.source, "label", None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, by all ranks of this machine."""
-        return 0 if self._memory is None else int(self._memory.head[TAKEN])
+        """Bytes in use, by all ranks of this machine."""
+        return 0 if self._memory is None else int(self._memory.head[USED])
 
     @property
     def samples(self) -> int:
-        """Samples in memory, or about to be."""
+        """Samples that are stored or being written."""
         return 0 if self._memory is None else int(self._memory.head[SAMPLES])
 
     @property
     def capacity(self) -> int:
-        """Bytes that there is room for."""
+        """Limit in bytes."""
         return 0 if self._memory is None else self._memory.capacity
 
     def status(self) -> Tensor:
-        """Per sample number int8 [N]: 1 in memory, 0 not, -1 being written."""
+        """Per sample number int8 [N]: 1: stored, 0: not stored, -1: being written."""
         if self._memory is None:
             return torch.zeros(0, dtype=torch.int8)
         return torch.from_numpy(np.sign(self._memory.index).astype(np.int8))
 
     def fill(self, reader: Any, numbers: Tensor) -> None:
-        """Read samples by the workers of ``reader`` into memory, once; further calls do nothing.
+        """Load samples into memory through the workers of ``reader``; only the first call does anything.
 
         Args:
             reader: a :class:`~gpuaug.read.reader.Reader` of this source.
-            numbers: int64 [M], what this rank reads of the epoch.
+            numbers: int64 [M], the samples that this rank reads in the epoch.
         """
         memory = self._memory
         if self._filled or memory is None:
@@ -151,7 +140,7 @@ class CachedSource:
         from tqdm import tqdm
 
         self._filled = True
-        # ascending: the order in which most storage is fastest
+        # in ascending order, which most storage reads fastest
         chunks = [c for c in torch.unique(numbers).split(FILL_BATCH) if not bool((memory.index[c.numpy()] > 0).all())]
         tasks = ((c, torch.zeros_like(c), torch.ones(len(c), dtype=torch.bool)) for c in chunks)
         encoded = reader.batches(tasks)
@@ -159,47 +148,47 @@ class CachedSource:
         with tqdm(total=sum(map(len, chunks)), desc="cache=ram", unit="image", disable=hidden, leave=False) as bar:
             for batch in encoded:
                 bar.update(len(batch))
-                bar.set_postfix_str(size.text(self.nbytes), refresh=False)
+                bar.set_postfix_str(format_bytes(self.nbytes), refresh=False)
                 if memory.head[FULL]:
                     encoded.close()
                     break
-        log.info("cache ram: %d samples in memory, %s", self.samples, size.text(self.nbytes))
-        self.tell()
+        log.info("cache ram: %d samples in memory, %s", self.samples, format_bytes(self.nbytes))
+        self.warn_if_full()
 
-    def tell(self) -> None:
-        """Say that something did not fit: one line in one rank, the first time."""
-        if self._told or self._memory is None or not self._memory.head[FULL]:
+    def warn_if_full(self) -> None:
+        """Log one line, in one rank, once something did not fit."""
+        if self._warned or self._memory is None or not self._memory.head[FULL]:
             return
-        self._told = True
+        self._warned = True
         with self._memory.locked():
-            said = int(self._memory.head[SAID])
-            self._memory.head[SAID] = 1
-        if not said:
+            by_another = int(self._memory.head[WARNED])
+            self._memory.head[WARNED] = 1
+        if not by_another:
             log.warning(
                 "cache ram is full: %d of %d samples are in memory (%s); the others are read as before. "
                 "Raise `cache.max_bytes`, now %s, to hold more.",
-                self.samples, len(self), size.text(self.nbytes), size.text(self.capacity),
+                self.samples, len(self), format_bytes(self.nbytes), format_bytes(self.capacity),
             )  # fmt: skip
 
     def close(self) -> None:
-        """Give the memory back; from now on everything is read from the source."""
+        """Release the memory; from now on the source is read."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
 
     def _get(self, index: int) -> tuple[Any, Any] | None:
         memory = self._memory
-        found = None if memory is None else memory.get(index)
-        if found is None:
+        record = None if memory is None else memory.get(index)
+        if record is None:
             return None
-        data, label = found
+        data, label = record
         if label is not None:
-            return data, pickle.loads(label)  # of our own making, in memory that only our processes have
+            return data, pickle.loads(label)  # safe: only our own processes write to this memory
         assert self.labels is not None
         return data, int(self.labels.numpy()[index])
 
-    def _kept(self, index: int, item: Any) -> Any:
-        """Put an item into memory if it is one; what a source may give is the reader's to judge."""
+    def _put(self, index: int, item: Any) -> Any:
+        """Store an item if it is ``(bytes, label)``, and return it; the reader reports other types."""
         memory = self._memory
         if memory is None or not isinstance(item, tuple | list) or len(item) != 2:
             return item
@@ -217,60 +206,59 @@ class CachedSource:
         items: list[Any] = [self._get(i) for i in numbers]
         missing = [row for row, item in enumerate(items) if item is None]
         if missing:
-            many: Any = getattr(self.source, "read_many", None)
-            for row, item in zip(missing, many([numbers[row] for row in missing]), strict=True):
-                items[row] = self._kept(numbers[row], item)
-                self._keep_along(numbers[row])
+            read_many: Any = getattr(self.source, "read_many", None)
+            for row, item in zip(missing, read_many([numbers[row] for row in missing]), strict=True):
+                items[row] = self._put(numbers[row], item)
+                self._put_same_group(numbers[row])
         return items
 
-    def _keep_along(self, index: int) -> None:
-        """Keep too what the source had to read for this sample: rows of Parquet are read by the group."""
-        along: Any = getattr(self.source, "along", None)
-        if along is None:
+    def _put_same_group(self, index: int) -> None:
+        """Store what the source read together with this sample, as the rows of a Parquet row group."""
+        same_group: Any = getattr(self.source, "same_group", None)
+        if same_group is None:
             return
-        for number in along(index).tolist():
+        for number in same_group(index).tolist():
             memory = self._memory
             if memory is None or memory.head[FULL]:
                 return
             if not memory.index[number]:
                 try:
                     item = self.source[number]
-                except (OSError, GpuaugError):  # a fault of that sample, when it is asked for
+                except (OSError, GpuaugError):  # becomes a fault when this sample is asked for
                     continue
-                self._kept(number, item)
+                self._put(number, item)
 
-    def _bound(self) -> int:
+    def _limit(self) -> int:
         if self.settings.max_bytes is not None:
-            return size.parse(self.settings.max_bytes, key="cache.max_bytes")
+            return parse_bytes(self.settings.max_bytes, key="cache.max_bytes")
         left = machine.memory_left()
         if left is None:
             raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
-        bound = max(1 << 20, left[0] // 2)
-        log.info("cache ram: at most %s, half of the memory available (%s)", size.text(bound), left[1])
-        return bound
+        limit = max(1 << 20, left[0] // 2)
+        log.info("cache ram: at most %s, half of the memory available (%s)", format_bytes(limit), left[1])
+        return limit
 
-    def _what(self) -> str:
-        """What the ranks share one memory for; the n-th cache of the same source on each of them."""
+    def _name(self) -> str:
+        """Name of the memory that the ranks share: the n-th cache of the same source on each of them."""
         if machine.local_world_size() == 1:
             return ""
         source = self.source
-        what = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
-        _made[what] = _made.get(what, 0) + 1
-        return f"cache {what} {_made[what]} {self.settings.max_bytes}"
+        name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
+        _opened[name] = _opened.get(name, 0) + 1
+        return f"cache {name} {_opened[name]} {self.settings.max_bytes}"
 
 
 class _Memory:
-    """Records in an unnamed file, by sample number. Workers get it by fork, or its descriptor by spawn."""
+    """Records by sample number in an unnamed file, which workers inherit by fork, or get as a descriptor by spawn."""
 
-    def __init__(self, numbers: int, capacity: int, *, what: str) -> None:
+    def __init__(self, numbers: int, capacity: int, *, name: str) -> None:
         self.numbers = numbers
-        begin = -(-8 * (HEAD + numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
-        found = shared_memory.once(what, lambda fd: os.ftruncate(fd, begin + capacity))
-        self._claim = found.claim
-        self._map(found.fd)
+        memory = shared_memory.share_once(name, lambda fd: os.ftruncate(fd, _begin(numbers) + capacity))
+        self._claim = memory.claim
+        self._map(memory.fd)
 
     def _map(self, fd: int) -> None:
-        self.begin = -(-8 * (HEAD + self.numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.begin = _begin(self.numbers)
         self.capacity = os.fstat(fd).st_size - self.begin
         try:
             table = mmap.mmap(fd, self.begin)
@@ -278,10 +266,10 @@ class _Memory:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ConfigError(
-                f"`cache.max_bytes` of {size.text(self.capacity)} cannot be mapped: {error}. Make it smaller."
+                f"`cache.max_bytes` of {format_bytes(self.capacity)} cannot be mapped: {error}. Make it smaller."
             ) from error
         words = np.frombuffer(table, dtype=np.int64)
-        self.head, self.index = words[:HEAD], words[HEAD : HEAD + self.numbers]
+        self.head, self.index = words[:HEAD_WORDS], words[HEAD_WORDS : HEAD_WORDS + self.numbers]
         self._fd, self._lock, self._pid = fd, threading.Lock(), os.getpid()
         self._close = weakref.finalize(self, os.close, fd)
 
@@ -293,7 +281,7 @@ class _Memory:
         self._map(state["fd"].detach())
 
     def get(self, index: int) -> tuple[memoryview, bytes | None] | None:
-        """A view of the bytes, and the label's bytes where it has some; None if they are not here."""
+        """A view of the bytes, and the pickled label if there is one; None if the sample is not stored."""
         if not 0 <= index < self.numbers or (begin := int(self.index[index])) <= 0:
             return None
         length, label = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
@@ -301,45 +289,40 @@ class _Memory:
         return self._records[begin + 16 : end], bytes(self._records[end : end + label]) if label else None
 
     def put(self, index: int, data: memoryview, label: bytes | None) -> None:
-        """Keep a sample, if there is room and nobody else does."""
+        """Store a sample if there is room and no other process stores it."""
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
-        record: list[Any] = [
-            np.array([len(data), len(label or b"")], dtype=np.int64).data.cast("B"),
-            data,
-            label or b"",
-        ]
-        needed = -(-(16 + len(data) + len(label or b"")) // 8) * 8
+        lengths = np.array([len(data), len(label or b"")], dtype=np.int64).data.cast("B")
+        record: list[Any] = [lengths, data, label or b""]
+        size = sum(map(len, record))
         with self.locked():
             entry = int(self.index[index])
-            if entry > 0 or (entry < 0 and _alive(-entry)):
+            if entry > 0 or (entry < 0 and _is_alive(-entry)):
                 return
-            taken = int(self.head[TAKEN])
-            if taken + needed > self.capacity:
+            position, reserved = int(self.head[USED]), -(-size // 8) * 8
+            if position + reserved > self.capacity:
                 self.head[FULL] = 1
                 return
-            self.head[TAKEN] = taken + needed
+            self.head[USED] = position + reserved
             self.head[SAMPLES] += entry == 0
             self.index[index] = -os.getpid()
-        place = self.begin + taken
+        position += self.begin
         try:
-            # by write and not through a map: no memory left is an error here, and a fatal signal there
-            done = os.pwritev(self._fd, record, place)
-            if done < sum(map(len, record)):
-                whole = b"".join(record)
-                while done < len(whole):
-                    done += os.pwrite(self._fd, whole[done:], place + done)
+            # by write, which fails if there is no memory left; writing through the map would end the process
+            done = os.pwritev(self._fd, record, position)
+            while done < size:
+                done += os.pwrite(self._fd, b"".join(record)[done:], position + done)
         except OSError as error:
             self.index[index] = 0
             self.head[FULL] = 1
             log.warning("cache ram takes no more: %s", error)
             return
-        self.index[index] = place
+        self.index[index] = position
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other thread or process of this machine is inside; a process that is killed leaves it."""
-        if self._pid != os.getpid():  # another thread of the parent may have held it at the fork
+        """Exclude all other threads and processes of this machine; a killed process releases the lock."""
+        if self._pid != os.getpid():  # at the fork another thread of the parent may have held it
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
@@ -349,12 +332,17 @@ class _Memory:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
 
     def close(self) -> None:
-        """No rank that comes now finds it; it ends with the last view of its bytes."""
+        """Hide the memory from new ranks; the last view of its bytes frees it."""
         if self._claim is not None:
             self._claim.close()
 
 
-def _alive(pid: int) -> bool:
+def _begin(numbers: int) -> int:
+    """Position of the first record."""
+    return -(-8 * (HEAD_WORDS + numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

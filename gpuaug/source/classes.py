@@ -1,4 +1,4 @@
-"""Labels out of what users have: a mapping of classes, numbers, names, or several of them for one sample."""
+"""Labels from class mappings, numbers, names, or several of them per sample."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
-from gpuaug.source.remote.storage import open_text
+from gpuaug.source.local import open_text
 
 log = logging.getLogger("gpuaug")
 
 
 def class_mapping(classes: Any) -> dict[str, int]:
-    """Name to label from what a user gives as ``source.classes``; labels are 0 .. C - 1, each once."""
-    found = classes
+    """``source.classes`` as a mapping from name to label; labels are 0 .. C - 1, each once."""
+    given = classes
     if isinstance(classes, str | os.PathLike):
         path = os.path.expanduser(os.fspath(classes))
-        found = path
+        given = path
         try:
-            lines = open_text(path, errors="surrogateescape").read()
-            classes = (
-                json.loads(lines) if path.endswith(".json") else list(filter(None, map(str.strip, lines.split("\n"))))
-            )
+            text = open_text(path, errors="surrogateescape").read()
+            lines = filter(None, map(str.strip, text.split("\n")))
+            classes = json.loads(text) if path.endswith(".json") else list(lines)
         except (OSError, ValueError, RecursionError) as error:
             raise SourceError(
                 "`source.classes` must be names, a mapping, or a FILE: .json with either, or text with one name per "
@@ -38,7 +37,7 @@ def class_mapping(classes: Any) -> dict[str, int]:
     elif isinstance(classes, Sequence) and all(isinstance(name, str | int) for name in classes):
         names, numbers = [str(name) for name in classes], list(range(len(classes)))
     else:
-        raise SourceError(f"`source.classes` must hold names, or a mapping from name to label. Found: {found!r:.200}.")
+        raise SourceError(f"`source.classes` must hold names, or a mapping from name to label. Found: {given!r:.200}.")
     if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise SourceError(
             f"the labels in `source.classes` must be 0 .. {len(numbers) - 1}, each once. Found: {some(numbers)}."
@@ -51,13 +50,14 @@ def class_mapping(classes: Any) -> dict[str, int]:
 def label_column(
     label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], place: str, remedy: str
 ) -> str | None:
-    """The column of the labels; None: no labels.
+    """Name of the label column; None: no labels.
 
     Args:
-        label: its name; ``auto``: ``label`` or ``labels``, else the only one of ``with_classes``; ``none`` or None.
-        columns: all that hold no images.
-        with_classes: those of them whose values are names of classes by number.
-        place, remedy: for errors.
+        label: the column; ``auto``: ``label`` or ``labels``, else the only one of ``with_classes``; ``none`` or None.
+        columns: all columns without images.
+        with_classes: columns whose values are class numbers with names.
+        place: of the data, for errors.
+        remedy: for errors.
 
     Raises:
         SourceError: if there is no such column, or ``auto`` does not find it among several.
@@ -65,33 +65,43 @@ def label_column(
     if label in (None, "none") or (label == "auto" and not columns):
         return None
     known = [label] if label != "auto" else ["label", "labels", *(with_classes if len(with_classes) == 1 else ())]
-    found = next((name for name in known if name in columns), None)
-    if found is None:
+    column = next((name for name in known if name in columns), None)
+    if column is None:
         wanted = "label or labels" if label == "auto" else repr(label)
         among = ", ".join(columns) or "none"
         raise SourceError(
             f"`source.label` must be a column of {place}, or none. Found no {wanted} among: {among:.1000}. {remedy}"
         )
     if label == "auto":
-        log.info("source %s: labels from the column %r", place, found)
-    return found
+        log.info("source %s: labels from the column %r", place, column)
+    return column
 
 
 def encode(
     values: Sequence[Any] | NDArray[Any], *, classes: Mapping[str, int] | None, place: str
 ) -> tuple[NDArray[Any], list[str] | None]:
-    """Labels of all samples, and the classes where they have names.
+    """Labels of all samples as an array, and the names of the classes (None: no names).
 
-    Whole numbers are classes by number: int64 [N]. Other numbers are targets: float32 [N]. Names are classes, sorted:
-    int64 [N]. Lists of numbers are targets: float32 [N, K]. Lists of names are sets of classes: float32 [N, C] of 0, 1.
+    ==================  =============================================
+    values              labels
+    ==================  =============================================
+    whole numbers       int64 [N], class numbers
+    other numbers       float32 [N], targets
+    names               int64 [N], classes in the order of the names
+    lists of numbers    float32 [N, K], targets
+    lists of names      float32 [N, C], 1 for each class in the list
+    ==================  =============================================
 
     Args:
-        values: one for each sample.
-        classes: the mapping of another run, for names; None: made from the names.
-        place: for errors.
+        values: one per sample.
+        classes: from name to label; None: made from the sorted names.
+        place: of the data, for errors.
 
     Raises:
-        SourceError: if the labels are of several kinds, or one is not in ``classes``.
+        SourceError: if the values are of several kinds, or a name is not in ``classes``.
+
+    >>> encode(["dog", "cat"], classes=None, place="train.csv")
+    (array([1, 0]), ['cat', 'dog'])
     """
     if isinstance(values, np.ndarray):
         kinds: set[Any] = {values.dtype.type}

@@ -15,45 +15,48 @@ import torch
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.base import ListedSource
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.filters import Listed, extensions_of
+from gpuaug.source.filters import IMAGE_EXTENSIONS, extensions_of
 from gpuaug.source.index import Names, share
-from gpuaug.source.remote.storage import LARGE, Found, Range, Remote, Storage, is_url, join, locate, read_file, shown
+from gpuaug.source.local import LARGE, read_file
+from gpuaug.source.paths import absolute, is_url, join, redact
+from gpuaug.source.remote.storage import Range, Remote, Storage
 
 log = logging.getLogger("gpuaug")
 
-# torchvision's IMG_EXTENSIONS, and gif
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-
-LINKED = 8  # times that a folder is entered through links in links: n folders that all link to each other have n! paths
-TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # more than 4096 bytes or 40 links: nothing below could be opened
+MOST_VISITS = 8  # of a folder through links in links: n folders that all link to each other have n! paths
+TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # a path of more than 4096 bytes or 40 links cannot be opened
 
 
-class FolderSource(Listed):
+class FolderSource(ListedSource):
     """``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders and files sorted.
 
-    Every name with an image extension is listed, unread; a broken link or an empty file becomes that sample's fault.
-    Names need not be UTF-8. Links to folders are followed, each as often as it is there, but a folder is never entered
-    below itself; and where what a link leads to has links in turn, what these lead to is entered at most eight times
-    per class. Folders whose path the system finds too long are left out. One warning counts what was not entered.
+    Every file with an image extension is listed and none is opened: a broken link or an empty file becomes a fault of
+    its sample. Names need not be UTF-8. Links to folders are followed, but never into a folder above the link, and at
+    most eight times per class and folder through links in links. Folders whose path is too long for the system are
+    left out. One warning counts the folders that were not entered.
 
     Args:
         root: the folder, or its URL (``s3://bucket/train``).
         labels: ``folder``: the first subfolder is the class; ``none``: images anywhere below ``root``, no labels.
-        classes: the mapping of another run, for evaluation: names in the order of their labels, a mapping from name to
-            label, or a FILE: .json with either of them, else text with one name per line. Its classes need no folder
-            here; a folder that it does not know is an error.
-        subset: an int takes so many samples and a float that share of them, evenly spread over the sorted files (so
-            that classes keep their proportions; the same ones every time); else a FILE or sequence of sample numbers.
-        exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` holds them. Left out after
-            ``subset`` is taken.
-        extensions: what a name must end in, in any case of letters.
+        classes: class mapping of another run, for evaluation: names in the order of their labels, a mapping from name
+            to label, or a FILE: .json with one of these, else text with one name per line. A class may have no folder
+            here; a folder that is not a class is an error.
+        subset: a count or a fraction: so many samples, spread evenly over the sorted files, so that classes keep their
+            proportions and every run gets the same samples. Or a FILE or sequence of sample numbers.
+        exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them. Applied after
+            ``subset``.
+        extensions: of image files; case is ignored.
         remote: how to read from a URL.
 
     Samples keep their numbers under ``subset`` and ``exclude``; ``source[i]`` takes that number.
 
     Raises:
-        SourceError: if the folder or a file cannot be used, or no images are left.
+        SourceError: if the folder or a file cannot be used, or no image is left.
+
+    >>> source = FolderSource("data/train", subset=0.1)
+    >>> data, label = source[0]
     """
 
     def __init__(
@@ -70,34 +73,30 @@ class FolderSource(Listed):
         if labels is not None and (not isinstance(labels, str) or labels not in ("folder", "none")):
             raise ConfigError(f"`source.labels` must be folder or none. Found: {labels!r}.")
         endings = extensions_of(extensions)
-        self.root = locate(root)
+        self.root = absolute(root)
         self._storage = Storage(remote)
-        self._stamps: Names | None = None
-        self._large: dict[int, int] = {}  # bytes of remote files, by number
+        self._versions: Names | None = None  # of remote files, for the disk cache
+        self._large: dict[int, int] = {}  # bytes of large remote files, by number
         began = time.monotonic()
-        tree: _Folder | _Url = (
-            _Url(self.root, self._storage, endings) if is_url(self.root) else _Folder(self.root, endings)
-        )
+        tree = _UrlTree(self.root, self._storage, endings) if is_url(self.root) else _LocalTree(self.root, endings)
         if labels == "folder":
             self._list_classes(None if classes is None else class_mapping(classes), tree, endings)
         elif classes is not None:
             raise ConfigError("`source.classes` names the folders' labels, but `source.labels` is none. Drop one.")
         else:
-            self._names = Names.of(_encode(block) for block in tree.images(None))
+            self._names = Names.of(map(_encode, tree.images(None)))
             if not len(self._names):
-                raise SourceError(f"no images in {shown(self.root)!r}: no file below it ends in {', '.join(endings)}.")
-        if isinstance(tree, _Url):
-            self._note(tree.files)
+                raise SourceError(f"no images in {redact(self.root)!r}: no file below it ends in {', '.join(endings)}.")
+        if isinstance(tree, _UrlTree):
+            self._keep_listing(tree)
         else:
-            tree.tell()
+            tree.warn()
         self._activate(subset, exclude, began=began)
 
-    def _items(self, numbers: Sequence[int]) -> list[Any]:
-        if is_url(self.root):
-            return super()._items(numbers)
-        return [self._local(i) for i in numbers]
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        return super()._read(numbers) if is_url(self.root) else [self._read_local(i) for i in numbers]
 
-    def _local(self, index: int) -> Any:
+    def _read_local(self, index: int) -> Any:
         try:
             path = os.path.join(os.fsencode(self.root), self._names[index])
             return read_file(path, image=True), self._label_of(index)
@@ -105,18 +104,20 @@ class FolderSource(Listed):
             return error
 
     def _range(self, index: int) -> Range:
-        stamp = "" if self._stamps is None else self._stamps[index].decode()
-        place = join(self.root, os.fsdecode(self._names[index]))
-        return Range(place, stamp=stamp, image=self._large.get(index, 0))
+        version = "" if self._versions is None else self._versions[index].decode()
+        path = join(self.root, os.fsdecode(self._names[index]))
+        return Range(path, version=version, image=self._large.get(index, 0))
 
-    def _note(self, files: Mapping[str, Found]) -> None:
-        """Keep of a remote listing what reading needs; without a disk cache that is next to nothing per sample."""
-        keys = [os.fsdecode(name) for name in self._names]
-        self._large = {i: files[key].size for i, key in enumerate(keys) if files[key].size > LARGE}
+    def _keep_listing(self, tree: _UrlTree) -> None:
+        """Keep what reading needs of a remote listing: nearly nothing per sample unless there is a disk cache."""
+        files = [tree.files[os.fsdecode(name)] for name in self._names]
+        self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
         if self._storage.remote.cache is not None:
-            self._stamps = Names.of([[files[key].stamp.encode() for key in keys]])
+            self._versions = Names.of([[file.version.encode() for file in files]])
 
-    def _list_classes(self, given: dict[str, int] | None, tree: _Folder | _Url, endings: tuple[str, ...]) -> None:
+    def _list_classes(
+        self, given: dict[str, int] | None, tree: _LocalTree | _UrlTree, endings: tuple[str, ...]
+    ) -> None:
         folders, beside = tree.classes()
         folders.sort()
         if not folders:
@@ -130,17 +131,16 @@ class FolderSource(Listed):
                 f"`source.classes` has {len(mapping)} classes and knows nothing of {len(unknown)} of the "
                 f"{len(folders)} folders in {self.root!r}: {some(unknown)}. Add them to it, or move them away."
             )
-        counts: list[int] = []
+        counts = dict.fromkeys(folders, 0)
 
         def blocks() -> Iterator[list[bytes]]:
             for folder in folders:
-                counts.append(0)
                 for block in tree.images(folder):
-                    counts[-1] += len(block)
+                    counts[folder] += len(block)
                     yield _encode(block)
 
         self._names = Names.of(blocks())
-        empty = [folder for folder, count in zip(folders, counts, strict=True) if not count]
+        empty = [folder for folder, count in counts.items() if not count]
         if not len(self._names):
             raise SourceError(
                 f"no images in {self.root!r}: {len(folders)} class folders ({some(folders)}), but no file in them "
@@ -151,20 +151,19 @@ class FolderSource(Listed):
                 f"{len(empty)} of the {len(folders)} class folders in {self.root!r} have no images: {some(empty)}. "
                 "Remove them, or give `source.classes`, where a class may be without images."
             )
-        self.labels = share(
-            torch.from_numpy(np.repeat(np.array([mapping[f] for f in folders], dtype=np.int64), counts))
-        )
+        labels = np.array([mapping[folder] for folder in folders], dtype=np.int64)
+        self.labels = share(torch.from_numpy(np.repeat(labels, list(counts.values()))))
         self.class_to_idx = dict(sorted(mapping.items(), key=lambda item: item[1]))
         self.classes = list(self.class_to_idx)
 
 
-class _Folder:
-    """The images of a local folder."""
+class _LocalTree:
+    """The images below a local folder."""
 
     def __init__(self, root: str, endings: tuple[str, ...]) -> None:
         self.root, self.endings = root, endings
-        self.skipped: Counter[str] = Counter()  # folders that are not entered, by reason
-        self._first = ""  # of them
+        self.skipped: Counter[str] = Counter()  # folders that were not entered, by reason
+        self._first = ""  # the first of them
         if not os.path.exists(root):
             above = root
             while not os.path.exists(above):
@@ -174,37 +173,25 @@ class _Folder:
             raise SourceError(f"`source.root` must be a folder. Found a file: {root!r}.")
 
     def classes(self) -> tuple[list[str], int]:
-        """Folders directly in the root, and how many images are beside them."""
-        folders, beside = [], 0
-        for entry in _scan(self.root):
-            if _is_folder(entry):
-                folders.append(entry.name)
-            else:
-                beside += entry.name.lower().endswith(self.endings)
-        return folders, beside
+        """Folders directly in the root, and the number of images beside them."""
+        entries = _scan(self.root)
+        folders = [entry.name for entry in entries if _is_folder(entry)]
+        images = [e for e in entries if e.name.lower().endswith(self.endings) and not _is_folder(e)]
+        return folders, len(images)
 
     def images(self, folder: str | None) -> Iterator[list[str]]:
-        """Keys of the images below one of these folders, or of all, in the order of ``sorted(os.walk(...))``."""
-        top = [] if folder is None else [folder]
+        """Keys of the images below a class folder, or all (None), one list per folder as ``sorted(os.walk(...))``."""
         found: list[tuple[str, list[str]]] = []
-        entered: Counter[tuple[int, int]] = Counter()  # through links in links, by device and inode
+        visits: Counter[tuple[int, int]] = Counter()  # through links in links, by device and inode
         above = frozenset() if folder is None else frozenset(filter(None, [self._identity(self.root)]))
-        # the shortest paths first and by name, so that what is left out is the same on every machine
-        waiting = deque([("".join(f"{name}/" for name in top), above, 0)])
+        # breadth first and by name, so that every machine leaves out the same folders
+        waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()
             path = os.path.join(self.root, prefix[:-1]) if prefix else self.root
             identity = self._identity(path)
-            if identity is None:
+            if identity is None or not self._enter(path, identity, above, links, visits):
                 continue
-            if identity in above:
-                self._skip(path, "lead back to a folder above them")
-                continue
-            if links > 1:
-                if entered[identity] == LINKED:
-                    self._skip(path, f"were reached {LINKED} times through links in links")
-                    continue
-                entered[identity] += 1
             names, below = [], above | {identity}
             for entry in sorted(_scan(path), key=lambda entry: entry.name):
                 if _is_folder(entry):
@@ -213,12 +200,30 @@ class _Folder:
                     names.append(entry.name)
             if names:
                 found.append((prefix, names))
-        # without the last "/": torchvision sorts the folders' paths
+        # without the last "/": torchvision sorts the paths of folders
         for prefix, names in sorted(found, key=lambda item: item[0][:-1]):
             yield [prefix + name for name in names]
 
-    def tell(self) -> None:
-        """Say once what was not entered."""
+    def _enter(
+        self,
+        path: str,
+        identity: tuple[int, int],
+        above: frozenset[tuple[int, int]],
+        links: int,
+        visits: Counter[tuple[int, int]],
+    ) -> bool:
+        """Whether a folder that is reached through so many links is listed, and not left out to end a loop."""
+        if identity in above:
+            self._skip(path, "lead back to a folder above them")
+            return False
+        if links > 1 and visits[identity] == MOST_VISITS:
+            self._skip(path, f"were reached {MOST_VISITS} times through links in links")
+            return False
+        visits[identity] += links > 1
+        return True
+
+    def warn(self) -> None:
+        """Log one line about the folders that were not entered."""
         if self.skipped:
             log.warning(
                 "source %s: %d folders are not entered: %s; the first is %r",
@@ -227,7 +232,7 @@ class _Folder:
             )  # fmt: skip
 
     def _identity(self, path: str) -> tuple[int, int] | None:
-        """Device and inode; None where the path is too long to be used."""
+        """Device and inode; None if the path is too long to be used."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -242,28 +247,27 @@ class _Folder:
         self.skipped[reason] += 1
 
 
-class _Url:
-    """The images below a URL. Folders without files are unknown to object stores, and have no part in it."""
+class _UrlTree:
+    """The images below a URL. Object stores do not know folders without files; these are ignored."""
 
     def __init__(self, root: str, storage: Storage, endings: tuple[str, ...]) -> None:
-        self.files = {file.key: file for file in storage.find(root) if file.key.lower().endswith(endings)}
-        self.by_folder: dict[str, dict[str, list[str]]] = {}
+        self.files = {file.path: file for file in storage.find(root) if file.path.lower().endswith(endings)}
+        self.by_class: dict[str, dict[str, list[str]]] = {}  # first folder -> folder -> keys
         for key in self.files:
-            above, _, _ = key.rpartition("/")
-            first = above.split("/", 1)[0]
-            self.by_folder.setdefault(first, {}).setdefault(above, []).append(key)
+            folder, _, _ = key.rpartition("/")
+            self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
 
     def classes(self) -> tuple[list[str], int]:
-        """As of :class:`_Folder`."""
-        return [name for name in self.by_folder if name], len(self.by_folder.get("", {}).get("", []))
+        """Folders directly in the root, and the number of images beside them."""
+        return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
 
     def images(self, folder: str | None) -> Iterator[list[str]]:
-        """As of :class:`_Folder`."""
+        """Keys of the images below a class folder, or all (None), one list per folder."""
         found: dict[str, list[str]] = {}
-        for first in self.by_folder if folder is None else [folder]:
-            found |= self.by_folder[first]
-        for above in sorted(found):
-            yield sorted(found[above])
+        for first in self.by_class if folder is None else [folder]:
+            found |= self.by_class[first]
+        for name in sorted(found):
+            yield sorted(found[name])
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
@@ -281,7 +285,7 @@ def _unlisted(folder: str, error: OSError) -> SourceError:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself: listed as a name, if it has an image's
+    except OSError:  # a link to itself; listed as a file if it is named as an image
         return False
 
 

@@ -1,35 +1,39 @@
-"""A Hugging Face ``datasets.Dataset`` as a source: its images as they stand in the files, undecoded."""
+"""A Hugging Face ``datasets.Dataset`` as a source of its undecoded images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gpuaug.errors import ReadError, SourceError
+from gpuaug.source.base import ListedSource
 from gpuaug.source.classes import label_column
-from gpuaug.source.filters import Listed
 from gpuaug.source.index import Names
-from gpuaug.source.remote.storage import Storage, is_url, read_file
+from gpuaug.source.local import read_file
+from gpuaug.source.paths import is_url
+from gpuaug.source.remote.storage import Storage
 
 
 def is_dataset(candidate: Any) -> bool:
-    """Whether it is one: by what it offers, as ``datasets`` need not be installed."""
-    return all(hasattr(candidate, name) for name in ("features", "column_names", "select_columns", "with_format")) and (
-        hasattr(candidate, "__len__") and hasattr(candidate, "__getitem__")
-    )
+    """Whether an object is a Dataset, by its attributes: ``datasets`` need not be installed."""
+    attributes = ("features", "column_names", "select_columns", "with_format", "__len__", "__getitem__")
+    return all(hasattr(candidate, name) for name in attributes)
 
 
-class DatasetSource(Listed):
-    """Rows of a ``datasets.Dataset`` with one column of images (``Image(decode=False)``, or binary), by their number.
+class DatasetSource(ListedSource):
+    """Rows of a ``datasets.Dataset`` with one column of images (``Image(decode=False)``, or binary).
 
-    A Loader makes one of a Dataset by itself; for a label of another name, or none, make it here.
+    A Loader wraps a Dataset by itself. Use this class if the label column has another name, or for no labels.
 
     Args:
-        dataset: with one column of images; select others away first.
-        label: the column of the labels; ``auto``: ``label`` or ``labels``, or the only ClassLabel; ``none``: no labels.
+        dataset: with one column of images; drop other image columns first.
+        label: column of the labels; ``auto``: ``label`` or ``labels``, or the only ClassLabel; ``none``: no labels.
 
     Raises:
         SourceError: if there is no such column of images or labels, or the images are decoded.
+
+    >>> dataset = datasets.load_dataset("food101", split="train")
+    >>> source = DatasetSource(dataset.cast_column("image", datasets.Image(decode=False)))
     """
 
     def __init__(self, dataset: Any, *, label: str | None = "auto") -> None:
@@ -53,7 +57,7 @@ class DatasetSource(Listed):
         columns = [name for name in features if name != self._image]
         remedy = "Name one: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
         label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
-        self._names = _Numbers(len(dataset))
+        self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")
         if label is not None:
@@ -61,42 +65,22 @@ class DatasetSource(Listed):
             values = list(plain.select_columns([label])[:][label])
             if any(value is None for value in values):
                 raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Fill it.")
-            self._label(values, classes=None, names=names if isinstance(names, list) else None)
+            self._set_labels(values, classes=None, names=names if isinstance(names, list) else None)
         self._dataset = plain.select_columns([self._image])
         self.indices = None
 
-    def _items(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._item(i) for i in numbers]
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        return [self._row(i) for i in numbers]
 
-    def _item(self, index: int) -> Any:
+    def _row(self, index: int) -> Any:
         row = self._dataset[index][self._image]
         data, path = (row.get("bytes"), row.get("path")) if isinstance(row, dict) else (row, None)
         try:
-            if data is None and path is not None:  # of a folder of images: the dataset holds only its paths
-                data = self._storage.whole(path) if is_url(path) else read_file(path, image=True)
+            if data is None and path is not None:  # a Dataset of an image folder holds paths only
+                data = self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
         except (OSError, ReadError) as error:
             return error
-        return ReadError(f"row {index} has no bytes of an image") if data is None else (data, self._label_of(index))
-
-
-class _Numbers:
-    """Keys of rows: their numbers."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> bytes:
-        return b"%d" % index
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (b"%d" % i for i in range(self.count))
-
-    def digest(self) -> str:
-        """As of Names."""
-        return Names.of([list(self)]).digest()
+        return ReadError(f"row {index} has no image bytes") if data is None else (data, self._label_of(index))
 
 
 def _is_image(feature: Any) -> bool:

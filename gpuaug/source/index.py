@@ -1,4 +1,4 @@
-"""What a source keeps per sample, in a few tensors that all workers share; and lists of numbers in files."""
+"""What a source keeps per sample, in tensors that all workers share; and numbers in files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ from torch import Tensor
 from gpuaug import machine
 from gpuaug.errors import SourceError
 from gpuaug.source import shared_memory
-from gpuaug.source.remote.storage import open_text, read_file
+from gpuaug.source.local import open_text, read_file
 
 log = logging.getLogger("gpuaug")
 
-LARGE = 1 << 16  # bytes; below, a rank may as well have its own
+SHARED_BYTES = 1 << 16  # smaller tensors are not shared between ranks
 
-# What numpy raises over a file that is no .npy, or a damaged one: it reads the header as Python.
+# What numpy raises for a file that is damaged or not .npy: it evaluates the header as Python.
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
 
 
 class Names:
-    """Byte strings, one after the other in one uint8 tensor.
+    """Byte strings in one uint8 tensor.
 
-    A list of strings would be copied into every forked worker page by page, because reading a Python object writes its
-    reference count (pytorch#13246).
+    Forked workers would copy a list of strings page by page, because reading a Python object writes its reference count
+    (pytorch#13246).
+
+    >>> names = Names.of([[b"cat/1.jpg", b"cat/2.jpg"], [b"dog/1.jpg"]])
+    >>> len(names), names[2]
+    (3, b'dog/1.jpg')
     """
 
     def __init__(self, blob: Tensor, offsets: Tensor) -> None:
@@ -45,13 +49,13 @@ class Names:
 
     @classmethod
     def of(cls, blocks: Iterable[list[bytes]]) -> Names:
-        """Pack blocks of names, in order; only one block at a time lives as Python objects."""
+        """Pack lists of names, in order; only one list at a time is in memory as Python objects."""
         blob, lengths = bytearray(), [np.zeros(1, dtype=np.int64)]
         for block in blocks:
             blob += b"".join(block)
             lengths.append(np.fromiter(map(len, block), dtype=np.int64, count=len(block)))
         offsets = np.cumsum(np.concatenate(lengths))
-        # from numpy, as torch's own constructors would follow a default device of cuda
+        # by numpy: torch's constructors would use a default device of cuda
         data = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8))
         return cls(share(data), share(torch.from_numpy(offsets)))
 
@@ -59,7 +63,7 @@ class Names:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        # numpy views are made anew each time: spawning workers may move a tensor's memory
+        # a new view each time: starting workers by spawn may move the tensor
         offsets = self.offsets.numpy()
         return self.blob.numpy()[offsets[index] : offsets[index + 1]].tobytes()
 
@@ -69,18 +73,18 @@ class Names:
             yield bytes(data[begin:end])
 
     def digest(self) -> str:
-        """Hex BLAKE2b of the sorted names; equal for equal sets of names."""
+        """Hash of the sorted names: equal for equal sets of names."""
         return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
 
 
 def share(tensor: Tensor) -> Tensor:
-    """The same values in shared memory, so that workers of every start method see them without a copy.
+    """The tensor in shared memory, so that workers of every start method use it without a copy.
 
-    What is large is there once for all ranks of a machine, and must not be written to.
+    All ranks of a machine share one copy of a large tensor, so it must not be written to.
     """
     try:
-        if tensor.nbytes >= LARGE and machine.local_world_size() > 1 and shared_memory.SUPPORTED:
-            return shared_memory.tensor(tensor)
+        if tensor.nbytes >= SHARED_BYTES and machine.local_world_size() > 1 and shared_memory.SUPPORTED:
+            return shared_memory.share_tensor(tensor)
         return tensor.share_memory_()
     except (RuntimeError, OSError) as error:  # a container's /dev/shm may be 64 MB
         log.warning("source index of %d MB stays outside shared memory: %s", tensor.nbytes >> 20, error)
@@ -88,27 +92,37 @@ def share(tensor: Tensor) -> Tensor:
 
 
 def outside(numbers: NDArray[Any], count: int) -> str:
-    """``lowest .. highest`` of numbers that are not all in 0 .. count - 1; "" where they are."""
+    """``lowest .. highest`` if some of the numbers are not in 0 .. count - 1, else ""."""
     if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
         return ""
     return f"{numbers.min()} .. {numbers.max()}"
 
 
+def check_array(array: NDArray[Any], dtype: Any, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+    """Return the array; ValueError if it has another dtype or shape (None: any of one dimension)."""
+    if array.dtype != dtype or (array.ndim != 1 if shape is None else array.shape != shape):
+        wanted = "one dimension" if shape is None else f"shape {shape}"
+        raise ValueError(f"it must hold {np.dtype(dtype)} of {wanted}, and holds {array.dtype} of shape {array.shape}")
+    return array
+
+
 def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArray[Any]:
-    """Numbers out of a file: .npy, .json (a list), or text with numbers between white space.
+    """Numbers in a file: .npy, .json (a list), or text with numbers separated by white space.
 
     Args:
-        file: the file.
+        file: its path.
         key: full configuration key, for errors.
-        dtype: of the result; whole numbers must be whole.
+        dtype: of the result; an integer dtype takes integers only.
 
     Raises:
-        SourceError: if the file is missing or holds anything else.
+        SourceError: if the file is missing or has other content.
     """
     path = os.path.expanduser(os.fspath(file))
     try:
         if path.endswith(".npy"):
-            values = np.lib.format.read_array(io.BytesIO(read_file(path)), allow_pickle=False)  # np.load opens zips
+            values = np.lib.format.read_array(
+                io.BytesIO(read_file(path)), allow_pickle=False
+            )  # np.load would open zip files
         elif path.endswith(".json"):
             values = np.asarray(json.load(open_text(path)))
         else:

@@ -1,15 +1,15 @@
 """Augmented epochs on disk: the format, and the source that reads it.
 
-A folder that `gpuaug materialize` has finished holds
+A complete folder of `gpuaug materialize` contains
 
-- ``manifest.json``: what the epochs were made of, views, sizes and labels; written last,
-- ``epoch-0000/order.npy``: int64 [M], numbers of the samples in the order of that epoch, one row each,
-- ``epoch-0000/00000.npy``: one chunk of these rows, a structured array with a field per view (``view0`` ...: uint8
-  [H, W, 3] before normalization, or the final dtype [3, H, W], bfloat16 as its bits) and ``label``,
-- ``epoch-0000/00000.json``: the chunk's checksum, and why samples in it have no pixels,
-- keys, labels and numbers of the samples, as their source had them.
+- ``manifest.json``: what the epochs were made from, views, sizes and labels; written last,
+- ``epoch-0000/order.npy``: int64 [M], sample numbers in the order of that epoch, one per row,
+- ``epoch-0000/00000.npy``: a chunk of these rows, a structured array with a field per view (``view0`` ...: uint8
+  [H, W, 3] before normalization, or the final dtype [3, H, W], bfloat16 as uint16) and ``label``,
+- ``epoch-0000/00000.json``: the chunk's checksum, and the faults of samples without pixels,
+- keys, labels and numbers of the samples, as in their source.
 
-``numpy.load(chunk, mmap_mode="r")["view0"]`` is all it takes to look at them.
+``numpy.load(chunk, mmap_mode="r")["view0"]`` shows the stored images.
 """
 
 from __future__ import annotations
@@ -33,33 +33,36 @@ from torch import Tensor
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.adapt import adapt
 from gpuaug.source.filters import Subset, active
-from gpuaug.source.index import NO_ARRAY, Names, outside, share
-from gpuaug.source.remote.storage import check_regular, open_text
+from gpuaug.source.index import NO_ARRAY, Names, check_array, outside, share
+from gpuaug.source.local import check_regular, open_text
 
 log = logging.getLogger("gpuaug")
 
 KIND, VERSION = "gpuaug materialize", 1  # of the format
-MANIFEST, PLAN = "manifest.json", ".plan.json"  # of a finished folder; of one that is being written
+MANIFEST, PLAN = "manifest.json", ".plan.json"  # of a complete folder; of one that is being written
 STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
-MAPPED = 64  # chunks that a process keeps mapped: each holds a file descriptor
+MAPPED_CHUNKS = 64  # that a process keeps mapped: each needs a file descriptor
 
 
 class MaterializedSource:
-    """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding and without augmentation.
+    """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
 
-    The loader gets the recipe and seed that made them, and refuses others. Samples keep the numbers, keys, labels and
-    classes of the source they came from, and a loader's state fits both.
+    The loader needs the recipe and seed that made them, and refuses others. Samples keep the numbers, keys, labels and
+    classes of their source, and a loader's state fits both.
 
     Args:
         root: the folder.
-        original: the source they were made of; refused if it has other samples by now. None: not checked.
+        original: the source that the epochs were made from, to check that it has the same samples; None: no check.
         subset, exclude: as in :class:`FolderSource`, among the stored samples.
 
     Raises:
-        SourceError: if the folder is not finished, is damaged, or was made of another source.
+        SourceError: if the folder is incomplete or damaged, or was made from another source.
+
+    >>> source = MaterializedSource("data/epochs")
+    >>> loader = gpuaug.Loader(source, augment=recipe, seed=0, batch_size=256)
     """
 
-    mapped = True  # reading is a copy out of the page cache
+    mapped = True
 
     def __init__(
         self,
@@ -83,9 +86,9 @@ class MaterializedSource:
             if not len(numbers) or numbers[0] < 0 or (np.diff(numbers) <= 0).any():
                 raise _damaged(os.path.join(self.root, "indices.npy"), "its numbers are not ascending")
         self._names = self._keys()
-        if original is not None and (found := adapt(original).digest()) != self.digest():
+        if original is not None and (digest := adapt(original).digest()) != self.digest():
             raise SourceError(
-                f"`source.original` has other samples than the epochs in {self.root!r} were made of: digest {found}, "
+                f"`source.original` has other samples than the epochs in {self.root!r} were made of: digest {digest}, "
                 f"and {self.digest()} there. Materialize anew, or restore the files."
             )
         stored = None if self._stored is None else self._stored.numpy()
@@ -98,7 +101,8 @@ class MaterializedSource:
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Stored bytes of sample number ``index`` in the first epoch, and its label."""
-        rows = np.flatnonzero(self.rows.order(0) == self._number(index))
+        self._position(index)
+        rows = np.flatnonzero(self.rows.order(0) == operator.index(index))
         if not len(rows):
             raise IndexError(f"sample {index} is not in the first epoch of {self.root!r}.")
         return self.rows[int(rows[0])]
@@ -113,30 +117,31 @@ class MaterializedSource:
 
     @property
     def stored(self) -> MaterializedSource:
-        """This source: how a loader knows that there is nothing to decode."""
+        """This source. A loader replays a source with this attribute instead of decoding it."""
         return self
 
     def key(self, index: int) -> str:
-        """Path or name of sample number ``index`` in the source it came from."""
-        return os.fsdecode(self._names[self._number(index, place=True)])
+        """Key of sample number ``index`` in its source."""
+        return os.fsdecode(self._names[self._position(index)])
 
     def digest(self) -> str:
-        """The digest of the source it came from."""
+        """The digest of the source that the epochs were made from."""
         return str(self.manifest["made_of"]["source"])
 
-    def _number(self, index: int, *, place: bool = False) -> int:
-        """The number itself, or its place among the stored ones; checked."""
+    def _position(self, index: int) -> int:
+        """Position of a sample number among the stored ones; IndexError if it is not stored."""
         number = operator.index(index)
-        at = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
-        if not 0 <= at < len(self._names) or (self._stored is not None and int(self._stored[at]) != number):
+        position = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
+        known = 0 <= position < len(self._names)
+        if not known or (self._stored is not None and int(self._stored[position]) != number):
             raise IndexError(f"{self.root!r} has no sample {number}.")
-        return at if place else number
+        return position
 
     def _keys(self) -> Names:
         blob, offsets = self._numbers("keys", dtype=np.uint8), self._numbers("key_offsets")
         stored = None if self._stored is None else len(self._stored)
         if blob is None or offsets is None or len(offsets) != self.manifest["samples"] + 1:
-            raise _damaged(os.path.join(self.root, "keys.npy"), "they are not those of the manifest")
+            raise _damaged(os.path.join(self.root, "keys.npy"), "its keys are not those of the manifest")
         ends = offsets.numpy()
         if stored not in (None, len(ends) - 1) or ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
             raise _damaged(os.path.join(self.root, "key_offsets.npy"), "the keys overlap or are missing")
@@ -144,14 +149,14 @@ class MaterializedSource:
 
     def _numbers(self, name: str, *, dtype: Any = np.int64) -> Tensor | None:
         file = Path(self.root, f"{name}.npy")
-        return share(torch.from_numpy(np.array(_loaded(file, dtype=dtype)))) if file.exists() else None
+        return share(torch.from_numpy(np.array(_load(file, dtype=dtype)))) if file.exists() else None
 
 
 class Rows:
-    """Stored samples by number of their row, epoch after epoch; what workers read. Pickled as a path and its manifest.
+    """The source that workers read: stored samples by row number, one epoch after the other.
 
-    ``rows[n]`` gives the pixels of all views as one stretch of mapped memory, or, for a sample without pixels, the JSON
-    of its fault, which has another length.
+    ``rows[n]`` returns the pixels of all views as one view of mapped memory. For a sample without pixels it returns the
+    JSON of its fault, whose length differs. Pickles to the path and the manifest.
     """
 
     indices = classes = class_to_idx = num_classes = None
@@ -161,8 +166,8 @@ class Rows:
         self.root, self.manifest = root, manifest
         self.record = record(manifest)
         self.size = pixel_bytes(self.record)  # of all views of a sample
-        self.first = np.concatenate([[0], np.cumsum(manifest["rows"])])  # int64 [K + 1], row at which an epoch begins
-        self._chunk = lru_cache(maxsize=MAPPED)(self._mapped)
+        self.first = np.concatenate([[0], np.cumsum(manifest["rows"])])  # int64 [K + 1], first row of each epoch
+        self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Rows, (self.root, self.manifest)
@@ -176,7 +181,7 @@ class Rows:
         Raises:
             SourceError: if its chunk is missing or damaged.
         """
-        slot, position = self._place(row)
+        slot, position = self.locate(row)
         number, within = divmod(position, self.manifest["chunk"])
         samples, pixels, faults = self._chunk(slot, number)
         label = None if "label" not in (self.record.names or ()) else samples["label"][within]
@@ -186,58 +191,57 @@ class Rows:
         return pixels[within].data, label
 
     def order(self, slot: int) -> NDArray[np.int64]:
-        """Numbers of the samples in the order of a stored epoch, int64 [M], mapped."""
+        """Sample numbers in the order of a stored epoch, int64 [M], mapped."""
         file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
-        found = _loaded(file, dtype=np.int64)
-        if len(found) != self.manifest["rows"][slot]:
-            raise _damaged(file, f"{len(found)} numbers")
-        return found
+        numbers = _load(file, dtype=np.int64)
+        if len(numbers) != self.manifest["rows"][slot]:
+            raise _damaged(file, f"{len(numbers)} numbers")
+        return numbers
 
     def checked_order(self, slot: int) -> NDArray[np.int64]:
-        """As :meth:`order`, in memory, every number looked at.
+        """As :meth:`order`, in memory and with every number checked.
 
         Raises:
-            SourceError: if one is no number of a sample.
+            SourceError: if a number is not that of a sample.
         """
-        found = np.array(self.order(slot))
+        numbers = np.array(self.order(slot))
         indices = Path(self.root, "indices.npy")
-        last = int(_loaded(indices, dtype=np.int64)[-1]) if indices.exists() else self.manifest["samples"] - 1
-        if beyond := outside(found, last + 1):
+        last = int(_load(indices, dtype=np.int64)[-1]) if indices.exists() else self.manifest["samples"] - 1
+        if beyond := outside(numbers, last + 1):
             file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
             raise _damaged(file, f"samples have the numbers 0 .. {last}, and it holds {beyond}")
-        return found
+        return numbers
 
     @cached_property
     def labels(self) -> Any:
-        """Labels by row, for samples that cannot be read; None where they are not known without reading."""
+        """Labels by row number, for samples that cannot be read; None if only reading a sample shows its label."""
         file = Path(self.root, "labels.npy")
-        return _LabelOfRow(self, _loaded(file, dtype=np.int64)) if file.exists() else None
+        return _LabelOfRow(self, _load(file, dtype=np.int64)) if file.exists() else None
 
     def key(self, index: int) -> str:
-        """A sample's number: its name is the source's to say."""
+        """The row number; :class:`MaterializedSource` knows the keys."""
         return str(index)
 
     def digest(self) -> str:
-        """The key of what is stored."""
+        """Hash of source, seed and recipe."""
         return str(self.manifest["key"])
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """Which of the stored epochs, and the position in it."""
+    def locate(self, row: int) -> tuple[int, int]:
+        """The stored epoch of a row, counted from 0, and the position in it."""
         if not 0 <= row < len(self):
             raise IndexError(f"rows are 0 .. {len(self) - 1}. Found: {row}.")
         slot = int(np.searchsorted(self.first, row, side="right")) - 1
         return slot, int(row - self.first[slot])
 
     def _mapped(self, slot: int, number: int) -> tuple[Any, NDArray[np.uint8], dict[int, Any]]:
-        """A chunk: its records, the bytes of their pixels [n, size], and the faults by row."""
+        """A chunk: its records, their pixels uint8 [n, size], and the faults by row."""
         file = chunk_file(Path(self.root), self.manifest, slot, number)
         rows = chunk_rows(self.manifest, slot, number)
         try:
             check_regular(os.stat(file), file)
             samples = np.lib.format.open_memmap(file, mode="r")
             faults = {int(fault.pop("row")): fault for fault in read_marker(file, rows=rows)["faults"]}
-            if samples.dtype != self.record or samples.shape != (rows,):
-                raise ValueError(f"it holds {samples.shape} of {samples.dtype}")
+            check_array(samples, self.record, (rows,))
         except NO_ARRAY as error:
             raise SourceError(
                 f"the chunk {str(file)!r} is missing or damaged ({error}). Remove it, and run the same "
@@ -248,18 +252,18 @@ class Rows:
 
 
 class _LabelOfRow:
-    """Labels by number of the row instead of the sample."""
+    """Labels by row number, from labels by sample number."""
 
     def __init__(self, rows: Rows, labels: NDArray[np.int64]) -> None:
         self._rows, self._labels = rows, labels
 
     def __getitem__(self, row: int) -> int:
-        slot, position = self._rows._place(row)
+        slot, position = self._rows.locate(row)
         return int(self._labels[self._rows.order(slot)[position]])
 
 
 def record(manifest: dict[str, Any]) -> np.dtype[Any]:
-    """One stored sample: ``view0``, ``view1``, ... and ``label`` where there are labels."""
+    """Dtype of a stored sample: ``view0``, ``view1``, ..., and ``label`` if there are labels."""
     store, label = manifest["store"], manifest["label"]
     fields: list[tuple[str, str, tuple[int, ...]]] = []
     for number, view in enumerate(manifest["views"]):
@@ -271,56 +275,56 @@ def record(manifest: dict[str, Any]) -> np.dtype[Any]:
 
 
 def pixel_bytes(of: np.dtype[Any]) -> int:
-    """Bytes of all views of a record: what comes before its label."""
+    """Bytes of all views of a record, which precede its label."""
     assert of.fields is not None
     return int(of.fields["label"][1]) if "label" in of.fields else of.itemsize
 
 
 def epoch_folder(root: Path, manifest: dict[str, Any], slot: int) -> Path:
-    """Where the chunks of a stored epoch are."""
+    """Folder of the chunks of a stored epoch."""
     return root / f"epoch-{manifest['start_epoch'] + slot:04d}"
 
 
 def chunk_file(root: Path, manifest: dict[str, Any], slot: int, number: int) -> Path:
-    """The samples of one chunk."""
+    """File of the samples of a chunk."""
     return epoch_folder(root, manifest, slot) / f"{number:05d}.npy"
 
 
 def chunk_count(manifest: dict[str, Any], slot: int) -> int:
-    """Chunks of a stored epoch."""
+    """Number of chunks of a stored epoch."""
     return math.ceil(manifest["rows"][slot] / manifest["chunk"])
 
 
 def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
-    """Samples in a chunk; the last one of an epoch may be shorter."""
+    """Number of samples in a chunk; the last chunk of an epoch may be shorter."""
     return int(min(manifest["chunk"], manifest["rows"][slot] - number * manifest["chunk"]))
 
 
 def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """What was noted when a chunk was done: rows, digest, faults.
+    """The note that is written after a chunk: rows, digest, faults.
 
     Raises:
-        OSError, ValueError: if it is not done, or the note is damaged.
+        OSError, ValueError: if the chunk is incomplete, or the note is damaged.
     """
-    found = json.load(open_text(str(file.with_suffix(".json"))))
-    if not isinstance(found, dict) or found.get("rows") != rows or not isinstance(found.get("faults"), list):
-        raise ValueError(f"its note is {str(found)[:100]}")
-    for fault in found["faults"]:
+    note = json.load(open_text(str(file.with_suffix(".json"))))
+    if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
+        raise ValueError(f"its note is {str(note)[:100]}")
+    for fault in note["faults"]:
         kinds = {"row": int, "stage": str, "reason": str, "size": int, "head": str}
         if not isinstance(fault, dict) or {name: type(value) for name, value in fault.items()} != kinds:
             raise ValueError(f"its note names the fault {str(fault)[:100]}")
         bytes.fromhex(fault["head"])
-    return found
+    return note
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest of a finished folder.
+    """The manifest of a complete folder.
 
     Raises:
-        SourceError: if there is none, or one of another version.
+        SourceError: if it is missing or damaged, or has another version.
     """
     try:
-        found = json.load(open_text(str(root / MANIFEST)))
+        manifest = json.load(open_text(str(root / MANIFEST)))
     except FileNotFoundError as error:
         if (root / PLAN).exists():
             raise SourceError(
@@ -332,36 +336,37 @@ def read_manifest(root: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{str(root / MANIFEST)!r} cannot be read: {error}.") from error
-    if not isinstance(found, dict) or (found.get("kind"), found.get("version")) != (KIND, VERSION):
-        kind, version = (found.get("kind"), found.get("version")) if isinstance(found, dict) else (None, None)
+    kind, version = (manifest.get("kind"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
+    if (kind, version) != (KIND, VERSION):
         raise SourceError(
             f"{str(root)!r} must be a folder of `{KIND}`, version {VERSION}. Found: {kind!r}, version {version!r}."
         )
-    counts = [found.get(name) for name in ("samples", "epochs", "chunk", "start_epoch")]
-    rows: Any = found.get("rows")
     try:
-        kind = record(found)
-        whole = all(type(n) is int and n >= 0 for n in [*counts, *rows]) and len(rows) == found["epochs"] > 0
-        if not whole or not found["chunk"] or not pixel_bytes(kind) or not isinstance(found["made_of"], dict):
-            raise ValueError(f"samples, epochs, chunk, start_epoch and rows are {counts}, {rows}")
-        if not {"classes", "class_to_idx", "num_classes", "key", "order"} <= found.keys():
-            raise ValueError(f"it has only {', '.join(found)}")
-        str(found["made_of"]["source"]), [view["backend"] for view in found["views"]]
+        _check_manifest(manifest)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(root / MANIFEST, error) from error
-    return found
+    return manifest
 
 
-def _loaded(file: Path, *, dtype: Any) -> NDArray[Any]:
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """KeyError, TypeError, ValueError or OverflowError if a field is missing or has a wrong value."""
+    counts = [manifest.get(name) for name in ("samples", "epochs", "chunk", "start_epoch")]
+    rows: Any = manifest.get("rows")
+    valid = all(type(n) is int and n >= 0 for n in [*counts, *rows]) and len(rows) == manifest["epochs"] > 0
+    if not valid or not manifest["chunk"] or not pixel_bytes(record(manifest)):
+        raise ValueError(f"samples, epochs, chunk, start_epoch and rows are {counts}, {rows}")
+    if missing := {"classes", "class_to_idx", "num_classes", "key", "order"} - manifest.keys():
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    str(manifest["made_of"]["source"]), [view["backend"] for view in manifest["views"]]
+
+
+def _load(file: Path, *, dtype: Any) -> NDArray[Any]:
     """A list of numbers, mapped."""
     try:
         check_regular(os.stat(file), file)
-        found: NDArray[Any] = np.lib.format.open_memmap(file, mode="r")
-        if found.dtype != dtype or found.ndim != 1:
-            raise ValueError(f"it holds {found.dtype} of shape {found.shape}")
+        return check_array(np.lib.format.open_memmap(file, mode="r"), dtype)
     except NO_ARRAY as error:
         raise _damaged(file, error) from error
-    return found
 
 
 def _damaged(file: str | os.PathLike[str], what: Any) -> SourceError:

@@ -1,4 +1,4 @@
-"""What `gpuaug pack` has written: decoded uint8 arrays or JPEG shards, memory-mapped, at the size that is asked for."""
+"""The folder that `gpuaug pack` writes: decoded uint8 arrays or JPEG shards at several sizes, memory-mapped."""
 
 from __future__ import annotations
 
@@ -19,37 +19,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.filters import Classes, Listed, Subset
-from gpuaug.source.index import NO_ARRAY, Names, share
-from gpuaug.source.remote.storage import Range, Remote, Storage, is_url, join, locate, read_file, shown
+from gpuaug.source.base import Classes, ListedSource, SourceView
+from gpuaug.source.filters import Subset
+from gpuaug.source.index import NO_ARRAY, Names, check_array, share
+from gpuaug.source.local import read_file
+from gpuaug.source.paths import absolute, is_url, join, redact
+from gpuaug.source.remote.storage import Range, Remote, Storage
 
 MANIFEST = "manifest.json"  # written last: without it a folder is not finished
 KIND, VERSION = "gpuaug pack", 1
 ENDINGS = {"uint8": "bin", "jpeg": "tar"}
-FULL = "full"  # in place of a size, where nothing was resized
+FULL = "full"  # instead of a size: not resized
 
 Size = int | str
 
 
-class PackedSource(Listed):
-    """The folder of `gpuaug pack`, with the keys, labels and classes of the source it was made of.
+class PackedSource(ListedSource):
+    """The folder of `gpuaug pack`, with the keys, labels and classes of the packed source.
 
-    Arrays are read through the page cache. With ``num_workers=0``, which they get by default, `decode` cuts its views
-    out of the mapped files and nothing is copied; a worker would have to make shared memory for every batch. Samples
-    are numbered 0 .. N - 1 in the order of the source they were made of.
+    Samples are numbered 0 .. N - 1 in the order of the packed source. Arrays are memory-mapped. With ``num_workers=0``,
+    their default, `decode` crops its views from the mapped files without a copy; a worker would copy every batch into
+    shared memory.
 
     Args:
         root: the folder, or its URL, which is read in ranges instead of memory-mapped.
-        size: the shorter side to read, one of the packed ones; None: the largest. A mapping from epoch to size changes
-            it during the training: ``{0: 128, 30: 160}`` reads 128 in the epochs 0 .. 29 and 160 from then on.
-        classes: the mapping of another run, for evaluation: names in the order of their labels, a mapping from name to
-            label, or a FILE with either; the labels here follow it, by name.
+        size: shorter side to read, one of the packed sizes; None: the largest. A mapping from epoch to size changes it
+            during training: ``{0: 128, 30: 160}`` reads 128 in the epochs 0 .. 29, and 160 from epoch 30 on.
+        classes: class mapping of another run, as in :class:`FolderSource`; labels are converted by name.
         subset: a count, a fraction, or a FILE or sequence of sample numbers.
-        exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` holds them.
+        exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them.
         remote: how to read from a URL.
 
     Raises:
-        SourceError: if it is not a whole, finished folder of `gpuaug pack`, or has no such size.
+        SourceError: if it is not a complete folder of `gpuaug pack`, or has no such size.
+
+    >>> source = PackedSource("data/packed", size={0: 128, 30: 160})
+    >>> source.at_epoch(30).size
+    160
     """
 
     def __init__(
@@ -63,118 +69,117 @@ class PackedSource(Listed):
         remote: Remote | None = None,
     ) -> None:
         began = time.monotonic()
-        self.root = locate(root)
+        self.root = absolute(root)
         self._storage = Storage(remote)
         self.manifest = self._read_manifest()
         self.format: str = self.manifest["format"]
-        # reading is at most a copy out of the page cache
-        self.mapped = self.format == "uint8" and "://" not in str(self.root)
-        self.lends = self.mapped  # what is read stays where it is, unchanged, for as long as anyone looks at it
+        self.mapped = self.format == "uint8" and not is_url(self.root)
+        self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
-        self._plan = self._sizes_by_epoch(size)
-        self._total = int(self.manifest["samples"])
-        counts = self.manifest["shards"]
-        self._first = np.cumsum([0, *counts])  # int64 [shards + 1], number of each shard's first sample
+        self._schedule = self._sizes_by_epoch(size)
+        self.total = int(self.manifest["samples"])  # active or not
+        self._first = np.cumsum([0, *self.manifest["shards"]])  # int64 [shards + 1], first sample of each
         try:
-            keys = self._load("index/keys.bin", most=sys.maxsize)
+            keys = self._load("index/keys.bin", limit=sys.maxsize)
         except OSError as error:
-            raise SourceError(f"index/keys.bin in {shown(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
+            raise SourceError(f"index/keys.bin in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
         self._names = Names(
             share(torch.from_numpy(np.frombuffer(keys, dtype=np.uint8).copy())),
-            share(torch.from_numpy(self._array("index/keys.npy", np.int64, self._total + 1))),
+            share(torch.from_numpy(self._array("index/keys.npy", np.int64, self.total + 1))),
         )
-        self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self._used()}
-        self._bytes = {size: self._shared(f"index/{size}.lengths.npy", np.int32) for size in self._used()}
+        self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self.used_sizes}
+        self._bytes = {size: self._shared(f"index/{size}.lengths.npy", np.int32) for size in self.used_sizes}
         self._check_places()
         self._opened: dict[tuple[Size, int], mmap.mmap] = {}
         self._take_labels(classes)
         self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # every process maps the files itself, when it needs them
+        return {**self.__dict__, "_opened": {}}  # every process maps the files itself
 
     @property
     def size(self) -> Size:
-        """The shorter side that is read, or ``full``; RuntimeError where it depends on the epoch."""
-        if len(self._plan) > 1:
-            plan = ", ".join(f"{epoch}: {size}" for epoch, size in self._plan)
-            raise RuntimeError(  # no error of ours: those are faults of a sample, and this is all samples' error
-                f"`source.size` depends on the epoch ({plan}), and no epoch was named. Read `source.at_epoch(epoch)`."
-            )
-        return self._plan[0][1]
+        """The shorter side that is read, or ``full``; RuntimeError if it depends on the epoch."""
+        if len(self._schedule) > 1:
+            schedule = ", ".join(f"{epoch}: {size}" for epoch, size in self._schedule)
+            # RuntimeError, because GpuaugErrors are recorded as faults of one sample, and this is a programming error
+            raise RuntimeError(f"`source.size` depends on the epoch ({schedule}). Read `source.at_epoch(epoch)`.")
+        return self._schedule[0][1]
+
+    @property
+    def used_sizes(self) -> list[Size]:
+        """The sizes that some epoch reads."""
+        return sorted({size for _, size in self._schedule}, key=str)
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)``: bytes and label, or the exception, of each sample, asked for at the same time."""
-        return self._items
+        """``read_many(numbers)``: ``(bytes, label)`` or the exception of each sample, requested at the same time."""
+        return self._read
 
     @property
     def by_epoch(self) -> Rows | None:
-        """What the loader reads from where the size depends on the epoch; None where it does not."""
-        return Rows(self) if len(self._plan) > 1 else None
+        """The source that the loader reads if the size depends on the epoch, else None."""
+        return Rows(self) if len(self._schedule) > 1 else None
 
     def at_epoch(self, epoch: int) -> PackedSource:
-        """The same samples at the size that ``epoch`` reads; maps of the files are shared with it."""
+        """The same samples at the size of ``epoch``; shares the maps of the files."""
         return self.at_size(self.size_of(epoch))
 
     def at_size(self, size: Size) -> PackedSource:
-        """The same samples at ``size``, a shorter side or ``full``, one of those that are read."""
-        found = copy.copy(self)
-        found._plan = [(0, size)]
-        return found
+        """The same samples at one of `used_sizes`; shares the maps of the files."""
+        view = copy.copy(self)
+        view._schedule = [(0, size)]
+        return view
 
     def size_of(self, epoch: int) -> Size:
         """The shorter side that ``epoch`` reads, or ``full``."""
-        return [size for first, size in self._plan if first <= epoch][-1]
+        return [size for first, size in self._schedule if first <= epoch][-1]
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
-        """Height and width of every sample, int32 [N, 2], at ``size``; None: the size that is read."""
-        return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, (self._total, 2))
+        """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
+        return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, self.total, 2)
 
     # -- bytes --
 
-    def _items(self, numbers: Sequence[int]) -> list[Any]:
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
         if is_url(self.root):
-            return super()._items(numbers)
-        places: list[memoryview | Exception] = []
+            return super()._read(numbers)
+        items: list[Any] = []
         size = self.size
         for number in numbers:
+            shard, begin, length = self._locate(size, number)
             try:
-                file, begin, length = self._place(size, number)
-                # all are asked for before the first is waited for; 2 us each where they are in memory
+                file = self._open(size, shard)
+                # the disk reads all samples at the same time; 2 us each if they are in memory
                 start = begin - begin % mmap.PAGESIZE
                 file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
-                places.append(memoryview(file)[begin : begin + length])
+                items.append((memoryview(file)[begin : begin + length], self._label_of(number)))
             except (OSError, SourceError) as error:
-                places.append(error)
-        return [
-            place if isinstance(place, Exception) else (place, self._label_of(number))
-            for number, place in zip(numbers, places, strict=True)
-        ]
+                items.append(error)
+        return items
 
-    def _where(self, size: Size, number: int) -> tuple[int, int, int]:
+    def _locate(self, size: Size, number: int) -> tuple[int, int, int]:
         """Shard, first byte and number of bytes."""
         shard = int(np.searchsorted(self._first, number, side="right")) - 1
         return shard, int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
 
     def _range(self, index: int) -> Range:
-        shard, begin, length = self._where(self.size, index)
+        shard, begin, length = self._locate(self.size, index)
         name = shard_name(self.size, shard, self.format)
         return Range(join(self.root, name), begin, length, self.manifest["files"][name][1])
 
-    def _place(self, size: Size, number: int) -> tuple[mmap.mmap, int, int]:
-        shard, begin, length = self._where(size, number)
-        key = size, shard
-        if key not in self._opened:
+    def _open(self, size: Size, shard: int) -> mmap.mmap:
+        if (size, shard) not in self._opened:
             name = shard_name(size, shard, self.format)
             with open(os.path.join(self.root, name), "rb") as file:
-                # a map that reaches over the end of its file would end the process
-                if (found := os.fstat(file.fileno()).st_size) != (expected := self.manifest["files"][name][0]):
-                    raise SourceError(f"{name} in {self.root!r} has {found} bytes instead of {expected}. {_REPAIR}")
-                self._opened[key] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._opened[key], begin, length
+                # reading a map beyond the end of its file would end the process
+                actual, expected = os.fstat(file.fileno()).st_size, self.manifest["files"][name][0]
+                if actual != expected:
+                    raise SourceError(f"{name} in {self.root!r} has {actual} bytes instead of {expected}. {_REPAIR}")
+                self._opened[size, shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._opened[size, shard]
 
-    # -- what is there --
+    # -- manifest and index --
 
     def _read_manifest(self) -> dict[str, Any]:
         if not is_url(self.root) and not os.path.isdir(self.root):
@@ -184,52 +189,41 @@ class PackedSource(Listed):
         except FileNotFoundError as error:
             raise SourceError(
                 f"`source.root` must be a finished folder of `gpuaug pack`. Found no {MANIFEST} in "
-                f"{shown(self.root)!r}. The same `gpuaug pack` command goes on where a stopped one was."
+                f"{redact(self.root)!r}. The same `gpuaug pack` command goes on where a stopped one was."
             ) from error
         except (OSError, ValueError, RecursionError) as error:
-            raise SourceError(f"{MANIFEST} in {shown(self.root)!r} cannot be used: {error}. {_REPAIR}") from error
+            raise SourceError(f"{MANIFEST} in {redact(self.root)!r} cannot be used: {error}. {_REPAIR}") from error
         if not is_url(self.root):
             for name, (expected, _) in manifest["files"].items():
-                try:
-                    found = os.stat(os.path.join(self.root, name)).st_size
-                except OSError:
-                    found = -1
-                if found != expected:
-                    text = "is missing" if found < 0 else f"has {found} bytes instead of {expected}"
+                path = os.path.join(self.root, name)
+                actual = os.stat(path).st_size if os.path.exists(path) else -1
+                if actual != expected:
+                    text = "is missing" if actual < 0 else f"has {actual} bytes instead of {expected}"
                     raise SourceError(f"{name} in {self.root!r} {text}. {_REPAIR}")
         return manifest
 
-    def _load(self, name: str, *, most: int | None = None) -> bytes:
-        place = join(self.root, name)
-        return self._storage.whole(place) if is_url(place) else read_file(place, most=most)
+    def _load(self, name: str, *, limit: int | None = None) -> bytes:
+        path = join(self.root, name)
+        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=limit)
 
-    def _array(self, name: str, dtype: Any, shape: int | tuple[int, ...] | None) -> NDArray[Any]:
+    def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
         try:
-            found = np.lib.format.read_array(io.BytesIO(self._load(name, most=sys.maxsize)), allow_pickle=False)
+            array = np.lib.format.read_array(io.BytesIO(self._load(name, limit=sys.maxsize)), allow_pickle=False)
+            return check_array(array, dtype, shape or array.shape)
         except NO_ARRAY as error:
-            raise SourceError(f"{name} in {shown(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
-        wanted = found.shape if shape is None else (shape,) if isinstance(shape, int) else shape
-        if found.dtype != dtype or found.shape != wanted:
-            raise SourceError(
-                f"{name} in {shown(self.root)!r} must hold {np.dtype(dtype)} {wanted}. Found: {found.dtype} "
-                f"{found.shape}. {_REPAIR}"
-            )
-        return found
+            raise SourceError(f"{name} in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
 
     def _shared(self, name: str, dtype: Any) -> Tensor:
-        return share(torch.from_numpy(self._array(name, dtype, self._total)))
-
-    def _used(self) -> list[Size]:
-        return sorted({size for _, size in self._plan}, key=str)
+        return share(torch.from_numpy(self._array(name, dtype, self.total)))
 
     def _check_places(self) -> None:
-        for size in self._used():
+        for size in self.used_sizes:
             begins, lengths = self._begins[size].numpy(), self._bytes[size].numpy()
             names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
             room = np.repeat([self.manifest["files"][name][0] for name in names], np.diff(self._first))
             if ((begins < 0) | (lengths < 0) | (begins + lengths > room)).any():
                 raise SourceError(
-                    f"the index of size {size} in {shown(self.root)!r} points outside its files. {_REPAIR}"
+                    f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}"
                 )
 
     def _take_labels(self, classes: Classes) -> None:
@@ -237,16 +231,16 @@ class PackedSource(Listed):
             if classes is not None:
                 raise ConfigError("`source.classes` names labels, and this packed source has none. Drop it.")
             return
-        values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]), None)
-        if len(values) != self._total:
-            raise SourceError(f"index/labels.npy in {shown(self.root)!r} does not fit its {MANIFEST}. {_REPAIR}")
-        self._label(values, classes=classes, names=self.manifest["classes"])
+        values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
+        if len(values) != self.total:
+            raise SourceError(f"index/labels.npy in {redact(self.root)!r} does not fit its {MANIFEST}. {_REPAIR}")
+        self._set_labels(values, classes=classes, names=self.manifest["classes"])
 
     def _sizes_by_epoch(self, size: Any) -> list[tuple[int, Size]]:
         """(first epoch, size), ascending, beginning with epoch 0."""
         if size is None:
             return [(0, self.sizes[-1])]
-        plan = []
+        schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
             text = str(epoch)
             if isinstance(epoch, bool) or not text.isascii() or not text.isdecimal():
@@ -254,31 +248,28 @@ class PackedSource(Listed):
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))
                 raise ConfigError(f"`source.size` must be one of the packed sizes: {known}. Found: {chosen!r}.")
-            plan.append((int(text), chosen))
-        plan.sort(key=lambda item: item[0])
-        if not plan or plan[0][0] != 0:
+            schedule.append((int(text), chosen))
+        schedule.sort(key=lambda item: item[0])
+        if not schedule or schedule[0][0] != 0:
             raise ConfigError(f"`source.size` as a mapping must begin with epoch 0. Found: {dict(size)!r}.")
-        if len({epoch for epoch, _ in plan}) < len(plan):
+        if len(dict(schedule)) < len(schedule):
             raise ConfigError(f"`source.size` must name every epoch once. Found: {dict(size)!r}.")
-        return plan
+        return schedule
 
 
-class Rows:
-    """The samples of a packed source at several sizes, one size after the other: row = place of the size * N + number.
+class Rows(SourceView):
+    """The samples of a packed source at several sizes: row = position of the size * N + sample number.
 
-    So the epoch travels with what is asked for, and no worker has to be told of it.
+    The epoch selects the rows, so workers need not know it.
     """
 
-    indices = None
-
     def __init__(self, source: PackedSource) -> None:
-        self.source, self.total = source, source._total
-        self.mapped, self.lends = source.mapped, source.lends
-        self.sizes = source._used()
+        super().__init__(source)
+        self.indices = None
+        self.total, self.sizes = source.total, source.used_sizes
+        self.mapped, self.zero_copy = source.mapped, source.zero_copy
         self.views = [source.at_size(size) for size in self.sizes]
-        labels = source.labels
-        self.labels = None if labels is None else share(labels.repeat(len(self.sizes)))
-        self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
+        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.sizes)))
 
     def __len__(self) -> int:
         return self.total * len(self.sizes)
@@ -288,42 +279,38 @@ class Rows:
         return self.views[row // self.total][row % self.total]
 
     def read_many(self, rows: Sequence[int]) -> list[Any]:
-        """The same for several rows, asked of the disk at the same time."""
-        found: list[Any] = [None] * len(rows)
-        for place, view in enumerate(self.views):
-            mine = [k for k, row in enumerate(rows) if row // self.total == place]
+        """``(bytes, label)`` or the exception of each row, requested at the same time."""
+        items: list[Any] = [None] * len(rows)
+        for position, view in enumerate(self.views):
+            mine = [k for k, row in enumerate(rows) if row // self.total == position]
             for k, item in zip(mine, view.read_many([rows[k] % self.total for k in mine]), strict=True):
-                found[k] = item
-        return found
+                items[k] = item
+        return items
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """(indices, repeats, valid) of a batch of this epoch to its rows, int64 [B]."""
+        """A function from the (indices, repeats, valid) of a batch of this epoch to its rows, int64 [B]."""
         first = self.sizes.index(self.source.size_of(epoch)) * self.total
         return lambda indices, repeats, valid: indices + first
 
     def label(self, row: int) -> Any:
-        """The sample's."""
+        """Label of the row's sample."""
         return self.source.label(row % self.total)
 
     def key(self, row: int) -> str:
-        """The sample's."""
+        """Key of the row's sample."""
         return self.source.key(row % self.total)
-
-    def digest(self) -> str:
-        """The source's."""
-        return self.source.digest()
 
 
 _REPAIR = "`gpuaug pack out=DIR verify=true` says what is damaged; pack again into a new folder."
 
 
 def shard_name(size: Size, shard: int, form: str) -> str:
-    """Path of a shard below the folder."""
+    """Path of a shard in the folder."""
     return f"{size}/{shard:05d}.{ENDINGS[form]}"
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
-    """Hash of a manifest's content without its own ``checksum``."""
+    """Hash of a manifest without its field ``checksum``."""
     text = json.dumps({k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -332,7 +319,7 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
     """The content of `MANIFEST`.
 
     Raises:
-        ValueError: if it is none, of a later version, or was changed after it was written.
+        ValueError: if it is not a manifest, has another version, or was changed after it was written.
     """
     manifest = json.loads(data)
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:

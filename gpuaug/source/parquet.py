@@ -1,8 +1,7 @@
-"""Parquet files with a column of encoded images, as Hugging Face ``datasets`` write them."""
+"""Parquet files with a column of encoded images, as Hugging Face ``datasets`` writes them."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
@@ -19,39 +18,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import label_column, some
-from gpuaug.source.filters import Classes, Listed, Subset
+from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.paths import common_folder, places_of
-from gpuaug.source.remote.storage import Found, Range, Remote, Storage, is_url, shown
+from gpuaug.source.paths import common_folder, is_url, redact
+from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
 
 log = logging.getLogger("gpuaug")
 
-AT_ONCE = 8  # files whose footers and labels are read at a time
+INDEX_THREADS = 8  # that read footers and labels
 OPEN_FILES = 64  # footers that a process keeps
-TAIL = 1 << 16  # bytes at the end that are read first, as pyarrow does
-WAVE = 64 << 20  # bytes of remote row groups that are held at a time
-LARGEST_GROUP = 4 << 30  # bytes of a row group, unpacked
+TAIL_BYTES = 1 << 16  # read first from the end of a file, as pyarrow does
+WAVE_BYTES = 64 << 20  # of remote row groups that are held at a time
+LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
 
-class ParquetSource(Listed):
-    """Rows of Parquet files, in the order of the files; an image is read with the row group that it is in.
+class ParquetSource(ListedSource):
+    """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    So the smaller the row groups, the less is read in vain in a shuffled epoch: with groups of 100 photographs a
-    sample costs a hundred, where tar shards cost one. Sequential epochs read everything once, and so does the first one
-    with ``cache=ram``, which keeps all images of a row group that was read for one of them.
+    Small row groups are therefore best for a shuffled order: with 100 photographs per group, a sample costs the reading
+    of a hundred, and of one in a tar shard. A sequential epoch reads everything once. So does the first epoch with
+    ``cache=ram``, which stores all images of a row group that was read for one of them.
 
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
-        image: the column of the images: binary, or structs with ``bytes``; None: the only one that can be.
-        label: the column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
-            only ClassLabel of ``datasets``; ``none``: no labels. Names of classes in the files' metadata are taken.
+        image: column of the images: binary, or structs with ``bytes``; None: the only such column.
+        label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
+            only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata.
         classes, subset, exclude: as in :class:`FolderSource`.
-        row_groups: how many of the last ones each process keeps.
+        row_groups: how many of the last used row groups each process keeps.
         remote: how to read from URLs.
 
     Raises:
         SourceError: if pyarrow is missing, a file cannot be read, or has no such column.
+
+    >>> source = ParquetSource("data/train-*.parquet", label="none")
     """
 
     def __init__(
@@ -66,88 +68,88 @@ class ParquetSource(Listed):
         row_groups: int = 2,
         remote: Remote | None = None,
     ) -> None:
-        arrow()
+        import_pyarrow()
         if isinstance(row_groups, bool) or not isinstance(row_groups, int) or row_groups < 1:
             raise ConfigError(f"`source.row_groups` must be a whole number >= 1. Found: {row_groups!r}.")
         began = time.monotonic()
         self.row_groups = row_groups
         self._storage = Storage(remote)
-        files = places_of(root, self._storage, ending=".parquet")
-        self.root, names = common_folder([file.key for file in files])
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="gpuaug-parquet") as pool:
+        files = self._storage.expand(root, ending=".parquet")
+        self.root, names = common_folder([file.path for file in files])
+        with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-parquet") as pool:
             metadata = list(pool.map(lambda file: _metadata(file, self._storage), files))
             schema = metadata[0].schema.to_arrow_schema()
-            self._column = _image_column(schema, image, shown(files[0].key))
-            columns = [field.name for field in schema if _leaf(field) is None]
-            named = [name for name in columns if _names_of(schema, name)]
+            self._column = _image_column(schema, image, redact(files[0].path))
+            columns = [field.name for field in schema if _bytes_column(field) is None]
+            named = [name for name in columns if _class_names(schema, name)]
             remedy = "Set it to one of them, or to none for no labels."
-            column = label_column(label, columns, with_classes=named, place=repr(shown(files[0].key)), remedy=remedy)
+            column = label_column(label, columns, with_classes=named, place=repr(redact(files[0].path)), remedy=remedy)
             for file, meta in zip(files, metadata, strict=True):
                 _check(file, meta, schema, [self._column.split(".")[0], *([column] if column else [])])
             if column is not None:
                 tasks = zip(files, metadata, strict=True)
                 values = list(pool.map(lambda task: _values(task[0], task[1], column, self._storage), tasks))
-        counts = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
-        self._starts = _shared([0, *np.cumsum([n for groups in counts for n in groups])])  # of row groups, in rows
-        self._first = _shared([0, *np.cumsum([len(groups) for groups in counts])])  # of files, in row groups
-        bounds = _shared([0, *np.cumsum([sum(groups) for groups in counts])])
-        self._files = Names.of([[os.fsencode(file.key) for file in files]])
-        self._stamps = Names.of([[f"{file.size} {file.stamp}".encode() for file in files]])
-        self._names = _Rows(Names.of([[os.fsencode(name) for name in names]]), bounds)
+        rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
+        self._starts = _bounds([n for groups in rows for n in groups])  # first row of each row group
+        self._first = _bounds([len(groups) for groups in rows])  # first row group of each file
+        self._files = Names.of([[os.fsencode(file.path) for file in files]])
+        self._versions = Names.of([[f"{file.size} {file.version}".encode() for file in files]])
+        self._names = FileKeys(Names.of([[os.fsencode(name) for name in names]]), _bounds([sum(g) for g in rows]))
         if not len(self._names):
-            raise SourceError(f"no images in {len(files)} Parquet files of {shown(self.root)!r}: they have no rows.")
+            raise SourceError(f"no images in {len(files)} Parquet files of {redact(self.root)!r}: they have no rows.")
         if column is not None:
-            flat = any(isinstance(part, list) for part in values)
+            are_lists = any(isinstance(part, list) for part in values)
             joined: Any = [x for part in values for x in (part if isinstance(part, list) else part.tolist())]
-            self._label(joined if flat else np.concatenate(values), classes=classes, names=_names_of(schema, column))
+            labels = joined if are_lists else np.concatenate(values)
+            self._set_labels(labels, classes=classes, names=_class_names(schema, column))
         elif classes is not None:
             raise ConfigError("`source.classes` names the labels, but there is no column of labels. Drop it.")
-        largest = max((meta.row_group(g).num_rows for meta in metadata for g in range(meta.num_row_groups)), default=0)
+        largest = max((n for groups in rows for n in groups), default=0)
         remedy = "; a shuffled order reads them all for each one, unless `cache=ram` keeps them" if largest > 1 else ""
-        log.info("source %s: up to %d images in a row group, read together%s", shown(self.root), largest, remedy)
-        self._settle()
+        log.info("source %s: up to %d images in a row group, read together%s", redact(self.root), largest, remedy)
+        self._reset()
         self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_open", "_groups", "_pid")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_footers", "_groups", "_pid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._settle()
+        self._reset()
 
-    def _settle(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
-        self._open: OrderedDict[int, Any] = OrderedDict()  # metadata by file
+        self._footers: OrderedDict[int, Any] = OrderedDict()  # by file
         self._groups: OrderedDict[int, Any] = OrderedDict()  # images by row group
 
-    def _items(self, numbers: Sequence[int]) -> list[Any]:
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
         if self._pid != os.getpid():
-            self._settle()
+            self._reset()
         rows: dict[int, list[int]] = {}
         groups = (np.searchsorted(self._starts.numpy(), np.asarray(numbers), side="right") - 1).tolist()
-        for at, group in enumerate(groups):
-            rows.setdefault(group, []).append(at)
+        for row, group in enumerate(groups):
+            rows.setdefault(group, []).append(row)
         items: list[Any] = [None] * len(numbers)
         for group, images in self._read_groups(list(rows)):
             begin = int(self._starts.numpy()[group])
-            for at in rows[group]:
-                items[at] = images if isinstance(images, Exception) else self._item(images, numbers[at], begin)
-        # Arrow's pool keeps several times what the groups take: 20 instead of 90 MiB in each worker, at 4 MiB a group
-        arrow().default_memory_pool().release_unused()
+            for row in rows[group]:
+                items[row] = images if isinstance(images, Exception) else self._item(images, numbers[row], begin)
+        # Arrow's pool would keep several times the size of the groups: 90 instead of 20 MiB per worker, at 4 MiB each
+        import_pyarrow().default_memory_pool().release_unused()
         return items
 
     def group_bytes(self, *, sample: int = 16) -> int:
-        """Bytes of the images of the largest row group, among ``sample`` of them that are spread evenly."""
+        """Bytes of the images in the largest of ``sample`` evenly spread row groups."""
         count, column = len(self._starts) - 1, self._column.split(".")[0]
-        found = [0]
+        sizes = [0]
         for group in np.unique(np.linspace(0, max(0, count - 1), min(sample, count)).round().astype(int)).tolist():
             meta, _, inside = self._metadata_of(group)
             parts = (meta.row_group(inside).column(k) for k in range(meta.num_columns))
-            found.append(sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] == column))
-        return max(found)
+            sizes.append(sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] == column))
+        return max(sizes)
 
-    def along(self, index: int) -> NDArray[np.int64]:
-        """Active samples that are in memory since number ``index`` was read, int64 ``[n]``: those of its row group."""
+    def same_group(self, index: int) -> NDArray[np.int64]:
+        """Active samples of the row group of sample ``index``, int64 ``[n]``; none if it is not in memory."""
         starts = self._starts.numpy()
         group = int(np.searchsorted(starts, index, side="right")) - 1
         if self._pid != os.getpid() or group not in self._groups:
@@ -160,11 +162,11 @@ class ParquetSource(Listed):
     def _item(self, images: Any, number: int, begin: int) -> Any:
         data = images[number - begin].as_py()
         if data is None:
-            return ReadError(f"{self.key(number)!r} has no bytes of an image")
+            return ReadError(f"{self.key(number)!r} has no image bytes")
         return data, self._label_of(number)
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Images of each row group, or why they cannot be read; those at hand first, remote ones several at a time."""
+        """Images of each row group, or the error: first those in memory, then remote ones several at a time."""
         missing = []
         for group in groups:
             if group in self._groups:
@@ -172,7 +174,7 @@ class ParquetSource(Listed):
                 yield group, self._groups[group]
             else:
                 missing.append(group)
-        plans: list[tuple[int, Any, list[Range]]] = []
+        wave: list[tuple[int, Any, list[Range]]] = []
         held = 0
         for group in missing:
             try:
@@ -182,113 +184,89 @@ class ParquetSource(Listed):
                 yield group, error
                 continue
             size = sum(part.size or 0 for part in ranges)
-            if plans and held + size > WAVE:
-                yield from self._decode(plans)
-                plans, held = [], 0
-            plans.append((group, (meta, file, inside), ranges))
+            if wave and held + size > WAVE_BYTES:
+                yield from self._read_wave(wave)
+                wave, held = [], 0
+            wave.append((group, (meta, file, inside), ranges))
             held += size
-        yield from self._decode(plans)
+        yield from self._read_wave(wave)
 
-    def _decode(self, plans: list[tuple[int, Any, list[Range]]]) -> Iterator[tuple[int, Any]]:
-        found = iter(self._storage.read([part for _, _, ranges in plans for part in ranges]))
-        for group, (meta, file, inside), ranges in plans:
-            pieces = {part.begin: next(found) for part in ranges}
+    def _read_wave(self, wave: list[tuple[int, Any, list[Range]]]) -> Iterator[tuple[int, Any]]:
+        data = iter(self._storage.read([part for _, _, ranges in wave for part in ranges]))
+        for group, (meta, file, inside), ranges in wave:
+            pieces = {part.begin: next(data) for part in ranges}
             error = next((piece for piece in pieces.values() if isinstance(piece, Exception)), None)
             if error is not None:
                 yield group, error
                 continue
             try:
                 images = _images(file, meta, inside, self._column, pieces, self._storage)
-            except (OSError, GpuaugError, arrow().ArrowException) as failed:
-                yield group, ReadError(f"row group {inside} of {shown(file.key)!r} cannot be read: {failed}")
+            except (OSError, GpuaugError, import_pyarrow().ArrowException) as failed:
+                yield group, ReadError(f"row group {inside} of {redact(file.path)!r} cannot be read: {failed}")
                 continue
             if len(images) != (rows := meta.row_group(inside).num_rows):
-                yield group, ReadError(f"row group {inside} of {shown(file.key)!r} has {len(images)} of {rows} rows")
+                yield group, ReadError(f"row group {inside} of {redact(file.path)!r} has {len(images)} of {rows} rows")
                 continue
             self._groups[group] = images
             if len(self._groups) > self.row_groups:
                 self._groups.popitem(last=False)
             yield group, images
 
-    def _metadata_of(self, group: int) -> tuple[Any, Found, int]:
-        """Footer of the file that a row group is in, the file, and the group's number there."""
+    def _metadata_of(self, group: int) -> tuple[Any, FileInfo, int]:
+        """Footer of the row group's file, the file, and the number of the group in the file."""
         number = int(np.searchsorted(self._first.numpy(), group, side="right")) - 1
-        size, _, stamp = self._stamps[number].decode().partition(" ")
-        file = Found(os.fsdecode(self._files[number]), int(size), stamp)
-        if number not in self._open:
+        size, _, version = self._versions[number].decode().partition(" ")
+        file = FileInfo(os.fsdecode(self._files[number]), int(size), version)
+        if number not in self._footers:
             try:
-                self._open[number] = _metadata(file, self._storage)
-            except SourceError as error:  # of this file now, and not of the source
+                self._footers[number] = _metadata(file, self._storage)
+            except SourceError as error:  # a fault of its samples: the file was readable at the start
                 raise ReadError(str(error)) from error
-            if len(self._open) > OPEN_FILES:
-                self._open.popitem(last=False)
-        return self._open[number], file, group - int(self._first.numpy()[number])
-
-
-class _Rows:
-    """Keys of all samples as ``file/row``, made when asked for."""
-
-    def __init__(self, files: Names, bounds: Tensor) -> None:
-        self.files, self.bounds = files, bounds
-
-    def __len__(self) -> int:
-        return int(self.bounds[-1])
-
-    def __getitem__(self, index: int) -> bytes:
-        file = int(np.searchsorted(self.bounds.numpy(), index, side="right")) - 1
-        return self.files[file] + b"/%d" % (index - int(self.bounds.numpy()[file]))
-
-    def __iter__(self) -> Iterator[bytes]:
-        counts = np.diff(self.bounds.numpy()).tolist()
-        return (file + b"/%d" % row for file, count in zip(self.files, counts, strict=True) for row in range(count))
-
-    def digest(self) -> str:
-        """As of Names."""
-        return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
+            if len(self._footers) > OPEN_FILES:
+                self._footers.popitem(last=False)
+        return self._footers[number], file, group - int(self._first.numpy()[number])
 
 
 class _Pieces(io.RawIOBase):
-    """A file for pyarrow, of which some pieces are at hand; what else it asks for is read."""
+    """A file for pyarrow: some pieces are in memory, the rest is read on demand."""
 
-    def __init__(self, file: Found, storage: Storage, pieces: dict[int, bytes]) -> None:
-        self.file, self.storage, self.pieces, self.at = file, storage, pieces, 0
+    def __init__(self, file: FileInfo, storage: Storage, pieces: dict[int, bytes]) -> None:
+        self.file, self.storage, self.pieces, self.position = file, storage, pieces, 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
-        self.at = offset + (0, self.at, self.file.size)[whence]
-        return self.at
+        """Set the position."""
+        self.position = offset + (0, self.position, self.file.size)[whence]
+        return self.position
 
     def tell(self) -> int:
-        """As of any file."""
-        return self.at
+        """The position."""
+        return self.position
 
     def read(self, size: int = -1) -> bytes:
-        """Exactly so many bytes; fewer at the end only."""
-        left = max(0, self.file.size - self.at)
+        """Exactly ``size`` bytes, fewer only at the end of the file."""
+        left = max(0, self.file.size - self.position)
         size = left if size < 0 else min(size, left)
+        start = self.position
+        self.position += size
         for begin, data in self.pieces.items():
-            if begin <= self.at and self.at + size <= begin + len(data):
-                found = data[self.at - begin : self.at - begin + size]
-                break
-        else:
-            (item,) = self.storage.read([Range(self.file.key, self.at, size, self.file.stamp)])
-            if isinstance(item, Exception):
-                raise item if isinstance(item, OSError) else OSError(str(item))
-            found = item
-        self.at += size
-        return found
+            if begin <= start and start + size <= begin + len(data):
+                return data[start - begin : start - begin + size]
+        (item,) = self.storage.read([Range(self.file.path, start, size, self.file.version)])
+        if isinstance(item, Exception):
+            raise item if isinstance(item, OSError) else OSError(str(item))
+        return item
 
 
-def arrow() -> Any:
-    """The module pyarrow.
+def import_pyarrow() -> Any:
+    """The package pyarrow.
 
     Raises:
         SourceError: if it is not installed.
@@ -301,56 +279,56 @@ def arrow() -> Any:
     return pyarrow
 
 
-def _metadata(file: Found, storage: Storage) -> Any:
+def _metadata(file: FileInfo, storage: Storage) -> Any:
     """The footer of a file.
 
     Raises:
-        SourceError: if it has none.
+        SourceError: if it cannot be read.
     """
-    pyarrow = arrow()
+    pyarrow = import_pyarrow()
     if file.size < 0:
-        raise SourceError(f"{shown(file.key)!r}: its server says no size. Use one that does, or a copy.")
-    tail = max(0, file.size - TAIL)
-    (end,) = storage.read([Range(file.key, tail, file.size - tail, file.stamp)])
+        raise SourceError(f"{redact(file.path)!r}: its server says no size. Use one that does, or a copy.")
+    tail = max(0, file.size - TAIL_BYTES)
+    (end,) = storage.read([Range(file.path, tail, file.size - tail, file.version)])
     try:
         if isinstance(end, Exception):
             raise end
         pieces = pyarrow.PythonFile(_Pieces(file, storage, {tail: end}), mode="r")
         return pyarrow.parquet.read_metadata(pieces)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
-        raise SourceError(f"{shown(file.key)!r} is no Parquet file that can be read: {error}.") from error
+        raise SourceError(f"{redact(file.path)!r} cannot be read as a Parquet file: {error}.") from error
 
 
-def _check(file: Found, meta: Any, schema: Any, columns: list[str]) -> None:
+def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
     own = meta.schema.to_arrow_schema()
     for name in columns:
         if name not in own.names or not own.field(name).type.equals(schema.field(name).type):
             raise SourceError(
-                f"{shown(file.key)!r} must have the columns of the first file, as {name!r}: {schema.field(name).type}. "
-                f"Found: {some([f'{field.name}: {field.type}' for field in own])}."
+                f"{redact(file.path)!r} must have the columns of the first file, as {name!r}: "
+                f"{schema.field(name).type}. Found: {some([f'{field.name}: {field.type}' for field in own])}."
             )
     for g in range(meta.num_row_groups):
         if (size := meta.row_group(g).total_byte_size) > LARGEST_GROUP:
             raise SourceError(
                 f"row groups must be of at most {LARGEST_GROUP >> 30} GiB, as they are read as a whole. Found: {size} "
-                f"bytes in {shown(file.key)!r}. Write it with smaller ones (`row_group_size`)."
+                f"bytes in {redact(file.path)!r}. Write it with smaller ones (`row_group_size`)."
             )
 
 
 def _image_column(schema: Any, name: str | None, place: str) -> str:
-    """The leaf column that holds the bytes, as ``image.bytes``."""
-    found = {field.name: leaf for field in schema if (leaf := _leaf(field)) is not None}
+    """Path of the column of bytes, as ``image.bytes``."""
+    known = {field.name: path for field in schema if (path := _bytes_column(field)) is not None}
     columns = some([f"{field.name}: {field.type}" for field in schema])
-    if name is not None and name not in found:
+    if name is not None and name not in known:
         raise SourceError(f"`source.image` must be a column of bytes in {place!r}. Found {name!r} among {columns}.")
-    if name is None and len(found) != 1:
-        raise SourceError(f"`source.image` must be given: {len(found)} columns of {place!r} have bytes: {columns}.")
-    return str(found[name] if name is not None else next(iter(found.values())))
+    if name is None and len(known) != 1:
+        raise SourceError(f"`source.image` must be given: {len(known)} columns of {place!r} have bytes: {columns}.")
+    return known[next(iter(known)) if name is None else name]
 
 
-def _leaf(field: Any) -> str | None:
-    """The path of the bytes in a column that can be one of images."""
-    types = arrow().types
+def _bytes_column(field: Any) -> str | None:
+    """Path of the bytes in a column that may hold images, else None."""
+    types = import_pyarrow().types
 
     def is_bytes(kind: Any) -> bool:
         return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
@@ -361,32 +339,34 @@ def _leaf(field: Any) -> str | None:
     return f"{field.name}.bytes" if "bytes" in inside and is_bytes(inside["bytes"]) else None
 
 
-def _names_of(schema: Any, column: str) -> list[str] | None:
-    """Names of the classes, where ``datasets`` wrote them into the metadata."""
+def _class_names(schema: Any, column: str) -> list[str] | None:
+    """Class names of a column, if ``datasets`` wrote them into the metadata."""
     try:
-        told = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
-        names = told["info"]["features"][column]["names"]
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
+        names = metadata["info"]["features"][column]["names"]
         return [str(name) for name in names] if isinstance(names, list) and names else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _values(file: Found, meta: Any, column: str, storage: Storage) -> Any:
+def _values(file: FileInfo, meta: Any, column: str, storage: Storage) -> Any:
     """The labels of a file: an array of numbers, or a list."""
-    pyarrow = arrow()
+    pyarrow = import_pyarrow()
     try:
         data = pyarrow.PythonFile(_Pieces(file, storage, {}), mode="r")
-        found = pyarrow.parquet.ParquetFile(data, metadata=meta, pre_buffer=False).read([column], use_threads=False)
+        table = pyarrow.parquet.ParquetFile(data, metadata=meta, pre_buffer=False).read([column], use_threads=False)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
-        raise SourceError(f"the labels in {shown(file.key)!r} cannot be read: {error}.") from error
-    if found.num_rows != meta.num_rows:
-        raise SourceError(f"{shown(file.key)!r} has {found.num_rows} labels for {meta.num_rows} rows. Write it again.")
-    return plain(found.column(column), shown(file.key))
+        raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
+    if table.num_rows != meta.num_rows:
+        raise SourceError(
+            f"{redact(file.path)!r} has {table.num_rows} labels for {meta.num_rows} rows. Write it again."
+        )
+    return plain_values(table.column(column), redact(file.path))
 
 
-def plain(column: Any, place: str) -> Any:
+def plain_values(column: Any, place: str) -> Any:
     """Values of an Arrow column: an array of int64 or float32, or a list."""
-    types = arrow().types
+    types = import_pyarrow().types
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise SourceError(
@@ -395,13 +375,13 @@ def plain(column: Any, place: str) -> Any:
     if types.is_integer(column.type) or types.is_boolean(column.type):
         try:
             return np.array(column.cast("int64").to_numpy())
-        except arrow().ArrowInvalid as error:  # uint64
+        except import_pyarrow().ArrowInvalid as error:  # uint64
             raise SourceError(f"labels in {place!r} must be below 2**63: {error}.") from error
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
-def _ranges(file: Found, meta: Any, group: int, column: str) -> list[Range]:
-    """Where the images of a row group are."""
+def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
+    """The range of the images of a row group."""
     inside = meta.row_group(group)
     for i in range(inside.num_columns):
         chunk = inside.column(i)
@@ -410,22 +390,23 @@ def _ranges(file: Found, meta: Any, group: int, column: str) -> list[Range]:
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)
             if not 0 <= begin <= begin + chunk.total_compressed_size <= file.size:
-                raise ReadError(f"row group {group} of {shown(file.key)!r} lies outside of the file")
-            return [Range(file.key, begin, chunk.total_compressed_size, file.stamp)]
-    raise ReadError(f"row group {group} of {shown(file.key)!r} has no column {column!r}")
+                raise ReadError(f"row group {group} of {redact(file.path)!r} lies outside of the file")
+            return [Range(file.path, begin, chunk.total_compressed_size, file.version)]
+    raise ReadError(f"row group {group} of {redact(file.path)!r} has no column {column!r}")
 
 
-def _images(file: Found, meta: Any, group: int, column: str, pieces: dict[int, Any], storage: Storage) -> Any:
+def _images(file: FileInfo, meta: Any, group: int, column: str, pieces: dict[int, Any], storage: Storage) -> Any:
     """The encoded images of a row group: an Arrow column of bytes."""
-    pyarrow = arrow()
+    pyarrow = import_pyarrow()
     source = pyarrow.PythonFile(_Pieces(file, storage, pieces), mode="r")
     opened = pyarrow.parquet.ParquetFile(source, metadata=meta, pre_buffer=False)
-    found = opened.read_row_group(group, columns=[column], use_threads=False).column(0)
-    if not pyarrow.types.is_struct(found.type):
-        return found
-    chunks = [chunk.field("bytes") if not chunk.null_count else chunk.flatten()[0] for chunk in found.chunks]
+    images = opened.read_row_group(group, columns=[column], use_threads=False).column(0)
+    if not pyarrow.types.is_struct(images.type):
+        return images
+    chunks = [chunk.field("bytes") if not chunk.null_count else chunk.flatten()[0] for chunk in images.chunks]
     return pyarrow.chunked_array(chunks)
 
 
-def _shared(values: list[Any]) -> Tensor:
-    return share(torch.from_numpy(np.array(values, dtype=np.int64)))
+def _bounds(counts: list[int]) -> Tensor:
+    """Running sums from 0, int64 [len(counts) + 1]."""
+    return share(torch.from_numpy(np.cumsum([0, *counts], dtype=np.int64)))

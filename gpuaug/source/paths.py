@@ -1,66 +1,81 @@
-"""Which files a user means: paths and URLs with braces or ``*``, lists of them, folders."""
+"""Paths and URLs of data: absolute, joined, split, and written with braces."""
 
 from __future__ import annotations
 
-import glob
 import os
+import posixpath
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
+from urllib.parse import quote, unquote
 
-from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.remote.storage import Found, Storage, is_url, join, locate, shown, split
+from gpuaug.errors import ConfigError
 
-MOST_FILES = 1_000_000
+MOST_FILES = 1_000_000  # that one pattern may name
 
 
-def places_of(root: Any, storage: Storage, *, ending: str) -> list[Found]:
-    """The files in order, each with its bytes and version; the place stands for the key.
+def is_url(path: Any) -> bool:
+    """Whether the path is a URL, which fsspec or libcurl reads."""
+    return "://" in os.fsdecode(path)
 
-    Args:
-        root: a path or URL, with ``{000..099}``, ``{a,b}`` or ``*``, or a folder; or a list of them.
-        storage: where they are.
-        ending: of the files; in a folder, of those that are taken.
+
+def absolute(path: Any, *, key: str = "source.root") -> str:
+    """An absolute local path (also for ``file://`` URLs), or a URL without a trailing slash.
+
+    Workers, and calls after a ``chdir``, then find the same file.
 
     Raises:
-        ConfigError, SourceError: if a file is missing, or there are none.
+        ConfigError: if ``path`` is neither.
     """
-    many = isinstance(root, Sequence) and not isinstance(root, str)
-    places: list[str] = []
-    known: dict[str, Found] = {}
-    for item in list(root) if many else [root]:
-        if not isinstance(item, str | os.PathLike) or not os.fspath(item) or "\0" in str(item):
-            raise ConfigError(f"`source.root` must be paths or URLs of {ending} files. Found: {item!r}.")
-        for text in braces(os.fspath(item)):
-            place = locate(text)
-            if (
-                place.split("?", 1)[0].endswith(ending)
-                and "*" not in place
-                and (is_url(place) or not os.path.isdir(place))
-            ):
-                places.append(place)
-                continue
-            below = _below(place, storage, ending)
-            if not below:
-                raise SourceError(
-                    f"`source.root` must name {ending} files, or a folder of them. Found: {shown(place)!r}."
-                )
-            known |= {file.key: file for file in below}
-            places += [file.key for file in below]
-    if not places:
-        raise ConfigError(f"`source.root` must name {ending} files. Found: {root!r}.")
-    if len(set(places)) < len(places):
-        twice = sorted({place for place in places if places.count(place) > 1}) if len(places) < 10_000 else places
-        raise SourceError(f"`source.root` names files twice, such as {shown(twice[0])!r}.")
-    missing = [place for place in places if place not in known]
-    known |= dict(zip(missing, storage.stat(missing), strict=True))
-    return [known[place] for place in places]
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"`{key}` must be a path or a URL. Found: {path!r}.")
+    text = os.fspath(path)
+    for scheme in ("file://", "local://"):
+        if text.startswith(scheme):
+            text = "/" + unquote(text.removeprefix(scheme), errors="surrogateescape").lstrip("/")
+    return text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(text))
 
 
-def braces(text: str) -> list[str]:
-    """Bash's ``{a,b}`` and ``{000..099}``, as webdataset expands them; others are left as they are."""
+def join(root: str, key: str) -> str:
+    """The path or URL of a key below ``root``; check untrusted keys with :func:`is_safe` first."""
+    if not is_url(root):
+        return os.path.join(root, key)
+    if root.startswith(("http://", "https://")):  # object stores take keys as they are, URLs are quoted
+        key = quote(os.fsencode(key))
+    return f"{root}/{key}"
+
+
+def split(path: str) -> tuple[str, str]:
+    """The folder of a path or URL, and the name in it."""
+    if not is_url(path):
+        return os.path.split(path)
+    scheme, rest = path.split("://", 1)
+    folder, name = posixpath.split(rest)
+    if scheme in ("http", "https"):
+        name = unquote(name, errors="surrogateescape")
+    return f"{scheme}://{folder}", name
+
+
+def is_safe(key: str) -> bool:
+    """Whether a relative path stays inside its root."""
+    parts = key.rstrip("/").split("/")
+    if "\0" in key or "://" in key or os.path.isabs(key) or any(part in ("", ".", "..") for part in parts):
+        return False
+    return os.sep == "/" or ("\\" not in key and ":" not in key)  # Windows: other separators, and drives
+
+
+def redact(path: str) -> str:
+    """A path or URL for messages: without user name, password and the signature of a signed URL."""
+    return re.sub(r"(?<=://)[^/@]*@", "", path.split("?", 1)[0]) if is_url(path) else path
+
+
+def expand_braces(text: str) -> list[str]:
+    """Expand bash's ``{a,b}`` and ``{000..099}``, as webdataset does; other braces stay as they are.
+
+    >>> expand_braces("train-{08..10}.tar")
+    ['train-08.tar', 'train-09.tar', 'train-10.tar']
+    """
     parts = re.split(r"\{([^{}]*,[^{}]*|\d+\.\.\d+)\}", text)
     options: list[Sequence[str]] = []
     count = 1
@@ -74,18 +89,18 @@ def braces(text: str) -> list[str]:
             width = max(len(first), len(last)) if first[0] == "0" or last[0] == "0" else 0
             step = 1 if int(first) <= int(last) else -1
             numbers = range(int(first), int(last) + step, step)
-            options.append(
-                [str(n).zfill(width) for n in numbers] if len(numbers) <= MOST_FILES else [""] * (MOST_FILES + 1)
-            )
+            if len(numbers) > MOST_FILES:
+                raise _too_many(text)
+            options.append([str(n).zfill(width) for n in numbers])
         count *= len(options[-1])
         if count > MOST_FILES:
-            raise ConfigError(f"`source.root` must name at most {MOST_FILES} files. Found: {text!r}.")
+            raise _too_many(text)
     return ["".join(option) for option in product(*options)]
 
 
-def common_folder(places: list[str]) -> tuple[str, list[str]]:
-    """The folder that all files are in, and their paths in it."""
-    pairs = [split(place) for place in places]
+def common_folder(paths: list[str]) -> tuple[str, list[str]]:
+    """The deepest folder that contains all files, and their paths relative to it."""
+    pairs = [split(path) for path in paths]
     folders = [folder.split("/") for folder, _ in pairs]
     depth = 0
     while all(len(f) > depth for f in folders) and len({f[depth] for f in folders}) == 1:
@@ -95,25 +110,5 @@ def common_folder(places: list[str]) -> tuple[str, list[str]]:
     return "/".join(folders[0][:depth]) or "/", names
 
 
-def _below(place: str, storage: Storage, ending: str) -> list[Found]:
-    """The files in a folder and the folders in it, or that a pattern matches, sorted."""
-    pattern = None
-    if "*" in place:
-        place, pattern = split(place)
-        if "*" in place:
-            raise ConfigError(f"`source.root` may have a * in its last part only. Found: {shown(place)!r}.")
-    if not is_url(place):
-        if pattern is not None:
-            return storage.stat(sorted(glob.glob(os.path.join(glob.escape(place), pattern))))
-        walk = os.walk(place)
-        return storage.stat(
-            sorted(os.path.join(above, x) for above, _, names in walk for x in names if x.endswith(ending))
-        )
-    found = [
-        Found(join(place, file.key), file.size, file.stamp)
-        for file in storage.find(place)
-        if (file.key.endswith(ending) if pattern is None else fnmatchcase(file.key, pattern) and "/" not in file.key)
-    ]
-    if any(file.size < 0 for file in found):  # a listing in HTML has no sizes
-        found = storage.stat([file.key for file in found])
-    return sorted(found)
+def _too_many(text: str) -> ConfigError:
+    return ConfigError(f"`source.root` must name at most {MOST_FILES} files. Found: {text!r}.")

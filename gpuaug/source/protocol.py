@@ -1,4 +1,4 @@
-"""What a source offers to the later stages."""
+"""The interface of a source, as the later stages use it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """A complete source: what :func:`adapt` returns, and what the later stages rely on.
+    """A complete source: what :func:`~gpuaug.source.adapt` returns, and what the later stages rely on.
 
     Attributes:
-        indices: int64 ``[len]``, ascending: numbers of the samples that are active; None: 0 .. len - 1.
-        labels: int64 ``[N]`` by number, known without reading bytes; None where they are not, or there are none.
-        classes: names in the order of their labels.
+        indices: int64 ``[len]``, ascending numbers of the active samples; None: 0 .. len - 1.
+        labels: int64 ``[N]`` by sample number; None if there are no labels, or only reading a sample shows its label.
+        classes: class names in the order of their labels.
 
-    What a source may have beside that:
-        label: ``source.label(i)``, the label of a sample without reading its bytes: it stays where those cannot be
-            read. Without it ``labels`` are asked, and else such a label is 0, or as many of them as other samples have.
-        along: ``source.along(number)``, numbers that had to be read with this one, and now cost nothing more.
-        read_many: ``source.read_many(numbers)``, a list of ``(bytes, label)`` or exceptions, read at the same time.
-        expect: ``source.expect(numbers)``: what the ``read_many`` after the next will be for; it may begin.
+    A source may also have these:
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. A sample that cannot be read
+            keeps its label this way. Otherwise such a label comes from ``labels``, or is 0.
+        read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of ``(bytes, label)``
+            or exceptions.
+        prefetch: ``source.prefetch(numbers)`` names the samples of the ``read_many`` after the next. The source may
+            start to read them in the background.
+        same_group: ``source.same_group(i)`` returns the numbers of samples that were read together with sample ``i``
+            and are in memory now.
+        mapped: True if reading is at most a copy out of the page cache.
+        zero_copy: True if the returned bytes stay valid and unchanged for as long as they are referenced, so that a
+            batch need not copy them.
     """
 
     indices: Tensor | None
@@ -36,7 +42,7 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Encoded bytes and label (int, float, floats, or None) of sample number ``index``.
 
-        What it raises of OSError and GpuaugError is a fault of this sample; anything else ends the epoch.
+        An OSError or GpuaugError becomes a fault of this sample; any other exception ends the epoch.
         """
         ...
 
@@ -45,5 +51,5 @@ class Source(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hash of the keys of all samples, whatever their place and whichever are active."""
+        """Hash of the keys of all samples, independent of where they are stored and of which ones are active."""
         ...

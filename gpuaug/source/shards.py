@@ -1,4 +1,4 @@
-"""WebDataset's tar shards, read at any place: an index says where each image is, so that a sample is one range read."""
+"""WebDataset's tar shards with random access: an index says where each image is, so a sample is one range read."""
 
 from __future__ import annotations
 
@@ -9,68 +9,62 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuaug import files
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import some
-from gpuaug.source.filters import Classes, Listed, Subset, extensions_of
+from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, share
-from gpuaug.source.paths import common_folder, places_of
+from gpuaug.source.local import LARGEST_FILE, read_file
+from gpuaug.source.paths import common_folder, is_url, join, redact, split
 from gpuaug.source.remote.disk import locked
-from gpuaug.source.remote.storage import (
-    LARGEST_FILE,
-    Found,
-    Range,
-    Remote,
-    Storage,
-    is_url,
-    join,
-    read_file,
-    shown,
-    split,
-)
+from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
 from gpuaug.source.tar import BLOCK, Member, members
 
 log = logging.getLogger("gpuaug")
 
-SHARD_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-AT_ONCE = 8  # shards that are indexed at a time
-PIECE = 8 << 20  # bytes of a remote shard that are asked for at once; smaller members are not worth a request each
+INDEX_THREADS = 8  # shards that are indexed at a time
+PIECE_BYTES = 8 << 20  # of a remote shard per request while indexing: smaller members are not worth one each
+LOCAL_PIECE_BYTES = 1 << 14  # of a local shard, of which little more than the headers is read
 _MAGIC = b"gpuaug-shards-1\n"
 
 
-class ShardSource(Listed):
+class ShardSource(ListedSource):
     """Samples of WebDataset: members of a tar with the same name up to the first dot, in the order of the shards.
 
-    Where its bytes are is found once and kept in an index file; a shard whose size, time or ETag differs is looked at
-    again, and only this one. An index file of DALI's ``wds2idx`` beside a shard (``train-000.idx``) is used where there
-    is one. Members that are hidden, and samples without image or label, are left out with one warning. Samples of one
-    name that are apart from each other in a shard have keys of their own: ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
+    The positions of all samples are read once and kept in an index file. Only shards whose size, time or ETag changed
+    are read again. DALI's index of a shard (``train-000.idx`` from ``wds2idx``) is used if there is one. Hidden
+    members, and samples without image or label, are left out with one warning. If samples of one name are not adjacent
+    in a shard, they get different keys: ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
 
     Args:
         root: shards: a path or URL with braces (``data/train-{000..099}.tar``), a list of them, or a folder of .tar.
-        labels: the extension of the member that holds the label (``cls``, ``json``, ``txt``), or ``none``. A name of
-            several dots ends in the extension ``json`` too.
-        label_key: the field of a .json label; dots lead into nested ones.
-        classes: as in :class:`FolderSource`, for labels that are names; for numbers it says how many classes there are.
+        labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. The extension of
+            ``a.meta.json`` is ``json`` too.
+        label_key: field of a .json label; dots lead into nested fields.
+        classes: as in :class:`FolderSource`, if the labels are names; if they are numbers, it gives the number of
+            classes.
         subset, exclude: as in :class:`FolderSource`.
-        extensions: of the image; where a sample has several, the first one of this list.
-        index: a folder for the index file; None: beside local shards where it can be written, else
+        extensions: of the image; if a sample has several, the first one of this list.
+        index: a folder for the index file; None: beside local shards if that is writable, else
             ``$XDG_CACHE_HOME/gpuaug``.
         remote: how to read from URLs.
 
     Raises:
         SourceError: if a shard cannot be read, is compressed or damaged, or has members outside of itself.
+
+    >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     """
 
     def __init__(
@@ -82,7 +76,7 @@ class ShardSource(Listed):
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
-        extensions: Sequence[str] = SHARD_EXTENSIONS,
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
         index: str | os.PathLike[str] | None = None,
         remote: Remote | None = None,
     ) -> None:
@@ -96,171 +90,155 @@ class ShardSource(Listed):
             raise ConfigError("`source.classes` names the labels, but `source.labels` is none. Drop one.")
         began = time.monotonic()
         self._storage = Storage(remote)
-        shards = places_of(root, self._storage, ending=".tar")
-        self.root, names = common_folder([shard.key for shard in shards])
+        shards = self._storage.expand(root, ending=".tar")
+        self.root, names = common_folder([shard.path for shard in shards])
         rule = _Rule(endings, label)
-        parts = _indexed(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, index=index)
-        self._bounds = share(torch.from_numpy(np.cumsum([0, *(len(part.offsets) for part in parts)])))
+        parts = _index(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, folder=index)
+        bounds = share(torch.from_numpy(np.cumsum([0, *(len(part.offsets) for part in parts)])))
         self._offsets = share(torch.from_numpy(np.concatenate([part.offsets for part in parts])))  # int64 [N]
         self._sizes = share(torch.from_numpy(np.concatenate([part.sizes for part in parts])))  # int32 [N]
-        self._places = Names.of([[os.fsencode(shard.key) for shard in shards]])
-        self._stamps = Names.of([[shard.stamp.encode() for shard in shards]])
-        self._names: Any = _Keys(Names.of([os.fsencode(name) for name in names] for _ in (0,)), self._bounds, parts)
+        self._shards = Names.of([[os.fsencode(shard.path) for shard in shards]])
+        self._versions = Names.of([[shard.version.encode() for shard in shards]])
+        members = Names.of(list(part.keys) for part in parts)
+        self._names: FileKeys = FileKeys(Names.of([[os.fsencode(name) for name in names]]), bounds, members)
         if not len(self._names):
-            raise SourceError(f"no images in {len(shards)} shards of {shown(self.root)!r}. {_hint(parts, rule)}")
+            raise SourceError(f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule)}")
         left_out = [text for part in parts for text in part.left_out]
         if count := sum(part.dropped for part in parts):
             log.warning(
                 "source %s: %d samples without an image%s are left out: %s",
-                shown(self.root), count, "" if label is None else f" or {label}", some(left_out),
+                redact(self.root), count, "" if label is None else f" or {label}", some(left_out),
             )  # fmt: skip
         if label is not None:
             values = [_value(text, label, label_key, part, i) for part in parts for i, text in enumerate(part.labels)]
-            self._label(values, classes=classes)
+            self._set_labels(values, classes=classes)
         self._activate(subset, exclude, began=began)
 
     def _range(self, index: int) -> Range:
-        shard = int(np.searchsorted(self._bounds.numpy(), index, side="right")) - 1
-        place, stamp = os.fsdecode(self._places[shard]), self._stamps[shard].decode()
-        return Range(place, int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index]), stamp, image=0)
+        shard, _ = self._names.locate(index)
+        path, version = os.fsdecode(self._shards[shard]), self._versions[shard].decode()
+        return Range(path, int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index]), version, image=0)
 
 
 class _Rule(NamedTuple):
-    """What decides which members make a sample."""
+    """Which members make a sample."""
 
     extensions: tuple[str, ...]
     label: str | None
 
 
+@dataclass
 class _Part:
     """The samples of one shard."""
 
-    def __init__(self, shard: str, *, left_out: list[str], dropped: int) -> None:
-        self.shard, self.left_out, self.dropped = shard, left_out, dropped
-        self.keys = Names.of([])
-        self.offsets: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.sizes: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.labels = Names.of([])
-        self.other: set[str] = set()  # extensions of samples that were left out
-
-
-class _Keys:
-    """Keys of all samples as ``shard/member``, without a copy of the shard's name for each."""
-
-    def __init__(self, shards: Names, bounds: torch.Tensor, parts: list[_Part]) -> None:
-        self.shards, self.bounds = shards, bounds
-        self.members = Names.of(list(part.keys) for part in parts)
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    def __getitem__(self, index: int) -> bytes:
-        shard = int(np.searchsorted(self.bounds.numpy(), index, side="right")) - 1
-        return self.shards[shard] + b"/" + self.members[index]
-
-    def __iter__(self) -> Iterator[bytes]:
-        counts = np.diff(self.bounds.numpy()).tolist()
-        above = (shard for shard, count in zip(self.shards, counts, strict=True) for _ in range(count))
-        return (shard + b"/" + name for shard, name in zip(above, self.members, strict=True))
-
-    def digest(self) -> str:
-        """As of Names."""
-        return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
+    shard: str
+    keys: Names = field(default_factory=lambda: Names.of([]))
+    offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sizes: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    labels: Names = field(default_factory=lambda: Names.of([]))
+    left_out: list[str] = field(default_factory=list)  # the first few
+    dropped: int = 0  # how many were left out
+    other: set[str] = field(default_factory=set)  # extensions of those
 
 
 # -- the index
 
 
-def _indexed(
-    shards: list[Found], *, root: str, names: list[str], rule: _Rule, remote: Remote, index: Any
+def _index(
+    shards: list[FileInfo], *, root: str, names: list[str], rule: _Rule, remote: Remote, folder: Any
 ) -> list[_Part]:
-    """The samples of each shard, from the index file as far as it knows them; one process of a machine makes it."""
-    if index is not None and (not isinstance(index, str | os.PathLike) or is_url(index)):
-        raise ConfigError(f"`source.index` must be a local folder. Found: {index!r}.")
-    home = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpuaug")
-    elsewhere = home if index is None else os.path.abspath(os.path.expanduser(os.fspath(index)))
-    files = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if index is None and not is_url(root):  # beside the data it knows no root: they may move together
-        files.insert(0, os.path.join(root, _file_name(rule, *names)))
-    storage = Storage(replace(remote, cache=None))  # that is for samples
-    stamps = [json.dumps([name, shard.size, shard.stamp]) for name, shard in zip(names, shards, strict=True)]
-    known = _load(files, rule)
-    if all(stamp in known for stamp in stamps):
-        return [known[stamp] for stamp in stamps]
+    """The samples of each shard. One process of a machine indexes the shards that the index file does not know."""
+    if folder is not None and (not isinstance(folder, str | os.PathLike) or is_url(folder)):
+        raise ConfigError(f"`source.index` must be a local folder. Found: {folder!r}.")
+    cache = files.cache_folder()
+    elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
+    paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
+    if folder is None and not is_url(root):  # beside the shards its name has no root: they may move together
+        paths.insert(0, os.path.join(root, _file_name(rule, *names)))
+    storage = Storage(replace(remote, cache=None))  # the disk cache is for samples
+    versions = [json.dumps([name, shard.size, shard.version]) for name, shard in zip(names, shards, strict=True)]
+    known = _load(paths, rule)
+    if all(version in known for version in versions):
+        return [known[version] for version in versions]
     with ExitStack() as stack:
-        try:  # other ranks wait, and find it done
-            os.makedirs(home, exist_ok=True)
-            stack.enter_context(locked(os.path.join(home, "index.lock")))
+        try:  # the other ranks wait, and then find the index file
+            os.makedirs(cache, exist_ok=True)
+            stack.enter_context(locked(os.path.join(cache, "index.lock")))
         except OSError as error:
             log.debug("index: no lock, so every process makes its own: %s", error)
-        known |= _load(files, rule)
-        new = [(shard, stamp) for shard, stamp in zip(shards, stamps, strict=True) if stamp not in known]
+        known |= _load(paths, rule)
+        new = [(shard, version) for shard, version in zip(shards, versions, strict=True) if version not in known]
         if new:
             began = time.monotonic()
-            log.info("index: looking at %d of %d shards of %s", len(new), len(shards), shown(root))
-            with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="gpuaug-index") as pool:
-                parts = list(pool.map(lambda item: _look(item[0], rule, storage), new))
-            known |= {stamp: part for (_, stamp), part in zip(new, parts, strict=True)}
-            kept = _save(files, rule, {stamp: known[stamp] for stamp in stamps})
+            log.info("index: looking at %d of %d shards of %s", len(new), len(shards), redact(root))
+            with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-index") as pool:
+                parts = list(pool.map(lambda item: _index_shard(item[0], rule, storage), new))
+            known |= {version: part for (_, version), part in zip(new, parts, strict=True)}
+            saved = _save(paths, rule, {version: known[version] for version in versions})
             samples, took = sum(len(part.offsets) for part in parts), time.monotonic() - began
-            log.info("index: %d samples found in %.1f s, kept in %s", samples, took, kept or "memory only")
-    return [known[stamp] for stamp in stamps]
+            log.info("index: %d samples found in %.1f s, kept in %s", samples, took, saved or "memory only")
+    return [known[version] for version in versions]
 
 
-def _file_name(*made_from: Any) -> str:
-    word = hashlib.blake2b(repr(made_from).encode(errors="surrogateescape"), digest_size=10).hexdigest()
+def _file_name(*content: Any) -> str:
+    word = hashlib.blake2b(repr(content).encode(errors="surrogateescape"), digest_size=10).hexdigest()
     return f".gpuaug-{word}.index"
 
 
-def _look(shard: Found, rule: _Rule, storage: Storage) -> _Part:
-    """The samples of a shard, from DALI's index where it has one that fits, else from its headers."""
-    reader = _Reader(shard, storage)
-    found = _dali(shard, reader, storage)
-    listed = members(reader.read, shard.size, place=shown(shard.key)) if found is None else iter(found)
-    part = _Part(shown(shard.key), left_out=[], dropped=0)
+def _index_shard(shard: FileInfo, rule: _Rule, storage: Storage) -> _Part:
+    """The samples of a shard, from DALI's index if it fits, else from the headers of the tar."""
+    reader = _ShardReader(shard, storage)
+    by_dali = _read_dali_index(shard, reader, storage)
+    listed = members(reader.read, shard.size, path=redact(shard.path)) if by_dali is None else iter(by_dali)
+    part = _Part(redact(shard.path))
     keys: list[bytes] = []
     images: list[Member] = []
-    labels: list[bytes | Member] = []
+    labels: list[bytes] = []
+    label_ranges: list[Range] = []
     times: dict[bytes, int] = {}
-    for key, sample in _samples(listed, shown(shard.key)):
-        chosen = next((sample[x] for x in rule.extensions if x in sample), None)
-        label = None
-        if rule.label is not None:
-            label = sample.get(rule.label) or next(
-                (sample[x] for x in sample if x.endswith("." + rule.label) and x not in rule.extensions), None
-            )
-        if chosen is None or (label is None and rule.label is not None):
+    for key, sample in _samples(listed, redact(shard.path)):
+        image, label = _chosen(sample, rule)
+        if image is None or (label is None and rule.label is not None):
             part.dropped += 1
             part.other |= set(list(sample)[:20])
             part.left_out += [key.decode(errors="surrogateescape")] * (len(part.left_out) < 5)
             continue
-        if chosen.size > LARGEST_FILE or (label is not None and label.size > PIECE):
-            raise SourceError(f"shard {shown(shard.key)!r}: {chosen.name!r} or its label is too large to be one.")
-        keys.append(_unique(chosen.name, times))
-        images.append(chosen)
-        if label is not None:
-            labels.append(label if found is not None else reader.read(label.offset, label.size))
+        if image.size > LARGEST_FILE or (label is not None and label.size > PIECE_BYTES):
+            raise SourceError(f"shard {redact(shard.path)!r}: {image.name!r} or its label is too large to be one.")
+        keys.append(_unique(image.name, times))
+        images.append(image)
+        if label is not None and by_dali is None:
+            labels.append(reader.read(label.offset, label.size))  # in the piece that was read for the headers
+        elif label is not None:
+            label_ranges.append(Range(shard.path, label.offset, label.size))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(
             "shard %r has %d names more than once, such as %r: the second sample's key is %r",
-            shown(shard.key), len(more), os.fsdecode(more[0]), os.fsdecode(more[0] + b"#2"),
+            redact(shard.path), len(more), os.fsdecode(more[0]), os.fsdecode(more[0] + b"#2"),
         )  # fmt: skip
-    if found is not None and labels:  # nothing of the images needs to be transferred
-        ranges = [Range(shard.key, label.offset, label.size) for label in labels if isinstance(label, Member)]
-        texts = storage.read(ranges)
-        for text in texts:
-            if isinstance(text, Exception):
-                raise SourceError(f"shard {shown(shard.key)!r}: a label cannot be read: {text}.") from text
-        labels = [text for text in texts if isinstance(text, bytes)]
+    for text in storage.read(label_ranges):
+        if isinstance(text, Exception):
+            raise SourceError(f"shard {redact(shard.path)!r}: a label cannot be read: {text}.") from text
+        labels.append(text)
     part.keys = Names.of([keys])
     part.offsets = np.array([image.offset for image in images], dtype=np.int64)
     part.sizes = np.array([image.size for image in images], dtype=np.int32)
-    part.labels = Names.of([[text for text in labels if isinstance(text, bytes)]])
+    part.labels = Names.of([labels])
     return part
 
 
+def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Member | None]:
+    """The image and the label of a sample; None if it has none."""
+    image = next((sample[x] for x in rule.extensions if x in sample), None)
+    if rule.label is None:
+        return image, None
+    ending = "." + rule.label
+    others = (sample[x] for x in sample if x.endswith(ending) and x not in rule.extensions)
+    return image, sample.get(rule.label) or next(others, None)
+
+
 def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
-    """A key that no sample of the shard has yet; ``times`` says how often each name was given one."""
+    """A new key for the shard; ``times`` counts the keys that were made from each name."""
     key = name
     while key in times:
         times[name] += 1
@@ -269,85 +247,85 @@ def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
     return key
 
 
-def _samples(listed: Iterator[Member], place: str) -> Iterator[tuple[bytes, dict[str, Member]]]:
-    """Members next to each other with one name up to the first dot, by the lower-case extension behind it."""
+def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[str, Member]]]:
+    """Adjacent members with the same name up to the first dot, by lower-case extension."""
     last, sample = b"", dict[str, Member]()
     for member in listed:
-        above, slash, name = member.name.rpartition(b"/")
+        folder, slash, name = member.name.rpartition(b"/")
         stem, dot, extension = name.partition(b".")
-        if not stem or not dot:  # hidden, or without extension: webdataset passes over it as well
+        if not stem or not dot:  # hidden, or without extension: webdataset skips it as well
             continue
-        key = above + slash + stem
+        key = folder + slash + stem
         if key != last:
             if sample:
                 yield last, sample
             last, sample = key, {}
         kind = extension.decode(errors="surrogateescape").lower()
         if kind in sample:
-            raise SourceError(f"shard {place!r} has {member.name.decode(errors='replace')!r} twice in one sample.")
+            raise SourceError(f"shard {path!r} has {member.name.decode(errors='replace')!r} twice in one sample.")
         sample[kind] = member
     if sample:
         yield last, sample
 
 
-class _Reader:
-    """Bytes of a shard, in large pieces where it is remote."""
+class _ShardReader:
+    """Reads a shard in pieces, which are large if it is remote."""
 
-    def __init__(self, shard: Found, storage: Storage) -> None:
+    def __init__(self, shard: FileInfo, storage: Storage) -> None:
         self.shard, self.storage = shard, storage
         self.begin, self.data = 0, b""
         if shard.size < 0:
-            raise SourceError(f"shard {shown(shard.key)!r}: its server says no size. Use one that does, or a copy.")
-        # of a local shard little more than the headers is read
-        self.piece = PIECE if is_url(shard.key) else 1 << 14
+            raise SourceError(f"shard {redact(shard.path)!r}: its server says no size. Use one that does, or a copy.")
+        self.piece = PIECE_BYTES if is_url(shard.path) else LOCAL_PIECE_BYTES
 
     def read(self, at: int, size: int) -> bytes:
         """At most ``size`` bytes from ``at``; fewer at the end."""
         if not self.begin <= at <= at + size <= self.begin + len(self.data):
             length = max(0, min(max(size, self.piece), self.shard.size - at))
-            (found,) = self.storage.read([Range(self.shard.key, at, length, self.shard.stamp)])
-            if isinstance(found, Exception):
-                raise SourceError(f"shard {shown(self.shard.key)!r} cannot be read: {found}.") from found
-            self.data = found
-            self.begin = at
+            (data,) = self.storage.read([Range(self.shard.path, at, length, self.shard.version)])
+            if isinstance(data, Exception):
+                raise SourceError(f"shard {redact(self.shard.path)!r} cannot be read: {data}.") from data
+            self.begin, self.data = at, data
         return self.data[at - self.begin : at - self.begin + size]
 
 
-def _dali(shard: Found, reader: _Reader, storage: Storage) -> list[Member] | None:
-    """Members as an index file of ``wds2idx`` beside the shard lists them; None where there is none that fits."""
-    if "?" in shard.key:
+def _read_dali_index(shard: FileInfo, reader: _ShardReader, storage: Storage) -> list[Member] | None:
+    """Members in the index of ``wds2idx`` beside the shard; None if there is none, or it does not fit."""
+    if "?" in shard.path:
         return None
-    folder, name = split(shard.key)
-    place = join(folder, name.split(".", 1)[0] + ".idx")
-    if not is_url(place) and not os.path.exists(place):
+    folder, name = split(shard.path)
+    path = join(folder, name.split(".", 1)[0] + ".idx")
+    if not is_url(path) and not os.path.exists(path):
         return None
-    (text,) = storage.read([Range(place)])
+    (text,) = storage.read([Range(path)])
     if isinstance(text, Exception):
         if not isinstance(text, FileNotFoundError):
-            log.warning("index: %s cannot be read, and is not used: %s", shown(place), text)
+            log.warning("index: %s cannot be read, and is not used: %s", redact(path), text)
         return None
     try:
-        found = _parse_dali(text, shard.size)
-        # the first and the last header tell whether it belongs to this shard
-        for member in (found[0], found[-1]):
-            head = next(members(lambda at, n, o=member.offset: reader.read(o - BLOCK + at, n), # type: ignore[misc]
-                                shard.size - member.offset + BLOCK, place=shown(shard.key)))  # fmt: skip
-            if (head.name, head.size) != (member.name, member.size):
+        listed = _parse_dali(text, shard.size)
+        # the first and the last header show whether it belongs to this shard
+        for member in (listed[0], listed[-1]):
+            start = member.offset - BLOCK
+            header = members(lambda at, n, start=start: reader.read(start + at, n),  # type: ignore[misc]
+                             shard.size - start, path=redact(shard.path))  # fmt: skip
+            there = next(header)
+            if (there.name, there.size) != (member.name, member.size):
                 raise ValueError(f"{member.name!r} is not where it says")
     except (ValueError, IndexError, StopIteration, SourceError) as error:
-        log.warning("index: %s does not fit its shard, and is not used: %s", shown(place), error)
+        log.warning("index: %s does not fit its shard, and is not used: %s", redact(path), error)
         return None
-    log.info("index: %s is used", shown(place))
-    return found
+    log.info("index: %s is used", redact(path))
+    return listed
 
 
 def _parse_dali(text: bytes, size: int) -> list[Member]:
-    """Version 1.2: ``v1.2 samples``, and one line of ``extension offset size name`` for each member of a sample."""
+    """Version 1.2: ``v1.2 COUNT``, then a line per sample with ``extension offset size name`` for each member."""
     lines = text.rstrip(b"\n").split(b"\n")
     version, count = lines[0].split(b" ")
     if version != b"v1.2" or int(count) != len(lines) - 1:
         raise ValueError(f"{version.decode(errors='replace')!r:.20}, {len(lines) - 1} samples; v1.2 has names")
-    found = []
+    listed = []
     for line in lines[1:]:
         words = line.split(b" ")
         if len(words) % 4:
@@ -360,15 +338,15 @@ def _parse_dali(text: bytes, size: int) -> list[Member]:
                 raise ValueError(f"a name that cannot be: {name!r}")
             if len(name) >= 100:
                 raise ValueError("a long name, at which wds2idx is off by a header")
-            found.append(member)
-    return found
+            listed.append(member)
+    return listed
 
 
-def _load(files: list[str], rule: _Rule) -> dict[str, _Part]:
-    """Shards that an index file knows; nothing where it is missing, of another version, or damaged."""
-    for path in files:
+def _load(paths: list[str], rule: _Rule) -> dict[str, _Part]:
+    """The shards in the first index file that can be used; {} if all are missing, damaged, or of another version."""
+    for path in paths:
         try:
-            data = read_file(path, most=sys.maxsize)
+            data = read_file(path, limit=sys.maxsize)
             if not data.startswith(_MAGIC):
                 raise ValueError("it does not begin as one")
             length = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 8], "little")
@@ -388,12 +366,12 @@ def _load(files: list[str], rule: _Rule) -> dict[str, _Part]:
     return {}
 
 
-def _save(files: list[str], rule: _Rule, parts: dict[str, _Part]) -> str | None:
-    """Write the index file at the first place that takes it: whole, or not at all."""
+def _save(paths: list[str], rule: _Rule, parts: dict[str, _Part]) -> str | None:
+    """Write the index file into the first folder that is writable, and return its path."""
     arrays, entries = io.BytesIO(), []
-    for stamp, part in parts.items():
+    for version, part in parts.items():
         entries.append({
-            "stamp": stamp, "shard": part.shard, "left_out": part.left_out, "dropped": part.dropped,
+            "stamp": version, "shard": part.shard, "left_out": part.left_out, "dropped": part.dropped,
             "other": sorted(part.other),
             "arrays": [_write_array(arrays, array) for array in (
                 part.offsets, part.sizes, part.keys.blob.numpy(), part.keys.offsets.numpy(),
@@ -402,23 +380,13 @@ def _save(files: list[str], rule: _Rule, parts: dict[str, _Part]) -> str | None:
         })  # fmt: skip
     header = json.dumps({"rule": rule, "shards": entries}).encode()
     body = header + arrays.getvalue()
-    for path in files:
-        folder = os.path.dirname(path)
+    checksum = hashlib.blake2b(body, digest_size=16).digest()
+    for path in paths:
         try:
-            os.makedirs(folder, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".gpuaug-", suffix=".part", delete=False) as file:
-                try:
-                    file.write(_MAGIC + len(header).to_bytes(8, "little"))
-                    file.write(hashlib.blake2b(body, digest_size=16).digest() + body)
-                    file.flush()
-                    os.fchmod(file.fileno(), 0o644)
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            files.write(path, _MAGIC + len(header).to_bytes(8, "little") + checksum + body)
             return path
         except OSError as error:
-            log.info("index: not kept in %s: %s", folder, error)
+            log.info("index: not kept in %s: %s", os.path.dirname(path), error)
     return None
 
 
@@ -428,12 +396,12 @@ def _write_array(file: io.BytesIO, array: NDArray[Any]) -> list[int]:
 
 
 def _read_part(entry: dict[str, Any], arrays: io.BytesIO, *, labelled: bool) -> _Part:
-    """The samples of a shard; ValueError, TypeError, LookupError or OverflowError where a field is wrong."""
+    """The samples of a shard; ValueError, TypeError, LookupError or OverflowError if a field is wrong."""
 
-    def array(place: list[int], dtype: Any) -> NDArray[Any]:
-        begin, count = place
+    def array(location: list[int], dtype: Any) -> NDArray[Any]:
+        begin, count = location
         if type(begin) is not int or type(count) is not int or begin < 0 or count < 0:
-            raise ValueError(f"an array is at {place!r:.100}")
+            raise ValueError(f"an array is at {location!r:.100}")
         return np.frombuffer(arrays.getbuffer(), dtype=dtype, count=count, offset=begin).copy()
 
     def names(blob: list[int], offsets: list[int]) -> Names:
@@ -444,14 +412,15 @@ def _read_part(entry: dict[str, Any], arrays: io.BytesIO, *, labelled: bool) -> 
 
     lists = [entry["left_out"], entry["other"], [entry["shard"]]]
     if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists):
-        raise ValueError("its texts are none")
+        raise ValueError("its texts are not strings")
     if type(entry["dropped"]) is not int or entry["dropped"] < 0:
         raise ValueError(f"it counts {entry['dropped']!r:.100} samples left out")
-    part = _Part(entry["shard"], left_out=entry["left_out"], dropped=entry["dropped"])
     offsets, sizes, key_blob, key_offsets, label_blob, label_offsets = entry["arrays"]
-    part.offsets, part.sizes = array(offsets, np.int64), array(sizes, np.int32)
-    part.keys, part.labels = names(key_blob, key_offsets), names(label_blob, label_offsets)
-    part.other = set(entry["other"])
+    part = _Part(
+        shard=entry["shard"], left_out=entry["left_out"], dropped=entry["dropped"], other=set(entry["other"]),
+        offsets=array(offsets, np.int64), sizes=array(sizes, np.int32),
+        keys=names(key_blob, key_offsets), labels=names(label_blob, label_offsets),
+    )  # fmt: skip
     labels = len(part.keys) if labelled else 0
     if not len(part.offsets) == len(part.sizes) == len(part.keys) or len(part.labels) != labels:
         raise ValueError("its arrays differ in length")
@@ -470,7 +439,7 @@ def _read_part(entry: dict[str, Any], arrays: io.BytesIO, *, labelled: bool) -> 
 
 
 def _value(text: bytes, label: str, key: str, part: _Part, i: int) -> Any:
-    """What a member says: a field of JSON; else a number, a name."""
+    """The label in a member: a field of JSON, else a number or a name."""
     try:
         if label.split(".")[-1] == "json":
             value = json.loads(text)
@@ -484,15 +453,16 @@ def _value(text: bytes, label: str, key: str, part: _Part, i: int) -> Any:
             raise ValueError("it is empty")
         return int(word) if re.fullmatch(r"[+-]?\d{1,18}", word) else word
     except KeyError as error:
-        found = f"no field {error}: set `source.label_key`"
+        reason = f"no field {error}: set `source.label_key`"
     except (ValueError, TypeError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"
-    raise SourceError(f"shard {part.shard!r}: the {label} of {os.fsdecode(part.keys[i])!r} is no label ({found}).")
+        reason = f"{type(error).__name__}: {error}"
+    name = os.fsdecode(part.keys[i])
+    raise SourceError(f"shard {part.shard!r}: the {label} of {name!r} is not a label ({reason}).")
 
 
 def _hint(parts: list[_Part], rule: _Rule) -> str:
-    found = sorted({extension for part in parts for extension in part.other})
-    if not found:
+    other = sorted({extension for part in parts for extension in part.other})
+    if not other:
         return "They are empty."
     wanted = f"{', '.join(rule.extensions)}" + ("" if rule.label is None else f" with {rule.label}")
-    return f"Their members end in {some(found)}; wanted: {wanted}. Set `source.extensions` and `source.labels`."
+    return f"Their members end in {some(other)}; wanted: {wanted}. Set `source.extensions` and `source.labels`."

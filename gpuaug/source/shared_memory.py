@@ -1,8 +1,10 @@
-"""Memory that all ranks of a run on one machine hold once, without a name that could be left behind.
+"""Memory that all ranks of a run on one machine share.
 
-Ranks that torchrun started are no relatives, so nothing is inherited. The first one to ask for a thing claims its name
-as an abstract socket (which ends with its process), and opens the memory; the others learn from the socket which
-process that is, and take the memory from its open files in /proc. No thread serves it, and no file exists.
+torchrun's ranks inherit nothing from each other, so the first rank that asks for a memory opens an unnamed file (memfd)
+and claims its name as an abstract socket. The other ranks learn the owner's process from the socket, and open the
+memory through the owner's files in /proc. The kernel removes both with their last user, also after ``kill -9``, and a
+memfd is not limited by the size of /dev/shm, which is 64 MiB in many containers. A file in /dev/shm and
+``multiprocessing.shared_memory`` have neither property.
 """
 
 from __future__ import annotations
@@ -27,81 +29,82 @@ from gpuaug import machine
 
 log = logging.getLogger("gpuaug")
 
-PATIENCE = 60.0  # seconds that another rank may take to fill in what it claimed
+TIMEOUT_S = 60.0  # for the owner to fill its memory
 SUPPORTED = sys.platform == "linux"
 
 _claims: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-class Once(NamedTuple):
-    """A file descriptor, and the claim to its name: as long as that is open, others find it."""
+class Shared(NamedTuple):
+    """A file descriptor, and the owner's claim to its name: other ranks find the memory while the claim is open."""
 
     fd: int
     claim: socket.socket | None
 
 
-def once(what: str, make: Callable[[int], None]) -> Once:
-    """The unnamed memory that stands for ``what`` on this machine and in this run, made by whoever asks first.
+def share_once(what: str, make: Callable[[int], None]) -> Shared:
+    """Open the memory called ``what`` of this run on this machine; the first rank that asks for it makes it.
 
     Args:
-        what: equal on all ranks for the same thing, and for nothing else.
-        make: sizes and fills the empty memory of this descriptor; called on one rank only.
+        what: the same on all ranks for the same content.
+        make: sizes and fills the empty memory of a file descriptor; called on one rank only.
     """
     if machine.local_world_size() == 1:
-        return Once(_memory("gpuaug", make), None)
+        return Shared(_new_memory("gpuaug", make), None)
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     run += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
     run += [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
     name = "gpuaug-" + hashlib.blake2b(repr((os.getuid(), run, what)).encode(), digest_size=16).hexdigest()
-    deadline, reason = time.monotonic() + PATIENCE, "no rank has it ready"
+    deadline, reason = time.monotonic() + TIMEOUT_S, "no rank has it ready"
     while time.monotonic() < deadline:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim.bind("\0" + name)
+            if (claim := _claim(name)) is not None:
+                fd = _new_memory(name, make)
+                claim.listen(4096)
+                _claims.add(claim)
+                return Shared(fd, claim)
+            return Shared(_open_theirs(name), None)
+        except (ConnectionRefusedError, BlockingIOError):  # the owner is still filling it, or has just ended
+            time.sleep(0.02)
+        except ProcessLookupError:  # the owner has ended, and its children still hold the socket
+            time.sleep(0.1)
         except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                reason = str(error)
-                break
-            try:
-                return Once(_theirs(name), None)
-            except (ConnectionRefusedError, BlockingIOError):  # still at work; or gone, and then bind succeeds
-                time.sleep(0.02)
-            except ProcessLookupError:  # ended, and its children hold the socket until they notice
-                time.sleep(0.1)
-            except OSError as error:
-                reason = str(error)
-                break
-            continue
-        fd = _memory(name, make)
-        claim.listen(4096)
-        _claims.add(claim)
-        return Once(fd, claim)
+            reason = str(error)
+            break
     log.warning("memory of the ranks on this machine cannot be shared, and this rank keeps its own copy: %s", reason)
-    return Once(_memory("gpuaug", make), None)
+    return Shared(_new_memory("gpuaug", make), None)
 
 
-def tensor(values: Tensor) -> Tensor:
-    """The same values in memory that every rank on this machine with the same values shares; to be read only."""
+def share_tensor(values: Tensor) -> Tensor:
+    """The tensor in memory that every rank on this machine with the same values shares; read-only by convention."""
     data = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-    def make(fd: int) -> None:
-        _write(fd, data)
-
-    what = hashlib.blake2b(data, digest_size=16).hexdigest()
-    found = once(f"{values.dtype} {tuple(values.shape)} {what}", make)
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    memory = share_once(f"{values.dtype} {tuple(values.shape)} {digest}", lambda fd: _write(fd, data))
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(found.fd, data.nbytes)  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_shared_fd_cpu(memory.fd, data.nbytes)  # type: ignore[attr-defined]
     finally:
-        os.close(found.fd)  # the storage has its own
+        os.close(memory.fd)  # the storage has its own
     whole: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     shared = whole.view(values.dtype).view(values.shape)
-    if found.claim is not None:
-        weakref.finalize(shared, found.claim.close)
+    if memory.claim is not None:
+        weakref.finalize(shared, memory.claim.close)
     return shared
 
 
-def _memory(name: str, make: Callable[[int], None]) -> int:
+def _claim(name: str) -> socket.socket | None:
+    """Bind the name; None if another process has it."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind("\0" + name)
+        return claim
+    except OSError as error:
+        claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+
+
+def _new_memory(name: str, make: Callable[[int], None]) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         make(fd)
@@ -111,11 +114,11 @@ def _memory(name: str, make: Callable[[int], None]) -> int:
     return fd
 
 
-def _theirs(name: str) -> int:
-    """The descriptor that another process holds under this name.
+def _open_theirs(name: str) -> int:
+    """Open the memory that another process owns under this name.
 
     Raises:
-        OSError: ConnectionRefusedError before it is ready, ProcessLookupError if its process is gone.
+        OSError: ConnectionRefusedError if it is not ready, ProcessLookupError if its owner has ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
@@ -125,13 +128,11 @@ def _theirs(name: str) -> int:
         raise PermissionError(f"another user (id {uid}) has taken its name")
     if not pid:
         raise PermissionError("its process is in another container")
-    try:
+    with contextlib.suppress(FileNotFoundError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(f"/memfd:{name} "):
                     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        pass
     raise ProcessLookupError(f"process {pid} has it no more")
 
 
@@ -141,11 +142,11 @@ def _write(fd: int, data: memoryview) -> None:
         done += os.pwrite(fd, data[done:], done)
 
 
-def _forget() -> None:
-    # a forked worker must not keep a claim alive that its parent has given up
+def _close_claims() -> None:
+    # a forked worker must not keep a claim open that its parent has closed
     for claim in list(_claims):
         claim.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_claims)

@@ -13,31 +13,35 @@ from typing import Any
 import numpy as np
 
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import some
-from gpuaug.source.filters import Classes, Listed, Subset
+from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
-from gpuaug.source.parquet import arrow, plain
-from gpuaug.source.remote.storage import Range, Remote, Storage, is_url, join, locate, safe, shown, split
+from gpuaug.source.parquet import import_pyarrow, plain_values
+from gpuaug.source.paths import absolute, is_safe, is_url, join, redact, split
+from gpuaug.source.remote.storage import Range, Remote, Storage
 
-_WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
 
-class TableSource(Listed):
-    """Image files in the order of the table's rows; their paths are relative to the folder of the table.
+class TableSource(ListedSource):
+    """Image files in the order of a table's rows.
 
-    Labels are whole numbers (classes), other numbers (targets), or names (classes, sorted). Several columns are
-    several labels: float32 [K], with the columns as classes. In Parquet a column may hold lists: of numbers, all of one
-    length, or of names of classes.
+    Labels are whole numbers (classes), other numbers (targets), or names (classes, sorted). Several label columns give
+    float32 [K] per sample, with the columns as classes. A Parquet column may hold lists of numbers, all of one length,
+    or lists of class names.
 
     Args:
         root: the table, a path or URL that ends in .csv, .tsv or .parquet; its first line or schema names the columns.
-        path: column of the paths. None may lead out of the table's folder.
+        path: column of the paths, which are relative to the table's folder and may not leave it.
         label: column of the labels, or a list of columns; ``none``: no labels.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
     Raises:
-        SourceError: if the table cannot be read, has no such column, or a row has no path or label that can be used.
+        SourceError: if the table cannot be read, has no such column, or a row has no valid path or label.
+
+    >>> source = TableSource("data/train.csv", path="file", label="class")
     """
 
     def __init__(
@@ -59,18 +63,18 @@ class TableSource(Listed):
         if (several or not wanted) and classes is not None:
             raise ConfigError("`source.classes` names the labels of one column. Drop it.")
         began = time.monotonic()
-        table = locate(root)
+        table = absolute(root)
         self._storage = Storage(remote)
         self.root, _ = split(table)
         paths, *columns = _read(table, [path, *wanted], self._storage)
-        self._names = Names.of([[_checked(text, row, shown(table)) for row, text in enumerate(paths)]])
+        self._names = Names.of([[_checked_path(text, row, redact(table)) for row, text in enumerate(paths)]])
         if not len(self._names):
-            raise SourceError(f"no images in {shown(table)!r}: it has no rows.")
+            raise SourceError(f"no images in {redact(table)!r}: it has no rows.")
         if several:
-            self._label(_matrix(columns, wanted, shown(table)), classes=None)
+            self._set_labels(_matrix(columns, wanted, redact(table)), classes=None)
             self.classes, self.class_to_idx = wanted, {name: i for i, name in enumerate(wanted)}
         elif wanted:
-            self._label(columns[0], classes=classes)
+            self._set_labels(columns[0], classes=classes)
         self._activate(subset, exclude, began=began)
 
     def _range(self, index: int) -> Range:
@@ -78,19 +82,19 @@ class TableSource(Listed):
 
 
 def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
-    """These columns: lists, or arrays of numbers."""
+    """Values of the named columns: lists, or arrays of numbers."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
-        raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {shown(table)!r}.")
+        raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
     if not is_url(table) and not os.path.exists(table):
         raise SourceError(f"`source.root` does not exist: {table!r}.")
     try:
-        data = storage.whole(table)
-        return _parquet(data, names, shown(table)) if kind == ".parquet" else _csv(data, names, kind, shown(table))
+        data = storage.read_file(table)
+        return _parquet(data, names, redact(table)) if kind == ".parquet" else _csv(data, names, kind, redact(table))
     except SourceError:
         raise
     except (OSError, GpuaugError, csv.Error) as error:
-        raise SourceError(f"the table {shown(table)!r} cannot be read: {error}.") from error
+        raise SourceError(f"the table {redact(table)!r} cannot be read: {error}.") from error
 
 
 def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
@@ -112,10 +116,10 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
 
 
 def _typed(column: list[str], name: str, place: str) -> list[Any]:
-    """What text says: whole numbers, other numbers, or names."""
+    """Text as whole numbers, other numbers, or names."""
     if "" in column:
         raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Fill it, or leave out the row.")
-    if all(map(_WHOLE.fullmatch, column)):
+    if all(map(_WHOLE_NUMBER.fullmatch, column)):
         return [int(value) for value in column]
     try:
         return [float(value) for value in column]
@@ -124,15 +128,15 @@ def _typed(column: list[str], name: str, place: str) -> list[Any]:
 
 
 def _parquet(data: bytes, names: list[str], place: str) -> list[Any]:
-    pyarrow = arrow()
+    pyarrow = import_pyarrow()
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
         for name in names:
             _column(name, file.schema_arrow.names, place)
-        found = file.read(names, use_threads=False)
+        columns = file.read(names, use_threads=False)
     except (OSError, pyarrow.ArrowException) as error:
         raise SourceError(f"the table {place!r} cannot be read: {error}.") from error
-    return [found.column(names[0]).to_pylist(), *(plain(found.column(name), place) for name in names[1:])]
+    return [columns.column(names[0]).to_pylist(), *(plain_values(columns.column(name), place) for name in names[1:])]
 
 
 def _column(name: str, head: list[str], place: str) -> int:
@@ -144,11 +148,11 @@ def _column(name: str, head: list[str], place: str) -> int:
     return head.index(name)
 
 
-def _checked(path: Any, row: int, place: str) -> bytes:
-    """A path that stays below the folder of the table."""
+def _checked_path(path: Any, row: int, place: str) -> bytes:
+    """The path without ``./``, if it stays below the folder of the table."""
     if isinstance(path, str):
         short = re.sub(r"^(\./+)+", "", path.strip())
-        if safe(short) and not short.endswith("/"):
+        if is_safe(short) and not short.endswith("/"):
             return os.fsencode(short)
     raise SourceError(
         f"paths in {place!r} must be relative to its folder, and stay in it. Found in row {row}: {path!r:.200}."

@@ -1,4 +1,4 @@
-"""A folder on a local disk that holds what was read from afar, bounded in bytes, shared by any number of processes."""
+"""A cache folder on a local disk, limited in bytes and shared by any number of processes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from gpuaug import files
 from gpuaug.errors import SourceError
 
 log = logging.getLogger("gpuaug")
 
 _HEAD = struct.Struct("<8sQI")  # magic, length and CRC-32 of what follows
 _MAGIC = b"gpuaug1\n"
-_BLOCK = 4096  # bytes in which a file takes up a disk
-_KEEP = 0.9  # share of the bound that is left by an eviction, so that the next one is far
+_BLOCK = 4096  # bytes; files occupy whole blocks
+_KEEP = 0.9  # share of the limit that an eviction leaves, so that evictions are rare
 
 
 class Disk:
-    """Bytes by name; a name that was not used for long goes first when there is no more room.
+    """Bytes by name. The least recently used entries are removed when the folder is full.
 
-    An entry is written beside its place and then renamed, under a lock on the folder: no reader sees half of one, and
-    the files never exceed the bound, whatever is killed when. Reading takes no lock.
+    Writers hold a lock on the folder and rename complete files, so readers take no lock and never see a part, and the
+    files never exceed the limit, even if processes are killed.
 
     Args:
-        folder: made where it is missing; nothing but this cache may be in it.
-        max_bytes: bound of all files, counted in blocks of 4 KiB.
+        folder: created if it is missing; it must contain nothing else.
+        max_bytes: limit of all files, counted in blocks of 4 KiB.
 
     Raises:
         SourceError: if the folder cannot be used, or files cannot be locked here.
@@ -36,7 +37,7 @@ class Disk:
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int) -> None:
         self.folder, self.max_bytes = os.path.abspath(os.path.expanduser(os.fspath(folder))), max_bytes
-        self._told = False
+        self._warned = False
         try:
             os.makedirs(self.folder, exist_ok=True)
             with locked(os.path.join(self.folder, ".lock")):
@@ -48,28 +49,28 @@ class Disk:
             ) from error
 
     def get(self, name: str) -> bytes | None:
-        """What was put under this name; None where it is not, or no longer, or not whole."""
+        """The bytes of this name; None if there are none, or they are damaged."""
         path = self._path(name)
         try:
             with open(path, "rb") as file:
-                found = file.read()
+                entry = file.read()
         except OSError:
             return None
-        data = found[_HEAD.size :]
-        if len(found) < _HEAD.size or _HEAD.unpack_from(found) != (_MAGIC, len(data), zlib.crc32(data)):
-            with suppress(OSError):  # of a machine that lost power, or of somebody else
+        data = entry[_HEAD.size :]
+        if len(entry) < _HEAD.size or _HEAD.unpack_from(entry) != (_MAGIC, len(data), zlib.crc32(data)):
+            with suppress(OSError):  # the machine lost power, or another program wrote it
                 os.unlink(path)
             return None
         with suppress(OSError):
-            os.utime(path)  # what eviction goes by; most disks are mounted without times of access
+            os.utime(path)  # eviction uses it: most disks are mounted without access times
         return data
 
     def has(self, name: str) -> bool:
-        """Whether something was put under this name, and is still here; unread."""
+        """Whether there are bytes of this name, without reading them."""
         return os.path.exists(self._path(name))
 
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
-        """Keep what fits; a disk that cannot be written costs speed and one warning."""
+        """Store entries that fit. If the disk cannot be written, log one warning."""
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 used = self._used(lock)
@@ -77,8 +78,8 @@ class Disk:
                     used = self._put(name, data, used)
                 os.pwrite(lock, used.to_bytes(8, "little"), 0)
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 log.warning("cache %s cannot be written, and is left as it is: %s", self.folder, error)
 
     def _put(self, name: str, data: bytes, used: int) -> int:
@@ -87,25 +88,21 @@ class Disk:
             return used
         if used + size > self.max_bytes:
             used = self._evict(int(_KEEP * self.max_bytes) - size)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path + ".part", "wb") as file:
-            file.write(_HEAD.pack(_MAGIC, len(data), zlib.crc32(data)))
-            file.write(data)
-        os.replace(path + ".part", path)
+        files.write(path, _HEAD.pack(_MAGIC, len(data), zlib.crc32(data)) + data)
         return used + size
 
     def _used(self, lock: int) -> int:
         known = os.pread(lock, 9, 0)
-        os.pwrite(lock, b"?", 0)  # whoever is killed meanwhile leaves a number of one byte, which nobody believes
+        os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds one byte and counts again
         os.ftruncate(lock, 1)
         return int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
 
     def _evict(self, limit: int) -> int:
-        """Bytes in use after removing the longest unused entries, until at most ``limit`` are."""
+        """Remove the least recently used entries until at most ``limit`` bytes are in use; return the bytes in use."""
         entries = []
         for entry in self._files():
             with suppress(OSError):
-                if entry.name.endswith(".part"):  # only the holder of the lock writes: its writer is dead
+                if entry.name.endswith(".part"):  # its writer was killed: only the holder of the lock writes
                     os.unlink(entry.path)
                     continue
                 status = entry.stat(follow_symlinks=False)
@@ -123,21 +120,21 @@ class Disk:
         with os.scandir(self.folder) as folders:
             below = [entry.path for entry in folders if entry.is_dir(follow_symlinks=False)]
         for folder in below:
-            with os.scandir(folder) as files:
-                yield from list(files)
+            with os.scandir(folder) as entries:
+                yield from list(entries)
 
     def _path(self, name: str) -> str:
-        # a hash: no name can lead out of the folder
+        # by a hash, so that no name can leave the folder
         word = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return os.path.join(self.folder, word[:2], word[2:])
 
 
 @contextmanager
 def locked(path: str) -> Iterator[int]:
-    """The descriptor of the file, made where it is missing, while no other process or thread holds it.
+    """Lock a file, which is created if it is missing, against other processes and threads; yields its descriptor.
 
     Raises:
-        OSError: if it cannot be made or locked.
+        OSError: if it cannot be created or locked.
     """
     try:
         import fcntl
@@ -146,7 +143,7 @@ def locked(path: str) -> Iterator[int]:
 
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process that holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process ends
         yield lock
     finally:
         os.close(lock)

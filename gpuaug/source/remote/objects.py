@@ -1,7 +1,7 @@
-"""Objects of S3, of Google Cloud Storage and of web servers, read by libcurl (:mod:`gpuaug.source.remote.curl`).
+"""Opens buckets of S3 and Google Cloud Storage, and web servers, for libcurl (:mod:`gpuaug.source.remote.curl`).
 
-Where they are and as whom to ask stays with the file system of fsspec, which also lists, and reads what is told it in
-options that libcurl does not have.
+Endpoint and credentials come from the file system of fsspec. That also lists folders, and reads if it was given options
+that libcurl does not have.
 """
 
 from __future__ import annotations
@@ -18,49 +18,43 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from gpuaug.source.remote.curl import Curl, Get, Login
+from gpuaug.source.remote.curl import Curl, Login
+from gpuaug.source.remote.filesystem import UNUSED
 
 log = logging.getLogger("gpuaug")
 
-PATIENCE = 60.0  # seconds for credentials, and for the region of a bucket
-KEPT, EXPIRING = 60.0, 300.0  # seconds that a login is kept, and before its end that it is asked for anew
-UNUSED = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
-UNUSED |= {"default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "max_concurrency"}
-UNUSED |= {"fixed_upload_size", "local_expiry_check", "block_size", "cache_timeout", "check_connection"}
+TIMEOUT_S = 60.0  # for credentials, and for the region of a bucket
+LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # how long a login is used, and how long before its end it is renewed
+LOGIN_RETRY_S = 5.0  # after a login that failed
+# options that libcurl follows, or that do not matter to it
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
 S3 |= {"requester_pays", "config_kwargs", "session", "profile"}
 S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
 S3_CLIENT |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 S3_CONFIG = {"max_pool_connections", "retries", "s3"}
 GCS = UNUSED | {"project", "access", "token", "endpoint_url", "consistency", "timeout"}
-LIBCURL = 0x080400  # its first version that bounds what is sent without a stated length
-FAILED = 5.0  # seconds until a login that failed is tried again
-SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # buckets with protocols of their own
+LIBCURL = 0x080400  # its first version that limits answers without a stated length
+SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # buckets with other protocols
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
 class Objects:
-    """The objects of one bucket, or of one server.
+    """The objects of a bucket, or of a web server.
 
     Args:
-        curl: asks for them.
-        url: what to ask for, of a place; None for one that HTTP clients take for another.
+        curl: sends the requests.
+        url: the URL to request for a user's URL; None for a key that HTTP clients would change.
     """
 
     def __init__(self, curl: Curl, url: Callable[[str], str | None]) -> None:
-        self.curl, self._url = curl, url
-
-    def get(self, place: str, begin: int, size: int | None, *, most: int, seconds: float) -> Get | None:
-        """What to ask for; None for a place that HTTP clients take for another one."""
-        url = self._url(place)
-        return None if url is None else Get(url, begin, size, most, seconds)
+        self.curl, self.url = curl, url
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """URL of the key in a place, between what stands before it and behind it."""
+    """A function from a user's URL to ``root + key + end``, with the key quoted."""
 
-    def url(place: str) -> str | None:
-        key = place.split("://", 1)[1].partition("/")[2]
+    def url(user_url: str) -> str | None:
+        key = user_url.split("://", 1)[1].partition("/")[2]
         if not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
             return None
         try:
@@ -71,12 +65,12 @@ def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | Non
     return url
 
 
-def opened(system: Any, place: str, *, connections: int) -> Objects | None:
-    """The bucket of a URL, asked as fsspec's ``system`` would; None where it has to be asked through that.
+def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
+    """The bucket of a URL, with the endpoint and credentials of fsspec's ``system``.
 
-    That is: for other stores, for options that libcurl does not have, and without pycurl.
+    None if only fsspec can read it: other stores, options that libcurl does not have, and without pycurl.
     """
-    scheme, rest = place.split("://", 1)
+    scheme, rest = url.split("://", 1)
     make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
     if make is None:
         return None
@@ -97,14 +91,14 @@ def opened(system: Any, place: str, *, connections: int) -> Objects | None:
 
 
 class _UnfitError(Exception):
-    """What libcurl cannot be told."""
+    """A setting that libcurl does not support."""
 
 
-class _Kept:
-    """A login that is asked for anew when it is old.
+class _RenewedLogin:
+    """Keeps a login and renews it before it expires.
 
     Args:
-        ask: gives it, and when it ends.
+        ask: returns a login, and when it expires.
     """
 
     def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
@@ -117,12 +111,13 @@ class _Kept:
             if time.time() >= self._until:
                 try:
                     self._login, end = self._ask()
-                except Exception as error:  # whatever botocore's and google.auth's sources raise
-                    self._login, self._until = error, time.time() + FAILED
+                except Exception as error:  # botocore and google.auth raise anything
+                    self._login, self._until = error, time.time() + LOGIN_RETRY_S
                     raise
-                # one that is about to end is asked for every second
                 now = time.time()
-                self._until = now + KEPT if end is None else min(now + KEPT, max(now + 1, end.timestamp() - EXPIRING))
+                self._until = now + LOGIN_KEPT_S
+                if end is not None:  # a login that is about to expire is renewed every second
+                    self._until = min(self._until, max(now + 1, end.timestamp() - RENEWED_S))
             if isinstance(self._login, Exception):
                 raise self._login
             return self._login
@@ -134,7 +129,7 @@ def _check(options: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _s3(system: Any, bucket: str, connections: int) -> Objects:
-    """As s3fs and botocore find it: options, fsspec's configuration, environment, AWS's files, roles."""
+    """As s3fs and botocore: options, fsspec's configuration, environment, AWS's files, roles."""
     import pycurl
 
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
@@ -145,7 +140,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     _check(system.config_kwargs.get("s3") or {}, {"addressing_style"})
 
     def wait(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, system.loop).result(PATIENCE)
+        return asyncio.run_coroutine_threadsafe(coroutine, system.loop).result(TIMEOUT_S)
 
     client = wait(system.set_session())
     endpoint, region = client.meta.endpoint_url.rstrip("/"), client.meta.region_name or "us-east-1"
@@ -155,7 +150,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
         endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
     elif "amazonaws.com" in endpoint:
         raise _UnfitError(f"endpoint {endpoint}")
-    # as botocore: no certificate fits a bucket with dots, and an address has no names below it
+    # as botocore: no certificate matches a bucket with dots, and an IP address has no subdomains
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
@@ -164,24 +159,23 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     if system.anon:
         curl = Curl(connections=connections, login=lambda: Login(lines), options=options)
     else:
-        credentials = client._request_signer._credentials  # of the options, or of botocore's usual places
+        credentials = client._request_signer._credentials  # from options, or from where botocore looks
         if credentials is None:
-            raise _UnfitError("credentials")  # s3fs says what it looked for
+            raise _UnfitError("credentials")  # the error of s3fs says where it looked
 
         def ask() -> tuple[Login, datetime | None]:
             frozen = wait(credentials.get_frozen_credentials())
             token = (f"x-amz-security-token: {frozen.token}",) if frozen.token else ()
-            return Login((*lines, *token), frozen.access_key, frozen.secret_key), getattr(
-                credentials, "_expiry_time", None
-            )
+            expiry = getattr(credentials, "_expiry_time", None)
+            return Login((*lines, *token), frozen.access_key, frozen.secret_key), expiry
 
         options[pycurl.AWS_SIGV4] = f"aws:amz:{region}:s3"
-        curl = Curl(connections=connections, login=_Kept(ask), options=options)
+        curl = Curl(connections=connections, login=_RenewedLogin(ask), options=options)
     return Objects(curl, _of_key(f"{root}/", safe="/~"))
 
 
 def _trust(verify: Any) -> dict[int, Any]:
-    """Whom botocore would trust."""
+    """The certificates that botocore trusts."""
     import pycurl
     from botocore.httpsession import get_cert_path
 
@@ -191,7 +185,7 @@ def _trust(verify: Any) -> dict[int, Any]:
 
 
 def _system_trust() -> dict[int, Any]:
-    """Whom OpenSSL trusts on this system; pycurl's own has other places."""
+    """The certificates that OpenSSL trusts on this system; pycurl's own OpenSSL looks elsewhere."""
     import pycurl
 
     known = ssl.get_default_verify_paths()
@@ -207,7 +201,7 @@ def _system_trust() -> dict[int, Any]:
 
 
 def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
-    """Of a bucket, as its server says; also where it refuses everything else."""
+    """Region of a bucket; the server tells it even if it refuses everything else."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -220,7 +214,7 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
 
 
 def _gcs(system: Any, bucket: str, connections: int) -> Objects:
-    """As gcsfs and google.auth find it: options, fsspec's configuration, environment, Google's files."""
+    """As gcsfs and google.auth: options, fsspec's configuration, environment, Google's files."""
     from google.auth.credentials import AnonymousCredentials
 
     _check(system.storage_options, GCS)
@@ -237,12 +231,12 @@ def _gcs(system: Any, bucket: str, connections: int) -> Objects:
         return Login(tuple(f"{name}: {value}" for name, value in lines.items())), end
 
     root = f"{system._location.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
-    curl = Curl(connections=connections, login=_Kept(ask), options=_system_trust())
+    curl = Curl(connections=connections, login=_RenewedLogin(ask), options=_system_trust())
     return Objects(curl, _of_key(root, safe="", end="?alt=media"))
 
 
 def _http(system: Any, server: str, connections: int) -> Objects:
-    """As fsspec asks a web server; redirections are followed, as a hub's to where its files are."""
+    """As fsspec asks a web server; follows redirections, as those of a hub to its storage."""
     import pycurl
     from fsspec.implementations.http import get_client
 
@@ -251,11 +245,11 @@ def _http(system: Any, server: str, connections: int) -> Objects:
     lines = {k: v for k, v in (system.kwargs.get("headers") or {}).items() if k.lower() != "accept-encoding"}
     login = Login(("Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())))
     options = {**_system_trust(), pycurl.FOLLOWLOCATION: 1, pycurl.MAXREDIRS: 5}
-    curl = Curl(connections=connections, login=lambda: login, options=options, coded=False)
+    curl = Curl(connections=connections, login=lambda: login, options=options, encoded=False)
 
-    def url(place: str) -> str | None:
+    def url(user_url: str) -> str | None:
         try:
-            return str(system.encode_url(place))
+            return str(system.encode_url(user_url))
         except ValueError:
             return None
 

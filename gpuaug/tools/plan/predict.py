@@ -435,7 +435,7 @@ def _reading(
     # each of these has its encoded images until it is augmented; of the one behind them the headers are read
     behind = _flight(loader, s, batches).decoded + (1 if s.prefetch else 0)
     why = ""
-    lent = not s.num_workers and s.ahead is None and bool(getattr(reader.source, "lends", False))
+    lent = not s.num_workers and s.ahead is None and bool(getattr(reader.source, "zero_copy", False))
 
     def of(count: int) -> tuple[int, str]:
         count = min(batches, count)
@@ -494,7 +494,7 @@ def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., Non
 def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
     """What malloc keeps of what was given back, in each of its threads' heaps."""
     encoded = sizes.batch(rows)
-    lent = s.ahead is None and bool(getattr(loader.pipeline.reader.source, "lends", False))
+    lent = s.ahead is None and bool(getattr(loader.pipeline.reader.source, "zero_copy", False))
     if not s.num_workers and not lent and encoded < MAPPED:
         add("kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {size.text(encoded)}, made in this process")
     threads = int(getattr(loader.pipeline.stage.decoder, "num_threads", 1))

@@ -1,0 +1,71 @@
+"""Atomic writes, the cache folder, and sizes in bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from gpuaug.errors import ConfigError
+
+_UNITS = {"": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of gpuaug, ``$XDG_CACHE_HOME/gpuaug``; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpuaug")
+
+
+def write(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file so that readers see the old content or the new one, never a part.
+
+    The folder is created if it is missing. A process that is killed may leave a temporary file whose name ends in
+    ``.part``.
+
+    Raises:
+        OSError: if the folder cannot be created or written.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".gpuaug-", suffix=".part", delete=False) as file:
+        try:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.close()
+            os.chmod(file.name, 0o644)  # temporary files can be read by their owner only
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def parse_bytes(value: int | float | str, *, key: str) -> int:
+    """Number of bytes in ``2147483648``, ``"2GiB"`` (2 x 1024^3), ``"2G"`` (the same) or ``"2GB"`` (2 x 1000^3).
+
+    Args:
+        value: the size.
+        key: full configuration key, for errors.
+
+    Raises:
+        ConfigError: if ``value`` is not a size of at least one byte.
+
+    >>> parse_bytes("1.5 MiB", key="cache.max_bytes")
+    1572864
+    """
+    size = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", value.strip().lower())
+        unit = _UNITS.get(match[2].removesuffix("b") if match[2] == "b" else match[2]) if match else None
+        size = 0 if match is None or unit is None else float(match[1]) * unit
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 1 <= size < 2**62:
+        raise ConfigError(f"`{key}` must be a size of memory, as 2147483648 or 2GiB. Found: {value!r}.")
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """A size for people: ``1.25 GiB``, ``37.0 MiB``."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

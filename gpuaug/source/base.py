@@ -1,0 +1,231 @@
+"""Base classes: a source that lists its samples, its keys, and a source on top of another one."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.errors import SourceError
+from gpuaug.source.classes import class_mapping, encode, some
+from gpuaug.source.filters import Subset, active
+from gpuaug.source.index import Names, outside, share
+from gpuaug.source.paths import is_url, redact
+from gpuaug.source.remote.storage import Range, Storage
+
+log = logging.getLogger("gpuaug")
+
+Classes = Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None
+
+
+class ListedSource:
+    """A source that lists its samples once; numbers, keys and labels are tensors that all processes share.
+
+    A subclass sets ``root``, ``_storage`` and ``_names``, calls :meth:`_set_labels` and :meth:`_activate`, and
+    implements :meth:`_range` or :meth:`_read`.
+    """
+
+    root: str
+    indices: Tensor | None = None
+    labels: Tensor | None = None
+    classes: list[str] | None = None
+    class_to_idx: dict[str, int] | None = None
+    _names: Names | FileKeys
+    _storage: Storage
+    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not classes
+    _digest: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._names) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        """Encoded bytes and label of the sample.
+
+        Raises:
+            OSError, GpuaugError: if they cannot be read; a fault of this sample.
+            IndexError: if the source has no such sample number.
+        """
+        (item,) = self._read([self._check(index)])
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def __iter__(self) -> Iterator[tuple[bytes, Any]]:
+        return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact(self.root)!r}: {len(self)} images, {self.num_classes} classes)"
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes or targets, including classes without images; None if there are none."""
+        if self.classes is not None:
+            return len(self.classes)
+        if self._targets is not None:
+            return self._targets.shape[1] if self._targets.ndim == 2 else None
+        return None if self.labels is None else int(self.labels.max()) + 1
+
+    @property
+    def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
+        """``read_many(numbers)``: ``(bytes, label)`` or the exception of each sample, requested at the same time.
+
+        None for local files, which are read one by one.
+        """
+        return self._read if is_url(self.root) else None
+
+    @property
+    def prefetch(self) -> Callable[[Sequence[int]], None] | None:
+        """``prefetch(numbers)``: names the samples of the ``read_many`` after the next; None for local files."""
+        return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
+
+    def key(self, index: int) -> str:
+        """Path of the sample below ``root``, with ``/``; bytes that are not UTF-8 as ``surrogateescape``."""
+        return os.fsdecode(self._names[self._check(index)])
+
+    def label(self, index: int) -> Any:
+        """Label of the sample (int, float, floats) without reading its bytes; None without labels."""
+        return self._label_of(self._check(index))
+
+    def digest(self) -> str:
+        """Hash of the sorted keys of all samples; independent of ``root``, ``subset`` and ``exclude``."""
+        if self._digest is None:
+            self._digest = self._names.digest()
+        return self._digest
+
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        results = self._storage.read([self._range(i) for i in numbers])
+        return [
+            result if isinstance(result, Exception) else (result, self._label_of(i))
+            for i, result in zip(numbers, results, strict=True)
+        ]
+
+    def _prefetch(self, numbers: Sequence[int]) -> None:
+        self._storage.prefetch([self._range(i) for i in numbers])
+
+    def _range(self, index: int) -> Range:
+        raise NotImplementedError
+
+    def _label_of(self, index: int) -> Any:
+        if self.labels is not None:
+            return int(self.labels.numpy()[index])
+        return None if self._targets is None else self._targets.numpy()[index].tolist()
+
+    def _check(self, index: int) -> int:
+        index = operator.index(index)
+        if not 0 <= index < len(self._names):
+            raise IndexError(
+                f"sample numbers of {redact(self.root)!r} are 0 .. {len(self._names) - 1}. Found: {index}."
+            )
+        return index
+
+    def _set_labels(
+        self, values: Sequence[Any] | NDArray[Any], *, classes: Classes, names: Sequence[str] | None = None
+    ) -> None:
+        """Take the labels of all samples.
+
+        Args:
+            values: one per sample.
+            classes: the user's mapping.
+            names: class names in the data, in the order of their labels.
+        """
+        root = redact(self.root)
+        mapping = None if classes is None else class_mapping(classes)
+        if mapping is not None and names is not None and list(mapping) != list(names):
+            if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+                raise SourceError(
+                    f"`source.classes` differs from the names of the labels in {root!r}: {some(list(names))}. Leave it "
+                    "out."
+                )
+            if beyond := outside(values, len(names)):
+                raise SourceError(
+                    f"labels in {root!r} must be 0 .. {len(names) - 1}, as it names {len(names)} classes. "
+                    f"Found: {beyond}."
+                )
+            values = [names[i] for i in values.tolist()]  # the user's mapping may number the classes differently
+        elif mapping is None and names is not None:
+            mapping = {name: label for label, name in enumerate(names)}
+        labels, known = encode(values, classes=mapping, place=root)
+        tensor = share(torch.from_numpy(labels))
+        if labels.dtype == np.int64:
+            self.labels = tensor
+        else:
+            self._targets = tensor
+        if known is not None:
+            self.class_to_idx = {name: label for label, name in enumerate(known)}
+            self.classes = known
+
+    def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
+        """Choose the active samples, and log how many there are."""
+        self.indices = active(self._names, subset, exclude, root=self.root)
+        text = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
+        text += "" if self.classes is None else f", {len(self.classes)} classes"
+        log.info("source %s: %s, listed in %.1f s", redact(self.root), text, time.monotonic() - began)
+
+
+class FileKeys:
+    """Keys ``file/member``, made when they are asked for: no file name is stored more than once.
+
+    Args:
+        files: names of the files.
+        bounds: int64 [files + 1], number of each file's first sample.
+        members: names of the samples in their files; None: the number of the row.
+    """
+
+    def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
+        self.files, self.bounds, self.members = files, bounds, members
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def __getitem__(self, index: int) -> bytes:
+        file, row = self.locate(index)
+        return self.files[file] + b"/" + (b"%d" % row if self.members is None else self.members[index])
+
+    def __iter__(self) -> Iterator[bytes]:
+        counts = np.diff(self.bounds.numpy()).tolist()
+        if self.members is None:
+            return (file + b"/%d" % row for file, n in zip(self.files, counts, strict=True) for row in range(n))
+        files = (file for file, count in zip(self.files, counts, strict=True) for _ in range(count))
+        return (file + b"/" + name for file, name in zip(files, self.members, strict=True))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """File of a sample, and its row in the file."""
+        bounds = self.bounds.numpy()
+        file = int(np.searchsorted(bounds, index, side="right")) - 1
+        return file, index - int(bounds[file])
+
+    def digest(self) -> str:
+        """Hash of the sorted keys, as :meth:`Names.digest`."""
+        return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
+
+
+class SourceView:
+    """A source that reads another one: keys, digest, labels and classes are those of the other source."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.indices, self.labels = source.indices, source.labels
+        self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source!r})"
+
+    def key(self, index: int) -> str:
+        """Key of the sample in the other source."""
+        return str(self.source.key(index))
+
+    def digest(self) -> str:
+        """Digest of the other source."""
+        return str(self.source.digest())

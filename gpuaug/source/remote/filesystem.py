@@ -1,0 +1,211 @@
+"""fsspec: opens the file system of a URL, and asks it for bytes, sizes and listings.
+
+Functions that ask return the answer, or a coroutine if the file system is asynchronous (``system.async_impl``).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from gpuaug.errors import ConfigError, ReadError, SourceError
+from gpuaug.source import local
+from gpuaug.source.paths import redact
+from gpuaug.source.remote.curl import StatusError
+
+PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # to install, by protocol
+VERSIONS = ["ETag", "etag", "generation", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified"]
+VERSIONS += ["mtime", "modified", "updated"]  # fields in which stores give the version of a file
+# settings of fsspec that do not change what is read
+UNUSED = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
+UNUSED |= {"default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "max_concurrency"}
+UNUSED |= {"fixed_upload_size", "local_expiry_check", "block_size", "cache_timeout", "check_connection"}
+
+
+class Range(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        path: local path or URL.
+        begin: first byte.
+        size: number of bytes; None: the whole file.
+        version: from a listing. A local file must still have it; the disk cache keeps versions apart.
+        image: expected size in bytes if this is an encoded image (0: unknown), None if it is not an image.
+    """
+
+    path: str
+    begin: int = 0
+    size: int | None = None
+    version: str = ""
+    image: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """Largest number of bytes that is read."""
+        return local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE
+
+
+class Entry(NamedTuple):
+    """An entry of a folder."""
+
+    name: str
+    is_folder: bool
+    size: int  # -1: unknown
+    version: str
+
+
+def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -> Any:
+    """The fsspec file system of a URL.
+
+    Raises:
+        ConfigError: if the protocol or an option is unknown.
+        SourceError: if a package or a service is missing.
+    """
+    import fsspec
+    from fsspec.core import url_to_fs
+
+    protocol, settings = url.split("://", 1)[0], dict(options)
+    if protocol in ("s3", "s3a"):
+        # botocore's default is ten connections; it need not retry, because its pauses take seconds and we retry
+        config = {"max_pool_connections": max(10, connections), "retries": {"max_attempts": 0}}
+        settings["config_kwargs"] = {**config, **(settings.get("config_kwargs") or {})}
+    if protocol not in fsspec.available_protocols():
+        raise ConfigError(
+            f"fsspec knows no {protocol}://. It knows: {', '.join(sorted(fsspec.available_protocols()))}."
+        )
+    try:
+        # no cache of listings: that of a million files takes a gigabyte
+        system, _ = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **settings)
+    except ImportError as error:
+        package = PACKAGES.get(protocol, "gpuaug[remote]")
+        raise SourceError(f"{protocol}:// needs another package: {error}. Do `pip install {package}`.") from error
+    except OSError as error:
+        text = f"{protocol}:// cannot be opened: {str(error).splitlines()[0] if str(error) else error!r}."
+        if protocol == "hdfs":
+            text += (
+                " It needs Java and Hadoop's libhdfs: set JAVA_HOME, HADOOP_HOME and CLASSPATH, or read by webhdfs://."
+            )
+        raise SourceError(text) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`source.remote.options` do not fit {type(error).__name__}: {error}.") from error
+    if unknown := _unknown_options(system, protocol, options):
+        raise ConfigError(
+            f"`source.remote.options` has what {protocol}:// does not know: {', '.join(sorted(unknown))}."
+        )
+    return system
+
+
+def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> set[str]:
+    """Options that s3fs would refuse at the first request only, and gcsfs never."""
+    if protocol in ("s3", "s3a"):
+        from botocore.session import Session
+
+        system.retries = 1
+        return set(system.kwargs) - set(inspect.signature(Session).parameters) - UNUSED
+    if protocol in ("gs", "gcs"):
+        makers = [vars(cls)["__init__"] for cls in type(system).__mro__ if "__init__" in vars(cls)]
+        known = {name for maker in makers for name in inspect.signature(maker).parameters}
+        return set(options) - known - UNUSED
+    return set()
+
+
+def read(system: Any, url: str, part: Range) -> Any:
+    """The bytes of a range, or an OSError if they are too many or too few."""
+    path = system._strip_protocol(url)
+    if not getattr(system, "async_impl", False):
+        begin, end = (None, None) if part.size is None else (part.begin, part.begin + part.size)
+        return check_size(system.cat_file(path, start=begin, end=end), part)
+    return _read_http(system, part) if url.startswith(("http://", "https://")) else _read_object(system, path, part)
+
+
+async def _read_object(system: Any, path: str, part: Range) -> bytes | OSError:
+    end = None if part.size is None else part.begin + part.size
+    if end is None and part.path.startswith(("s3:", "s3a:", "gs:", "gcs:")):
+        end = part.limit + 1  # bounds the answer; without an end s3fs asks for the size first
+    try:
+        return check_size(await system._cat_file(path, start=part.begin or 0, end=end), part)
+    except OSError as error:
+        if part.size is None and "range" in str(error).lower():  # an empty object has no first byte
+            return b""
+        raise
+
+
+async def _read_http(system: Any, part: Range) -> bytes | OSError:
+    """A GET by hand: fsspec downloads the whole file for a range of it, and has no limit of size."""
+    session = await system.set_session()
+    options = dict(system.kwargs)
+    headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}
+    if part.size is not None:
+        headers["Range"] = f"bytes={part.begin}-{part.begin + part.size - 1}"
+    async with session.get(system.encode_url(part.path), headers=headers, **options) as response:
+        if response.status in (404, 410):
+            raise FileNotFoundError(errno.ENOENT, "no such file", redact(part.path))
+        if response.status in (401, 403):
+            raise PermissionError(errno.EACCES, f"HTTP status {response.status}", redact(part.path))
+        if response.status >= 400:
+            raise StatusError(f"HTTP status {response.status}", response.status)
+        if part.size is not None and response.status != 206:
+            raise ReadError(f"the server of {redact(part.path)!r} gives no ranges of files. Use one that does.")
+        limit = part.limit if part.size is None else part.size
+        data = bytearray()
+        async for piece in response.content.iter_any():
+            data += piece
+            if len(data) > limit:
+                return OSError(errno.EFBIG, f"more than {limit} bytes", redact(part.path))
+        return check_size(data, part)
+
+
+def check_size(data: Any, part: Range) -> bytes | OSError:
+    """``data``, or an OSError if it is not as long as the range."""
+    if part.size is not None and len(data) != part.size:
+        text = f"{len(data)} bytes instead of {part.size} at {part.begin}"
+        return OSError(errno.EIO, text, redact(part.path))
+    if len(data) > part.limit:
+        return OSError(errno.EFBIG, f"more than {part.limit} bytes", redact(part.path))
+    return bytes(data)
+
+
+def info(system: Any, url: str) -> Any:
+    """What the file system says about a file; :func:`size_and_version` reads it."""
+    path = system._strip_protocol(url)
+    return system._info(path) if getattr(system, "async_impl", False) else system.info(path)
+
+
+def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
+    """Bytes of a file (-1: unknown), and a hash that changes with its content."""
+    size = info.get("size")
+    marks = [str(info[name]) for name in VERSIONS if info.get(name) is not None]
+    version = hashlib.blake2b(f"{size} {marks}".encode(), digest_size=8).hexdigest()
+    return -1 if size is None else int(size), version
+
+
+def list_folder(system: Any, url: str) -> Any:
+    """The entries of a folder, ``list[Entry]``."""
+    path, is_http = system._strip_protocol(url), url.startswith(("http://", "https://"))
+    if not getattr(system, "async_impl", False):
+        return _entries(system.ls(path, detail=True), path, is_http=is_http)
+
+    async def ask() -> list[Entry]:
+        return _entries(await system._ls(path + "/" if is_http else path, detail=True), path, is_http=is_http)
+
+    return ask()
+
+
+def _entries(listing: Iterable[Mapping[str, Any]], path: str, *, is_http: bool) -> list[Entry]:
+    entries, prefix = [], path.rstrip("/") + "/"
+    for item in listing:
+        full = str(item["name"])
+        if not full.startswith(prefix) or full == prefix:  # the folder itself, or a link to elsewhere
+            continue
+        name = full[len(prefix) :].rstrip("/")
+        if is_http:
+            if "?" in name or "#" in name:  # the same page in another order
+                continue
+            name = unquote(name, errors="surrogateescape")
+        is_folder = item["type"] == "directory" or full.endswith("/")
+        entries.append(Entry(name, is_folder, *size_and_version(item)))
+    return entries
