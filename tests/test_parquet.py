@@ -352,8 +352,8 @@ def test_what_a_shuffled_order_reads_and_what_memory_saves(tmp_path, monkeypatch
     data = [np.random.default_rng(i).bytes(20_000) for i in range(400)]
     order = np.random.default_rng(0).permutation(400).tolist()
     seen = []
-    real = module._Pieces.read
-    monkeypatch.setattr(module._Pieces, "read", lambda self, size=-1: seen.append(real(self, size)) or seen[-1])
+    real = module._RangeFile.read
+    monkeypatch.setattr(module._RangeFile, "read", lambda self, size=-1: seen.append(real(self, size)) or seen[-1])
     for size in (1, 20, 200):
         pq.write_table(table(data, label=[i % 5 for i in range(400)]), tmp_path / "x.parquet", row_group_size=size)
         for cached in (False, True):

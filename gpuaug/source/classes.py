@@ -127,11 +127,7 @@ def encode(
     if all(issubclass(kind, list | tuple) for kind in kinds):
         inside = {type(value) for row in values for value in row}
         if inside == {str}:
-            mapping = _mapping({value for row in values for value in row}, classes, place)
-            sets = np.zeros((len(values), len(mapping)), dtype=np.float32)
-            for i, row in enumerate(values):
-                sets[i, [mapping[value] for value in row]] = 1
-            return sets, list(mapping)
+            return _sets(values, classes, place)
         lengths = {len(row) for row in values}
         if len(lengths) > 1:
             raise SourceError(
@@ -141,6 +137,15 @@ def encode(
         if inside and all(issubclass(kind, int | float) for kind in inside):
             return _finite(np.asarray(values, dtype=np.float32), place), named
     raise _refused(values, kinds, place)
+
+
+def _sets(rows: Any, classes: Mapping[str, int] | None, place: str) -> tuple[NDArray[Any], list[str]]:
+    """Lists of class names as float32 [N, C] of 0 and 1."""
+    mapping = _mapping({value for row in rows for value in row}, classes, place)
+    sets = np.zeros((len(rows), len(mapping)), dtype=np.float32)
+    for i, row in enumerate(rows):
+        sets[i, [mapping[value] for value in row]] = 1
+    return sets, list(mapping)
 
 
 def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:

@@ -181,7 +181,7 @@ class _LocalTree:
 
     def images(self, folder: str | None) -> Iterator[list[str]]:
         """Keys of the images below a class folder, or all (None), one list per folder as ``sorted(os.walk(...))``."""
-        found: list[tuple[str, list[str]]] = []
+        listed: list[tuple[str, list[str]]] = []  # folder, names of its images
         visits: Counter[tuple[int, int]] = Counter()  # through links in links, by device and inode
         above = frozenset() if folder is None else frozenset(filter(None, [self._identity(self.root)]))
         # breadth first and by name, so that every machine leaves out the same folders
@@ -199,9 +199,9 @@ class _LocalTree:
                 elif entry.name.lower().endswith(self.endings):
                     names.append(entry.name)
             if names:
-                found.append((prefix, names))
+                listed.append((prefix, names))
         # without the last "/": torchvision sorts the paths of folders
-        for prefix, names in sorted(found, key=lambda item: item[0][:-1]):
+        for prefix, names in sorted(listed, key=lambda item: item[0][:-1]):
             yield [prefix + name for name in names]
 
     def _enter(
@@ -212,7 +212,7 @@ class _LocalTree:
         links: int,
         visits: Counter[tuple[int, int]],
     ) -> bool:
-        """Whether a folder that is reached through so many links is listed, and not left out to end a loop."""
+        """Whether to list a folder that was reached through ``links`` links; False ends a loop."""
         if identity in above:
             self._skip(path, "lead back to a folder above them")
             return False
@@ -263,11 +263,11 @@ class _UrlTree:
 
     def images(self, folder: str | None) -> Iterator[list[str]]:
         """Keys of the images below a class folder, or all (None), one list per folder."""
-        found: dict[str, list[str]] = {}
+        folders: dict[str, list[str]] = {}
         for first in self.by_class if folder is None else [folder]:
-            found |= self.by_class[first]
-        for name in sorted(found):
-            yield sorted(found[name])
+            folders |= self.by_class[first]
+        for name in sorted(folders):
+            yield sorted(folders[name])
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:

@@ -1,4 +1,4 @@
-"""What a source keeps per sample, in tensors that all workers share; and numbers in files."""
+"""Names and numbers of all samples, in memory that all workers share; and numbers in files."""
 
 from __future__ import annotations
 

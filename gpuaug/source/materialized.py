@@ -20,7 +20,7 @@ import logging
 import math
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ class Rows:
     JSON of its fault, whose length differs. Pickles to the path and the manifest.
     """
 
-    indices = classes = class_to_idx = num_classes = None
+    indices = labels = classes = class_to_idx = num_classes = None
     mapped = True
 
     def __init__(self, root: str, manifest: dict[str, Any]) -> None:
@@ -212,11 +212,20 @@ class Rows:
             raise _damaged(file, f"samples have the numbers 0 .. {last}, and it holds {beyond}")
         return numbers
 
+    @property
+    def label(self) -> Callable[[int], int] | None:
+        """``label(row)``, for samples that cannot be read; None if only reading a sample shows its label."""
+        return None if self._labels is None else self._label
+
     @cached_property
-    def labels(self) -> Any:
-        """Labels by row number, for samples that cannot be read; None if only reading a sample shows its label."""
+    def _labels(self) -> NDArray[np.int64] | None:
         file = Path(self.root, "labels.npy")
-        return _LabelOfRow(self, _load(file, dtype=np.int64)) if file.exists() else None
+        return _load(file, dtype=np.int64) if file.exists() else None
+
+    def _label(self, row: int) -> int:
+        slot, position = self.locate(row)
+        assert self._labels is not None
+        return int(self._labels[self.order(slot)[position]])
 
     def key(self, index: int) -> str:
         """The row number; :class:`MaterializedSource` knows the keys."""
@@ -249,17 +258,6 @@ class Rows:
             ) from error
         pixels = np.asarray(samples).view(np.uint8).reshape(rows, -1)[:, : self.size]
         return samples, pixels, faults
-
-
-class _LabelOfRow:
-    """Labels by row number, from labels by sample number."""
-
-    def __init__(self, rows: Rows, labels: NDArray[np.int64]) -> None:
-        self._rows, self._labels = rows, labels
-
-    def __getitem__(self, row: int) -> int:
-        slot, position = self._rows.locate(row)
-        return int(self._labels[self._rows.order(slot)[position]])
 
 
 def record(manifest: dict[str, Any]) -> np.dtype[Any]:

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ class ParquetSource(ListedSource):
         count, column = len(self._starts) - 1, self._column.split(".")[0]
         sizes = [0]
         for group in np.unique(np.linspace(0, max(0, count - 1), min(sample, count)).round().astype(int)).tolist():
-            meta, _, inside = self._metadata_of(group)
+            meta, _, inside = self._locate(group)
             parts = (meta.row_group(inside).column(k) for k in range(meta.num_columns))
             sizes.append(sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] == column))
         return max(sizes)
@@ -167,53 +167,51 @@ class ParquetSource(ListedSource):
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
         """Images of each row group, or the error: first those in memory, then remote ones several at a time."""
-        missing = []
+        missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
                 self._groups.move_to_end(group)
                 yield group, self._groups[group]
-            else:
-                missing.append(group)
-        wave: list[tuple[int, Any, list[Range]]] = []
-        held = 0
+        wave: list[tuple[int, _Location, Range | None]] = []
+        held = 0  # bytes of the wave
         for group in missing:
             try:
-                meta, file, inside = self._metadata_of(group)
-                ranges = _ranges(file, meta, inside, self._column) if is_url(self.root) else []
+                location = self._locate(group)
+                part = _range(location, self._column) if is_url(self.root) else None
             except (OSError, GpuaugError) as error:
                 yield group, error
                 continue
-            size = sum(part.size or 0 for part in ranges)
+            size = 0 if part is None or part.size is None else part.size
             if wave and held + size > WAVE_BYTES:
                 yield from self._read_wave(wave)
                 wave, held = [], 0
-            wave.append((group, (meta, file, inside), ranges))
+            wave.append((group, location, part))
             held += size
         yield from self._read_wave(wave)
 
-    def _read_wave(self, wave: list[tuple[int, Any, list[Range]]]) -> Iterator[tuple[int, Any]]:
-        data = iter(self._storage.read([part for _, _, ranges in wave for part in ranges]))
-        for group, (meta, file, inside), ranges in wave:
-            pieces = {part.begin: next(data) for part in ranges}
-            error = next((piece for piece in pieces.values() if isinstance(piece, Exception)), None)
-            if error is not None:
-                yield group, error
-                continue
-            try:
-                images = _images(file, meta, inside, self._column, pieces, self._storage)
-            except (OSError, GpuaugError, import_pyarrow().ArrowException) as failed:
-                yield group, ReadError(f"row group {inside} of {redact(file.path)!r} cannot be read: {failed}")
-                continue
-            if len(images) != (rows := meta.row_group(inside).num_rows):
-                yield group, ReadError(f"row group {inside} of {redact(file.path)!r} has {len(images)} of {rows} rows")
-                continue
-            self._groups[group] = images
-            if len(self._groups) > self.row_groups:
-                self._groups.popitem(last=False)
+    def _read_wave(self, wave: list[tuple[int, _Location, Range | None]]) -> Iterator[tuple[int, Any]]:
+        data = iter(self._storage.read([part for _, _, part in wave if part is not None]))
+        for group, location, part in wave:
+            images = self._decode(group, location, None if part is None else (part.begin, next(data)))
             yield group, images
 
-    def _metadata_of(self, group: int) -> tuple[Any, FileInfo, int]:
-        """Footer of the row group's file, the file, and the number of the group in the file."""
+    def _decode(self, group: int, location: _Location, piece: tuple[int, Any] | None) -> Any:
+        """The images of a row group, of which a remote piece has been read; or the error."""
+        if piece is not None and isinstance(piece[1], Exception):
+            return piece[1]
+        meta, file, inside = location
+        try:
+            images = _images(file, meta, inside, self._column, piece, self._storage)
+        except (OSError, GpuaugError, import_pyarrow().ArrowException) as error:
+            return ReadError(f"row group {inside} of {redact(file.path)!r} cannot be read: {error}")
+        if len(images) != (rows := meta.row_group(inside).num_rows):
+            return ReadError(f"row group {inside} of {redact(file.path)!r} has {len(images)} of {rows} rows")
+        self._groups[group] = images
+        if len(self._groups) > self.row_groups:
+            self._groups.popitem(last=False)
+        return images
+
+    def _locate(self, group: int) -> _Location:
         number = int(np.searchsorted(self._first.numpy(), group, side="right")) - 1
         size, _, version = self._versions[number].decode().partition(" ")
         file = FileInfo(os.fsdecode(self._files[number]), int(size), version)
@@ -224,14 +222,23 @@ class ParquetSource(ListedSource):
                 raise ReadError(str(error)) from error
             if len(self._footers) > OPEN_FILES:
                 self._footers.popitem(last=False)
-        return self._footers[number], file, group - int(self._first.numpy()[number])
+        return _Location(self._footers[number], file, group - int(self._first.numpy()[number]))
 
 
-class _Pieces(io.RawIOBase):
-    """A file for pyarrow: some pieces are in memory, the rest is read on demand."""
+class _Location(NamedTuple):
+    """Footer of the file of a row group, the file, and the number of the row group in the file."""
 
-    def __init__(self, file: FileInfo, storage: Storage, pieces: dict[int, bytes]) -> None:
-        self.file, self.storage, self.pieces, self.position = file, storage, pieces, 0
+    meta: Any
+    file: FileInfo
+    group: int
+
+
+class _RangeFile(io.RawIOBase):
+    """A file for pyarrow: one piece (first byte, bytes) may be in memory, the rest is read on demand."""
+
+    def __init__(self, file: FileInfo, storage: Storage, piece: tuple[int, bytes] | None = None) -> None:
+        self.file, self.storage, self.position = file, storage, 0
+        self.begin, self.data = piece or (0, b"")
 
     def readable(self) -> bool:
         """True."""
@@ -256,9 +263,8 @@ class _Pieces(io.RawIOBase):
         size = left if size < 0 else min(size, left)
         start = self.position
         self.position += size
-        for begin, data in self.pieces.items():
-            if begin <= start and start + size <= begin + len(data):
-                return data[start - begin : start - begin + size]
+        if self.begin <= start and start + size <= self.begin + len(self.data):
+            return self.data[start - self.begin : start - self.begin + size]
         (item,) = self.storage.read([Range(self.file.path, start, size, self.file.version)])
         if isinstance(item, Exception):
             raise item if isinstance(item, OSError) else OSError(str(item))
@@ -293,7 +299,7 @@ def _metadata(file: FileInfo, storage: Storage) -> Any:
     try:
         if isinstance(end, Exception):
             raise end
-        pieces = pyarrow.PythonFile(_Pieces(file, storage, {tail: end}), mode="r")
+        pieces = pyarrow.PythonFile(_RangeFile(file, storage, (tail, end)), mode="r")
         return pyarrow.parquet.read_metadata(pieces)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
         raise SourceError(f"{redact(file.path)!r} cannot be read as a Parquet file: {error}.") from error
@@ -353,7 +359,7 @@ def _values(file: FileInfo, meta: Any, column: str, storage: Storage) -> Any:
     """The labels of a file: an array of numbers, or a list."""
     pyarrow = import_pyarrow()
     try:
-        data = pyarrow.PythonFile(_Pieces(file, storage, {}), mode="r")
+        data = pyarrow.PythonFile(_RangeFile(file, storage), mode="r")
         table = pyarrow.parquet.ParquetFile(data, metadata=meta, pre_buffer=False).read([column], use_threads=False)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
         raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
@@ -380,8 +386,9 @@ def plain_values(column: Any, place: str) -> Any:
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
-def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
+def _range(location: _Location, column: str) -> Range:
     """The range of the images of a row group."""
+    meta, file, group = location
     inside = meta.row_group(group)
     for i in range(inside.num_columns):
         chunk = inside.column(i)
@@ -391,14 +398,16 @@ def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
                 begin = min(begin, chunk.dictionary_page_offset)
             if not 0 <= begin <= begin + chunk.total_compressed_size <= file.size:
                 raise ReadError(f"row group {group} of {redact(file.path)!r} lies outside of the file")
-            return [Range(file.path, begin, chunk.total_compressed_size, file.version)]
+            return Range(file.path, begin, chunk.total_compressed_size, file.version)
     raise ReadError(f"row group {group} of {redact(file.path)!r} has no column {column!r}")
 
 
-def _images(file: FileInfo, meta: Any, group: int, column: str, pieces: dict[int, Any], storage: Storage) -> Any:
+def _images(
+    file: FileInfo, meta: Any, group: int, column: str, piece: tuple[int, bytes] | None, storage: Storage
+) -> Any:
     """The encoded images of a row group: an Arrow column of bytes."""
     pyarrow = import_pyarrow()
-    source = pyarrow.PythonFile(_Pieces(file, storage, pieces), mode="r")
+    source = pyarrow.PythonFile(_RangeFile(file, storage, piece), mode="r")
     opened = pyarrow.parquet.ParquetFile(source, metadata=meta, pre_buffer=False)
     images = opened.read_row_group(group, columns=[column], use_threads=False).column(0)
     if not pyarrow.types.is_struct(images.type):

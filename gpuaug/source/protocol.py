@@ -51,5 +51,5 @@ class Source(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hash of the keys of all samples, independent of where they are stored and of which ones are active."""
+        """Hash of the keys of all samples, whichever are active and wherever they are stored."""
         ...

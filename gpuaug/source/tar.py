@@ -29,7 +29,7 @@ class Member(NamedTuple):
 
 
 class _TarError(Exception):
-    """What is wrong with a header, and the remedy."""
+    """A fault of a header, and its remedy."""
 
     def __init__(self, text: str, remedy: str = "Write it again.") -> None:
         super().__init__(text, remedy)

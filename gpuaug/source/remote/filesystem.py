@@ -1,14 +1,14 @@
-"""fsspec: opens the file system of a URL, and asks it for bytes, sizes and listings.
-
-Functions that ask return the answer, or a coroutine if the file system is asynchronous (``system.async_impl``).
-"""
+"""fsspec: opens the file system of a URL, and asks it for bytes, sizes and listings."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -113,25 +113,28 @@ def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> 
     return set()
 
 
-def read(system: Any, url: str, part: Range) -> Any:
+async def _call(system: Any, threads: Executor | None, method: str, *args: Any, **settings: Any) -> Any:
+    """Call a method of a file system: its coroutine, or in a thread if it has none, as HDFS."""
+    if getattr(system, "async_impl", False):
+        return await getattr(system, f"_{method}")(*args, **settings)
+    call = partial(getattr(system, method), *args, **settings)
+    return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+async def read(system: Any, threads: Executor | None, url: str, *, part: Range) -> bytes | OSError:
     """The bytes of a range, or an OSError if they are too many or too few."""
-    path = system._strip_protocol(url)
-    if not getattr(system, "async_impl", False):
-        begin, end = (None, None) if part.size is None else (part.begin, part.begin + part.size)
-        return check_size(system.cat_file(path, start=begin, end=end), part)
-    return _read_http(system, part) if url.startswith(("http://", "https://")) else _read_object(system, path, part)
-
-
-async def _read_object(system: Any, path: str, part: Range) -> bytes | OSError:
+    if url.startswith(("http://", "https://")):
+        return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
-    if end is None and part.path.startswith(("s3:", "s3a:", "gs:", "gcs:")):
+    if end is None and url.startswith(("s3:", "s3a:", "gs:", "gcs:")):
         end = part.limit + 1  # bounds the answer; without an end s3fs asks for the size first
     try:
-        return check_size(await system._cat_file(path, start=part.begin or 0, end=end), part)
+        data = await _call(system, threads, "cat_file", system._strip_protocol(url), start=part.begin, end=end)
     except OSError as error:
         if part.size is None and "range" in str(error).lower():  # an empty object has no first byte
             return b""
         raise
+    return check_size(data, part)
 
 
 async def _read_http(system: Any, part: Range) -> bytes | OSError:
@@ -169,10 +172,9 @@ def check_size(data: Any, part: Range) -> bytes | OSError:
     return bytes(data)
 
 
-def info(system: Any, url: str) -> Any:
+async def info(system: Any, threads: Executor | None, url: str) -> Any:
     """What the file system says about a file; :func:`size_and_version` reads it."""
-    path = system._strip_protocol(url)
-    return system._info(path) if getattr(system, "async_impl", False) else system.info(path)
+    return await _call(system, threads, "info", system._strip_protocol(url))
 
 
 def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
@@ -183,21 +185,11 @@ def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
     return -1 if size is None else int(size), version
 
 
-def list_folder(system: Any, url: str) -> Any:
-    """The entries of a folder, ``list[Entry]``."""
+async def list_folder(system: Any, threads: Executor | None, url: str) -> list[Entry]:
+    """The entries of a folder."""
     path, is_http = system._strip_protocol(url), url.startswith(("http://", "https://"))
-    if not getattr(system, "async_impl", False):
-        return _entries(system.ls(path, detail=True), path, is_http=is_http)
-
-    async def ask() -> list[Entry]:
-        return _entries(await system._ls(path + "/" if is_http else path, detail=True), path, is_http=is_http)
-
-    return ask()
-
-
-def _entries(listing: Iterable[Mapping[str, Any]], path: str, *, is_http: bool) -> list[Entry]:
     entries, prefix = [], path.rstrip("/") + "/"
-    for item in listing:
+    for item in await _call(system, threads, "ls", path + "/" if is_http else path, detail=True):
         full = str(item["name"])
         if not full.startswith(prefix) or full == prefix:  # the folder itself, or a link to elsewhere
             continue

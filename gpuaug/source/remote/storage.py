@@ -12,8 +12,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -92,7 +92,7 @@ class _Request(NamedTuple):
 
     client: Any
     url: str
-    ask: Callable[[Any, str], Any]
+    ask: Callable[[Any, Executor | None, str], Coroutine[Any, Any, Any]]
     part: Range | None = None
     get: Get | None = None
 
@@ -328,7 +328,7 @@ class Storage:
             return self._systems[key]
 
     def _get(self, part: Range) -> tuple[Objects, Get] | None:
-        """Who reads a range by libcurl, and its request; None if the file system has to read it."""
+        """The libcurl reader of a range, and the request; None if the file system has to read it."""
         with self._lock:
             if (key := _bucket(part.path)) not in self._objects:
                 system = self._system(part.path)
@@ -377,9 +377,9 @@ class Storage:
         for attempt in range(1, self.remote.tries + 1):
             pending = [requests[row] for row in rows]
             is_curl = isinstance(pending[0].client, Objects)
-            found = self._by_curl(pending, prefetch) if is_curl else self._by_fsspec(pending)
+            replies = self._by_curl(pending, prefetch) if is_curl else self._by_fsspec(pending)
             failed = []
-            for row, request, answer in zip(rows, pending, found, strict=True):
+            for row, request, answer in zip(rows, pending, replies, strict=True):
                 answers[row] = answer
                 if isinstance(answer, Exception):
                     if attempt < self.remote.tries and _may_pass(answer):
@@ -396,11 +396,11 @@ class Storage:
         return answers
 
     def _by_curl(self, requests: list[_Request], prefetch: list[Get]) -> list[Any]:
-        found = requests[0].client.curl.read([r.get for r in requests], prefetch)
+        replies = requests[0].client.curl.read([r.get for r in requests], prefetch)
         return [
             answer if isinstance(answer, Exception) or request.part is None
             else filesystem.check_size(answer, request.part)
-            for request, answer in zip(requests, found, strict=True)
+            for request, answer in zip(requests, replies, strict=True)
         ]  # fmt: skip
 
     def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
@@ -415,10 +415,7 @@ class Storage:
 
         async def ask(request: _Request, free: asyncio.Semaphore) -> Any:
             async with free:
-                answer = (
-                    request.ask(system, request.url) if is_async
-                    else loop.run_in_executor(self._threads, request.ask, system, request.url)
-                )  # fmt: skip
+                answer = request.ask(system, self._threads, request.url)
                 return await asyncio.wait_for(answer, self._seconds(request.part))
 
         async def ask_all() -> list[Any]:
