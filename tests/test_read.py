@@ -603,7 +603,7 @@ while len(seen) < 9:
     time.sleep(0.01)
 """
     )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.read.reader.__file__))}
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.__file__))}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -7,10 +7,8 @@ segment and one file descriptor, whatever its size, and the message about it is 
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import multiprocessing
-import os
 import pickle
 import threading
 import time
@@ -19,20 +17,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import get_worker_info
 
-from gpuaug import machine
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy, start_workers
 from gpuaug.source.adapt import adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -40,15 +35,11 @@ from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 
-# generation, numbers of the samples of one batch, and of the next one of the same worker where the source wants to know
-Task = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
-
 TIMEOUT = 120.0  # seconds
 TRIES = 3  # of a read that fails; storage over a network stumbles
 PAUSE = 0.05  # seconds before the second try, four times as long before the third
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
-PATIENCE = 2.0  # seconds that a worker has to end by itself
 LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples that are asked for the kind of labels, where a first batch has none
 
@@ -97,14 +88,13 @@ class Reader:
         self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # of iterators; workers see it
         self._lock = threading.RLock()  # held while waiting for a batch; ending a generation needs no lock
         self._encode = _Encode(self.source, self._generation)
-        self._workers: _Workers | None = None
+        self._workers: Workers | None = None
         weakref.finalize(self, _advance, self._generation)  # at exit, before multiprocessing ends the workers
 
     @property
     def pids(self) -> list[int]:
         """Processes that read now; [] without workers, and before the first batch."""
-        workers = self._workers
-        return [] if workers is None else [int(w.pid) for w in workers._workers if w.pid is not None]
+        return [] if self._workers is None else self._workers.pids
 
     def batches(
         self,
@@ -192,13 +182,13 @@ class Reader:
     ) -> _Packed | None:
         try:
             if begin:
-                self._workers = _start(self, self._workers, todo, ended)
+                self._begin(todo, ended)
             if self._workers is None:  # closed by another thread
                 return None
             found = next(self._workers, None)
-        except _Ended:
+        except EndedError:
             return None
-        except _Silent as silent:
+        except SilentError as silent:
             self._stop(kill=True)
             at = ""
             if asked and len(asked[0][0]):
@@ -211,6 +201,21 @@ class Reader:
         if isinstance(found, _Raised):
             raise found.error()
         return found
+
+    def _begin(self, tasks: Iterator[Task], ended: Callable[[], bool]) -> None:
+        """Give the tasks to the living workers, or to new ones."""
+        if self._workers is not None:
+            self._workers.restart(tasks, ended)
+            return
+        self._workers = start_workers(
+            self._encode,
+            tasks,
+            ended,
+            num_workers=self.num_workers,
+            timeout=self.timeout,
+            prefetch_factor=self.prefetch_factor,
+            start_method=self.start_method,
+        )
 
     def _stop(self, *, kill: bool = False) -> None:
         workers, self._workers = self._workers, None
@@ -237,7 +242,7 @@ class _Encode:
             if after is not None:
                 self.source.prefetch(after.tolist())  # type: ignore[attr-defined]
             return self.batch(indices, stale)
-        except _Ended:
+        except EndedError:
             return None
         except Exception as error:
             return _Raised.of(error)
@@ -320,7 +325,7 @@ class _Encode:
         admit: Callable[[int, Any], Any] = lambda number, item: item,
     ) -> list[Any]:
         if stale():
-            raise _Ended
+            raise EndedError
         many = getattr(self.source, "read_many", None)
         if many is not None:
             try:
@@ -336,7 +341,7 @@ class _Encode:
         items: list[Any] = []
         for number in numbers:
             if stale():
-                raise _Ended
+                raise EndedError
             try:
                 items.append(admit(number, self.source[number]))
             except (OSError, GpuaugError) as error:
@@ -462,14 +467,6 @@ class _Raised:
         return error
 
 
-class _Ended(BaseException):
-    """The iterator that a worker or a thread worked for has ended."""
-
-
-class _Silent(BaseException):
-    """No batch will come: a worker died, or the time is over."""
-
-
 _NOTHING: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
 
@@ -480,140 +477,8 @@ class _Missing:
 _MISSING = _Missing()
 
 
-class _Workers(_MultiProcessingDataLoaderIter):
-    """DataLoader's workers, with a wait that ends at once when a worker dies or the iterator is given up.
-
-    DataLoader itself notices a death after its timeout only, or by a signal handler that raises wherever the main
-    thread happens to be.
-    """
-
-    def __init__(self, loader: DataLoader[Any], tasks: _Tasks, timeout: float, ended: Callable[[], bool]) -> None:
-        self.loader, self.tasks, self.patience, self.ended = loader, tasks, timeout, ended
-        super().__init__(loader)
-        _remove_worker_pids(id(self))  # from the list of that signal handler
-        self._worker_pids_set = False
-
-    def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
-        """One message of a worker.
-
-        Raises:
-            _Ended, _Silent: as the names say.
-        """
-        messages = self._worker_result_queue._reader  # type: ignore[attr-defined]
-        by_sentinel = {worker.sentinel: worker for worker in self._workers}
-        deadline = time.monotonic() + self.patience
-        while True:
-            ready = connection.wait([messages, *by_sentinel], timeout=0.1)
-            if self.ended():
-                raise _Ended
-            if messages in ready:
-                try:
-                    return True, self._worker_result_queue.get()
-                except (OSError, EOFError, RuntimeError) as error:  # it died meanwhile, or there is no descriptor left
-                    ready = connection.wait(list(by_sentinel), timeout=1.0)
-                    if not ready:
-                        raise _Silent(
-                            f"a batch could not be taken over from its worker ({type(error).__name__}: {error}). If "
-                            "too many files are open, raise `ulimit -n`."
-                        ) from error
-            dead = [by_sentinel[x] for x in ready if x in by_sentinel]
-            if dead:
-                raise _Silent(_death(dead[0]))
-            if time.monotonic() > deadline:
-                raise _Silent(
-                    f"the workers that read gave no batch for {self.patience:g} s. Is the storage slow or unreachable? "
-                    "Then raise `timeout`, or `num_workers`."
-                )
-
-    def stop(self, *, kill: bool) -> None:
-        """End all workers within seconds, and leave no process."""
-        self._shutdown = True  # nothing is left to do for DataLoader's own way
-        if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # could wait for ever for a lock that a killed worker held
-            for tasks in self._index_queues:
-                tasks.put(None)
-            deadline = time.monotonic() + PATIENCE
-            for worker in self._workers:
-                worker.join(max(0.0, deadline - time.monotonic()))
-        for worker in self._workers:
-            if worker.is_alive():
-                worker.kill()
-        for worker in self._workers:
-            worker.join(PATIENCE)
-        for queue in [*self._index_queues, self._worker_result_queue]:
-            queue.cancel_join_thread()
-            queue.close()
-
-
-class _Tasks:
-    """DataLoader's sampler: whatever is to be read in the present epoch."""
-
-    def __init__(self, current: Iterator[Task]) -> None:
-        self.current = current
-
-    def __iter__(self) -> Iterator[Task]:
-        return self.current
-
-
-def _start(reader: Reader, workers: _Workers | None, todo: Iterator[Task], ended: Callable[[], bool]) -> _Workers:
-    """Workers at the beginning of ``todo``: the living ones, or new ones."""
-    if workers is not None:
-        workers.ended = ended
-        workers.tasks.current = todo
-        workers._reset(workers.loader)
-        return workers
-    tasks = _Tasks(todo)
-    loader: DataLoader[Any] = DataLoader(
-        reader._encode,  # type: ignore[arg-type]
-        batch_size=None,  # an item is a whole batch
-        sampler=tasks,
-        collate_fn=_same,
-        worker_init_fn=_settle,
-        num_workers=reader.num_workers,
-        prefetch_factor=reader.prefetch_factor,
-        persistent_workers=True,
-        pin_memory=False,  # its thread would open a CUDA context and copy every batch once more
-        multiprocessing_context=reader.start_method,
-        generator=torch.Generator(),  # else it draws from torch's global one
-    )
-    try:
-        with torch.device("cpu"):  # forked workers would inherit a default device of cuda
-            return _Workers(loader, tasks, reader.timeout, ended)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise SourceError(
-            f"the source cannot be sent to worker processes: {error}. Define its class in a module and keep open files "
-            "and functions out of it, or set `num_workers=0`, or `start_method=fork` where there is fork."
-        ) from error
-    except OSError as error:
-        raise ReadError(
-            f"{reader.num_workers} worker processes could not be started: {error}. {_remedy(error)}"
-        ) from error
-
-
-def _remedy(error: Exception) -> str:
-    """What to change where the machine has no more of something."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
-        return "Allow more open files (`ulimit -n`), or lower `num_workers`."
-    if isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ENOSPC:
-        return "Is /dev/shm full? Allow more (`docker run --shm-size`), or lower `num_workers` or `batch_size`."
-    return "Lower `num_workers`; 0 reads in this process."
-
-
-def _same(item: Any) -> Any:
-    return item
-
-
 def _advance(generation: Tensor) -> None:
     generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
-
-
-def _settle(worker: int) -> None:
-    # else the first full collection in a forked worker writes to, and so copies, every object of the parent (54 MB of
-    # a test process)
-    gc.freeze()
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid != os.getppid():  # a forkserver's child: torch looks at that alone
-        machine.exit_with_parent()
 
 
 def _may_pass(item: Any) -> bool:
@@ -674,19 +539,4 @@ def _memory(size: int) -> Tensor:
     try:
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(torch.UntypedStorage._new_shared(size))
     except RuntimeError as error:
-        raise ReadError(f"no shared memory for a batch of {size} bytes: {error}. {_remedy(error)}") from error
-
-
-def _death(worker: Any) -> str:
-    worker.join(1.0)
-    code = worker.exitcode
-    if code is not None and code < 0:
-        how = {
-            9: "Usually memory ran out: lower `num_workers` or `batch_size`.",
-            7: "Usually /dev/shm is full: give the container more (`docker run --shm-size`), or lower `num_workers`.",
-        }.get(-code, "Its own message, if any, is above.")
-        return f"a worker that reads (pid {worker.pid}) was killed by signal {-code}. {how}"
-    return (
-        f"a worker that reads (pid {worker.pid}) ended with exit code {code}; its own message, if any, is above. Where "
-        'workers start by spawn or forkserver, a script must begin its work under `if __name__ == "__main__":`.'
-    )
+        raise ReadError(f"no shared memory for a batch of {size} bytes: {error}. {remedy(error)}") from error
