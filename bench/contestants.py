@@ -164,7 +164,7 @@ def checks(spec: Spec) -> Run:
 
     def run() -> int:
         for batch in batches:
-            look = pipeline.stage.decoder.look(batch)
+            look = pipeline.stage.decoder.read_headers(batch)
             pipeline.faults.handle(list(look.faults), indices=[], epoch=0, samples=len(batch), key_of=str)
         return sum(map(len, batches))
 

@@ -91,7 +91,7 @@ def _training() -> Callable[[int], None]:
 def context() -> Any:
     """Devices on which a process has a context after an import: forked workers must not inherit one."""
     ours = "from gpuaug.tools.doctor.probes import _batch, _images; from gpuaug.decode.decoder import Decode\n"
-    ours += "d = Decode().open('cpu'); b = _batch([_images()[0][1]]); d.full(b, d.look(b))"
+    ours += "d = Decode().open('cpu'); b = _batch([_images()[0][1]]); d.full(b, d.read_headers(b))"
     ways = {
         "nothing": "",
         "import nvidia.nvimgcodec": "import nvidia.nvimgcodec",
@@ -119,7 +119,7 @@ def feed() -> Any:
     decoder, batch, found = Decode(num_threads=2 if REHEARSE else 8).open(DEVICE), _batch(jpegs(BATCH)), {}
     for recipe in ("standard", "dino"):
         augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
-        look, drawn = decoder.look(batch), augment.draw(seed=0, epoch=0, indices=np.arange(BATCH))
+        look, drawn = decoder.read_headers(batch), augment.draw(seed=0, epoch=0, indices=np.arange(BATCH))
         boxes = augment.boxes(drawn, look.height, look.width)
         images, _ = decoder.pixels(batch, look, boxes)
         stages: dict[str, Callable[[], Any]] = {
@@ -211,7 +211,7 @@ def graveyard() -> Any:
         return NEEDS_GPU
     data = jpegs(16)
     decoder, batch = Decode(num_threads=2).open("cuda"), _batch(data)
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     boxes = [Resize((224, 224)).boxes(None, look.height, look.width)]
     pipeline: Any = Pipeline(16, 2, device_id=0, prefetch_queue_depth=1)
     with pipeline:

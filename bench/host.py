@@ -34,7 +34,8 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
 
     import gpuaug
     from gpuaug.batch import EncodedBatch
-    from gpuaug.decode.decoder import Decode, _Mixed
+    from gpuaug.decode.dali import CudaPipeline
+    from gpuaug.decode.decoder import Decode
 
     rng, encoded = np.random.default_rng(0), []
     for _ in range(batch_size):
@@ -51,7 +52,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
     )
     augment: Any = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
     decoder = Decode(backend="dali", num_threads=2).open("cpu")
-    graph: Any = _Mixed(decoder, device="cpu")
+    graph: Any = CudaPipeline(decoder.device, num_threads=2, operators="cpu")
     took: dict[str, list[float]] = {name: [] for name in (*STAGES, "copy")}
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:

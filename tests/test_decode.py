@@ -20,9 +20,9 @@ from PIL import Image, ImageOps
 
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.batch import Boxes, EncodedBatch, Fault
-from gpuaug.decode import decoder as decode
-from gpuaug.decode import header
-from gpuaug.decode.decoder import Decode, Decoder, _Mixed, _Plan
+from gpuaug.decode import header, plan
+from gpuaug.decode.dali import CpuPipeline, CudaPipeline
+from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.errors import ConfigError, GpuaugError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -157,16 +157,20 @@ def uniforms(crop, count: int, seed: int = 0) -> np.ndarray:
 def views(decoder: Decoder, images: list[bytes], *crops, seed: int = 0):
     """(one uint8 array per view, faults, boxes per view) of a batch."""
     batch = pack(images)
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     boxes = [c.boxes(uniforms(c, len(images), seed + k), look.height, look.width) for k, c in enumerate(crops)]
     found, faults = decoder.pixels(batch, look, boxes)
     assert all(x.dtype == torch.uint8 and x.device == decoder.device for x in found)
     return [x.cpu().numpy() for x in found], [*look.faults, *faults], boxes
 
 
+def full(decoder: Decoder, batch: EncodedBatch) -> list[torch.Tensor]:
+    return decoder.full(batch, decoder.read_headers(batch))
+
+
 def whole(decoder: Decoder, data: bytes) -> np.ndarray:
     batch = pack([data])
-    return decoder.full(batch, decoder.look(batch))[0].cpu().numpy()
+    return decoder.full(batch, decoder.read_headers(batch))[0].cpu().numpy()
 
 
 def expected(image: np.ndarray, boxes: Boxes, k: int) -> np.ndarray:
@@ -450,7 +454,7 @@ def test_raw_images_obey_the_limits():
     data = raw(KINDS["png"]())
     for settings, reason in (({"max_pixels": 1000}, "larger than"), ({"codecs": ["jpeg"]}, "raw is not among")):
         small = Decode(**settings).open("cpu")
-        faults = small.look(pack([data])).faults
+        faults = small.read_headers(pack([data])).faults
         small.close()
         assert reason in faults[0].reason
 
@@ -482,7 +486,7 @@ def test_no_pixel_outside_the_box_is_read(decoder):
             box = np.tile(np.array([[50, 70, 80, 120]], dtype=np.int32), (2, 1))
             shape = np.tile(np.array([size], dtype=np.int32), (2, 1))
             boxes = Boxes(box, shape, np.zeros_like(shape), size, interpolation)
-            (view,), faults = decoder.pixels(batch, decoder.look(batch), [boxes])
+            (view,), faults = decoder.pixels(batch, decoder.read_headers(batch), [boxes])
             assert not faults
             assert (view == 255).all()
 
@@ -511,7 +515,7 @@ def test_a_window_beside_the_image_is_all_fill(decoder):
     batch = pack([encode(photograph())])
     one = np.array([[0, 0, 1, 1]], dtype=np.int32)
     boxes = Boxes(one, one[:, 2:], np.array([[70, -5]], dtype=np.int32), (20, 20), fill=3)
-    (view,), _ = decoder.pixels(batch, decoder.look(batch), [boxes])
+    (view,), _ = decoder.pixels(batch, decoder.read_headers(batch), [boxes])
     assert (view == 3).all()
 
 
@@ -519,13 +523,13 @@ def test_others_in_the_batch_change_nothing(decoder):
     images = [KINDS[k]() for k in MIXED] * 3
     crops = RandomResizedCrop(64), RandomResizedCrop(96, interpolation="bicubic", scale=(0.05, 0.3))
     batch = pack(images)
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     boxes = [c.boxes(uniforms(c, len(images)), look.height, look.width) for c in crops]
     together, _ = decoder.pixels(batch, look, boxes)
     for keep in ([0], [5], [3, 1, 4], list(range(7, 23)), list(range(23, -1, -1))):
         part = pack([images[k] for k in keep])
         taken = [Boxes(b.box[keep], b.resized[keep], b.offset[keep], b.size, b.interpolation) for b in boxes]
-        apart, _ = decoder.pixels(part, decoder.look(part), taken)
+        apart, _ = decoder.pixels(part, decoder.read_headers(part), taken)
         for a, b in zip(apart, together, strict=True):
             assert torch.equal(a, b[keep])
     one_view, _ = decoder.pixels(batch, look, boxes[:1])
@@ -548,8 +552,8 @@ def test_a_large_batch_is_decoded_in_equal_parts(monkeypatch):
     images = [encode(photograph())] * 14
     whole = Decode(backend="dali", num_threads=1).open("cpu")
     want, _, _ = views(whole, images, RandomResizedCrop(64))
-    monkeypatch.setattr(decode, "SAMPLES_AT_ONCE", 3)
-    monkeypatch.setattr(decode, "BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(plan, "SAMPLES_PER_THREAD", 3)
+    monkeypatch.setattr(plan, "BYTES_PER_THREAD", 1)
     parted = Decode(backend="dali", num_threads=1).open("cpu")
     sizes, run = [], parted._dali.run
     monkeypatch.setattr(parted._dali, "run", lambda plan: sizes.append(len(plan)) or run(plan))
@@ -573,12 +577,12 @@ def test_boxes_outside_the_image_are_refused(decoder):
     batch = pack([encode(photograph())])
     box = np.array([[0, 0, 400, 100]], dtype=np.int32)
     with pytest.raises(ConfigError, match=r"inside the image.*187x251"):
-        decoder.pixels(batch, decoder.look(batch), [Boxes(box, box[:, 2:], np.zeros_like(box[:, :2]), (8, 8))])
+        decoder.pixels(batch, decoder.read_headers(batch), [Boxes(box, box[:, 2:], np.zeros_like(box[:, :2]), (8, 8))])
 
 
 def test_an_empty_batch(decoder):
     batch = pack([])
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     (view,), faults = decoder.pixels(batch, look, [Resize((4, 5)).boxes(None, look.height, look.width)])
     assert view.shape == (0, 4, 5, 3)
     assert faults == []
@@ -634,7 +638,7 @@ def test_a_large_claim_allocates_nothing(decoder):
 
     batch = pack([bomb(), HOPELESS["png bomb"], bomb(65535, 3000)])
     tracemalloc.start()
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [f.row for f in look.faults] == [0, 1, 2]
@@ -691,7 +695,7 @@ def test_a_truncated_run_length_bmp_is_a_fault(decoder):
 def test_faults_of_reading_are_left_alone(decoder):
     good = KINDS["jpeg 4:2:0"]()
     batch = pack([good, b"", good], (Fault(1, "read", "gone"),))
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     assert look.faults == []
     assert look.height.tolist() == [187, 0, 187]
     boxes = Resize((8, 8)).boxes(None, look.height, look.width)
@@ -787,15 +791,15 @@ def test_few_bytes_cannot_make_much_work(decoder, make, least):
     assert "`decode.max_pixels` of " in reason
     wanted = int(reason.rsplit(" ", 1)[1])
     larger = Decode(backend=decoder.backend, max_pixels=wanted).open("cpu")
-    assert not larger.look(pack([data])).faults
+    assert not larger.read_headers(pack([data])).faults
     larger.close()
 
 
 def test_images_of_one_colour_are_shown(decoder):
     """A white 24-megapixel photograph, a 600-dpi page and a 134-megapixel JPEG are no bombs."""
     for data in (claims("JPEG", 4900), claims("WEBP", 4900), claims("PNG", 5900, "1")):
-        assert not decoder.look(pack([data])).faults
-    assert not decoder.look(pack([claims("JPEG", 11580)])).faults
+        assert not decoder.read_headers(pack([data])).faults
+    assert not decoder.read_headers(pack([claims("JPEG", 11580)])).faults
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
@@ -806,7 +810,7 @@ def test_texts_and_profiles_are_not_inflated(decoder, kind):
     plain = KINDS["png"]()
     data = plain[:33] + chunk(kind, head + long) * 60 + plain[33:]
     batch = pack([data])
-    look = decoder.look(batch)
+    look = decoder.read_headers(batch)
     assert len(look.replaced[0]) <= len(plain)
     assert (decoder.full(batch, look)[0].numpy() == by_pillow(plain)).all()
     oriented = encode(photograph(), "PNG", exif=exif(6))
@@ -825,7 +829,7 @@ def test_pillow_too_decodes_within_max_bytes():
         "d = Decode(backend='pillow', num_threads=8, max_bytes=100_000_000).open('cpu');"
         "small, data = claims('WEBP', 100), claims('WEBP', 2000);"
         "go = lambda images: (lambda b, l: d.pixels(b, l, [Resize((8, 8)).boxes(None, l.height, l.width)]))("
-        "*(lambda b: (b, d.look(b)))(pack(images))); go([small] * 16); before = peak(); go([data] * 16);"
+        "*(lambda b: (b, d.read_headers(b)))(pack(images))); go([small] * 16); before = peak(); go([data] * 16);"
         "print(peak() - before)"
     )
     done = subprocess.run(
@@ -838,7 +842,7 @@ def test_whole_images_obey_max_bytes(decoder):
     small = Decode(backend=decoder.backend, max_bytes=200_000).open("cpu")
     batch = pack([KINDS["png"]()] * 2)
     with pytest.raises(ConfigError, match=r"`decode.max_bytes` must hold the 2 whole images"):
-        small.full(batch, small.look(batch))
+        small.full(batch, small.read_headers(batch))
     assert whole(small, KINDS["jpeg 4:2:0"]()).shape == (187, 251, 3)
     small.close()
 
@@ -864,7 +868,7 @@ def test_many_scans_are_refused(decoder):
 def as_on_cuda(dali):
     """A decoder that runs the CUDA pipeline's graph, with DALI's CPU operators."""
     out = Decode(backend="dali", num_threads=2).open("cpu")
-    out._dali = _Mixed(out, device="cpu")
+    out._dali = CudaPipeline(out.device, num_threads=2, operators="cpu")
     yield out
     out.close()
 
@@ -918,7 +922,11 @@ def test_cuda_graph_with_orientations_faults_and_rescues(dali, as_on_cuda):
     batch = pack(images)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(as_on_cuda.full(batch, as_on_cuda.look(batch)), dali.full(batch, dali.look(batch)), strict=True)
+        for a, b in zip(
+            as_on_cuda.full(batch, as_on_cuda.read_headers(batch)),
+            dali.full(batch, dali.read_headers(batch)),
+            strict=True,
+        )
     )
 
 
@@ -940,7 +948,7 @@ def test_the_cuda_graph_costs_no_python_per_sample_but_for_the_bytes(as_on_cuda,
 def test_views_of_the_cuda_graph_are_torchs_own_memory(as_on_cuda):
     """So that its allocator knows who still reads them, and DALI has its own back at once."""
     batch = pack([KINDS["jpeg 4:2:0"]()] * 3)
-    look = as_on_cuda.look(batch)
+    look = as_on_cuda.read_headers(batch)
     boxes = [Resize((20, 30)).boxes(None, look.height, look.width)] * 2
     found, _ = as_on_cuda.pixels(batch, look, boxes)
     assert all(view.untyped_storage().resizable() for view in found)
@@ -948,7 +956,7 @@ def test_views_of_the_cuda_graph_are_torchs_own_memory(as_on_cuda):
 
 def test_the_cuda_graph_is_built_once_for_the_usual_batch(dali, monkeypatch):
     decoder = Decode(backend="dali", num_threads=2).open("cpu", batch_size=80)
-    decoder._dali = graph = _Mixed(decoder, device="cpu")
+    decoder._dali = graph = CudaPipeline(decoder.device, num_threads=2, batch_size=80, operators="cpu")
     built, build = [], graph._build
     monkeypatch.setattr(graph, "_build", lambda capacity, boxes: (built.append(capacity), build(capacity, boxes))[1])
     for count in (1, 80, 3, 33):
@@ -970,12 +978,12 @@ def test_an_error_of_the_device_is_no_sample_s(as_on_cuda, monkeypatch):
     monkeypatch.setattr(as_on_cuda, "device", torch.device("cuda", 0))
     monkeypatch.setattr(as_on_cuda._dali, "run", raising("decoders.image: CUDA_ERROR_ILLEGAL_ADDRESS"))
     batch = pack([KINDS["jpeg 4:2:0"]()] * 3)
-    look = as_on_cuda.look(batch)
-    plan = _Plan.of(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
-    refused: list[int] = []
+    look = as_on_cuda.read_headers(batch)
+    rows = plan.Plan.of(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
+    failed: list[int] = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        list(as_on_cuda._decoded([plan], plan, refused))
-    assert not refused
+        list(as_on_cuda._by_dali(rows, failed))
+    assert not failed
 
 
 ON_CPU = """
@@ -988,7 +996,7 @@ from test_decode import KINDS, pack
 
 batch = pack([KINDS[kind]() for kind in ("jpeg 4:2:0", "png", "webp", "bmp")])
 decoder = Decode(backend="dali", num_threads=2).open("cpu")
-look = decoder.look(batch)
+look = decoder.read_headers(batch)
 images, faults = decoder.pixels(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
 assert not faults and not decoder.rescued and images[0].any()
 print([line for line in Path("/proc/self/maps").read_text().splitlines() if "libnvjpeg" in line])
@@ -1046,7 +1054,9 @@ def test_mixed_orientation_and_full_images(dali):
     cuda = Decode(backend="dali").open("cuda")
     images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
     batch = pack(images)
-    for a, b in zip(cuda.full(batch, cuda.look(batch)), dali.full(batch, dali.look(batch)), strict=True):
+    for a, b in zip(
+        cuda.full(batch, cuda.read_headers(batch)), dali.full(batch, dali.read_headers(batch)), strict=True
+    ):
         assert a.device.type == "cuda"
         assert (a.cpu().int() - b.int()).abs().max() <= 4
     cuda.close()
@@ -1134,11 +1144,9 @@ def test_import_is_light():
 @pytest.mark.parametrize("failures", [1, 3, 4])
 def test_a_pipeline_that_failed_is_built_again(failures, monkeypatch, caplog):
     """The failure is planted, as a device error cannot be had on request; the pipelines before and after are real."""
-    from gpuaug.decode import decoder as module
-
     images = pack([encode(photograph(name), quality=90) for name in ("china", "flower", "china")])
     decoder = Decode(num_threads=1, backend="dali").open("cpu")
-    left, real = [failures], module._Slices.run
+    left, real = [failures], CpuPipeline.run
 
     def failing(self, part):
         if left[0]:
@@ -1146,9 +1154,9 @@ def test_a_pipeline_that_failed_is_built_again(failures, monkeypatch, caplog):
             raise RuntimeError("CUDA runtime API error cudaErrorLaunchFailure (719)")
         return real(self, part)
 
-    look = decoder.look(images)
+    look = decoder.read_headers(images)
     expected, _ = decoder.pixels(images, look, [Resize((64, 48)).boxes(None, look.height, look.width)])
-    monkeypatch.setattr(module._Slices, "run", failing)
+    monkeypatch.setattr(CpuPipeline, "run", failing)
     first = decoder._dali
     boxes = Resize((64, 48)).boxes(None, look.height, look.width)
     if failures > 3:
@@ -1172,7 +1180,7 @@ def test_a_webp_chunk_longer_than_its_file_allocates_nothing():
         "one = torch.zeros(1, dtype=torch.int64);"
         "batch = EncodedBatch(data=torch.frombuffer(bytearray(data), dtype=torch.uint8),"
         "offsets=torch.tensor([0, len(data)]), labels=None, indices=one, repeats=one, valid=one == 0);"
-        "d = Decode(backend='dali').open('cpu'); look = d.look(batch);"
+        "d = Decode(backend='dali').open('cpu'); look = d.read_headers(batch);"
         "d.pixels(batch, look, [Resize((32, 32)).boxes(None, look.height, look.width)]);"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )  # not getrusage's, which begins with the peak of the process that starts this one

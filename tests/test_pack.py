@@ -169,7 +169,7 @@ def test_without_sizes_pixels_are_the_decoders(photos: Path, tmp_path: Path, bac
     decoder = decode.open("cpu")
     indices = source.indices
     (batch,) = Reader(source).batches([(indices, indices * 0, indices >= 0)])
-    for i, image in enumerate(decoder.full(batch, decoder.look(batch))):
+    for i, image in enumerate(decoder.full(batch, decoder.read_headers(batch))):
         assert (pixels_of(packed[i][0]) == image.numpy()).all()
         assert packed.key(i) == source.key(int(indices[i]))
     decoder.close()

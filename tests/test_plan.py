@@ -16,7 +16,8 @@ from torch import nn
 
 import gpuaug
 from gpuaug import machine
-from gpuaug.decode import decoder as decode
+from gpuaug.decode import dali
+from gpuaug.decode.plan import num_parts
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.plan import predict as plan
@@ -131,7 +132,7 @@ def test_raw_pixels_and_materialized_epochs_are_not_decoded(photos: Path, tmp_pa
 def test_large_batches_are_decoded_in_parts(photos: Path) -> None:
     with build(photos, "decode.num_threads=1") as loader:
         sizes = plan.look(loader)
-        assert decode.parts(16, 16 * sizes.whole, 1) == 1
+        assert num_parts(16, 16 * sizes.whole, 1) == 1
         assert terms(loader, sizes=sizes)["decoded pixels"] == int(16 * sizes.decoded)
         large = replace(sizes, decoded=1e6, whole=2e6, largest=2e6)
         found = terms(loader, sizes=large)
@@ -164,8 +165,8 @@ def test_the_buffers_are_those_that_dali_allocates() -> None:
     from nvidia.dali import backend
 
     schema = backend.GetSchema("decoders__Image")
-    assert schema.GetArgumentDefaultValueString("device_memory_padding") == str(decode.DEVICE_PADDING)
-    assert schema.GetArgumentDefaultValueString("host_memory_padding") == str(decode.PINNED_PADDING)
+    assert schema.GetArgumentDefaultValueString("device_memory_padding") == str(dali.DEVICE_PADDING)
+    assert schema.GetArgumentDefaultValueString("host_memory_padding") == str(dali.PINNED_PADDING)
 
 
 def test_operations_outside_the_kernels_have_batches_of_their_own(photos: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from gpuaug.augment.crop import Boxes
 from gpuaug.augment.recipe import Augment, Drawn, MultiView
 from gpuaug.batch import EncodedBatch, Fault
-from gpuaug.decode.decoder import Decode, Decoder, Look
+from gpuaug.decode.decoder import Decode, Decoder
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import ConfigError, StateError
 from gpuaug.loader.state import differences, plain
 from gpuaug.native import buffers
@@ -33,7 +34,7 @@ class HeaderBatch:
 
     encoded: EncodedBatch
     faults: Sequence[Fault]  # found in the headers
-    look: Look | None = None
+    look: HeaderInfo | None = None
     drawn: Drawn = NO_DRAWS
     boxes: list[Boxes] = field(default_factory=list)  # of every view
 
@@ -148,7 +149,7 @@ class LiveStage:
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
         """Read the headers, draw, and decide what each view reads of each image."""
-        look = self.decoder.look(encoded)
+        look = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
         drawn = self.recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
         return HeaderBatch(encoded, look.faults, look, drawn, self.recipe.boxes(drawn, look.height, look.width))

@@ -129,7 +129,7 @@ def _decode(device: str, *, hardware: float, tolerance: int, only: str = "") -> 
     decoder = Decode(backend="dali", hardware_load=hardware, num_threads=2).open(device)
     largest = 0
     for _ in range(ROUNDS if hardware else 1):
-        look = decoder.look(batch)
+        look = decoder.read_headers(batch)
         if look.faults:
             return False, f"{images[look.faults[0].row][0]} is refused: {look.faults[0].reason}", None
         for (name, data), decoded in zip(images, decoder.full(batch, look), strict=True):
@@ -279,7 +279,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     crop, given = Resize((96, 96)), []
     for turn in range(IN_A_ROW):  # other pixels and sizes in every row
         batch = _batch([images[(k + turn) % len(images)] for k in range(len(images))])
-        look = decoder.look(batch)
+        look = decoder.read_headers(batch)
         given.append((batch, look, [crop.boxes(None, look.height, look.width)]))
     cuda = device != "cpu"
     work, consumer = (_Work(), torch.cuda.Stream()) if cuda else (None, None)

@@ -390,9 +390,9 @@ class Work:
     @property
     def decoder(self) -> str:
         """Who decodes: pixels of DALI and Pillow differ."""
-        from gpuaug.decode.decoder import _backend
+        from gpuaug.decode.dali import choose_backend
 
-        return str(_backend(self.loader["decode"].backend))
+        return choose_backend(self.loader["decode"].backend)
 
     def open(self) -> tuple[Loader, Noted]:
         """The loader, and what it notes of its faults."""

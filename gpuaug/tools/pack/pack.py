@@ -44,7 +44,8 @@ from gpuaug import machine
 from gpuaug.augment.crop import Resize
 from gpuaug.batch import Boxes, EncodedBatch, Fault, Interpolation
 from gpuaug.decode import header
-from gpuaug.decode.decoder import Decode, Decoder, Look
+from gpuaug.decode.decoder import Decode, Decoder
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.read.reader import Reader
@@ -569,7 +570,7 @@ class Packer:
     def _encoded(self, batch: EncodedBatch) -> tuple[dict[int, dict[Size, tuple[bytes, tuple[int, int]]]], list[Fault]]:
         """Per good row and size: the bytes to write, and (height, width); and the bad rows."""
         what = self.job.what
-        look = self._decoder.look(batch)
+        look = self._decoder.read_headers(batch)
         faults = {fault.row: fault for fault in [*look.faults, *batch.faults]}
         rows = [row for row in range(len(batch)) if row not in faults]
         boxes = {
@@ -580,7 +581,7 @@ class Packer:
         for group in self._groups(rows, boxes):
             part = _rows(batch, group)
             views = [_joined([boxes[row][k] for row in group]) for k in range(len(what.names))]
-            images, found = self._decoder.pixels(part, self._decoder.look(part), views)
+            images, found = self._decoder.pixels(part, self._decoder.read_headers(part), views)
             for fault in found:
                 faults[group[fault.row]] = replace(fault, row=group[fault.row])
             for at, row in enumerate(group):
@@ -642,7 +643,7 @@ def _joined(boxes: list[Boxes]) -> Boxes:
     )
 
 
-def _may_stay(data: NDArray[np.uint8], look: Look, row: int, height: int, width: int) -> bool:
+def _may_stay(data: NDArray[np.uint8], look: HeaderInfo, row: int, height: int, width: int) -> bool:
     return (
         (height, width) == (look.height[row], look.width[row])
         and look.orientation[row] == 1

@@ -29,7 +29,8 @@ from gpuaug.augment.parameters import Chosen, Params, Prepared
 from gpuaug.augment.recipe import Augment, Drawn, View
 from gpuaug.batch import Boxes, EncodedBatch, Interpolation
 from gpuaug.decode import header
-from gpuaug.decode.decoder import Decode, Decoder, Look
+from gpuaug.decode.decoder import Decode, Decoder
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
 from gpuaug.tools.parity.counterpart import ABSENT, Call, call, counterpart, text, torchvision, why
@@ -304,7 +305,7 @@ def _decoded(
             number = torch.tensor([index], dtype=torch.int64)
             batches = Reader(loader.source, num_workers=0).batches([(number, number * 0, number == number)])
             encoded = next(iter(batches))
-            look = decoder.look(encoded)
+            look = decoder.read_headers(encoded)
             sample = Sample(index, loader.source.key(index))
             faults = [*encoded.faults, *look.faults]
             image = None if faults else decoder.full(encoded, look)[0].cpu().numpy()
@@ -347,7 +348,7 @@ def _decoded(
     return samples
 
 
-def _view(decoder: Decoder, encoded: EncodedBatch, look: Look, box: Boxes) -> Image:
+def _view(decoder: Decoder, encoded: EncodedBatch, look: HeaderInfo, box: Boxes) -> Image:
     return decoder.pixels(encoded, look, [box])[0][0][0].cpu().numpy()
 
 

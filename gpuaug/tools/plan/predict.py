@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from gpuaug import machine, size
 from gpuaug.augment.fused import backend as fused
 from gpuaug.batch import EncodedBatch
-from gpuaug.decode import decoder as decode
+from gpuaug.decode import dali
+from gpuaug.decode.plan import Route, num_parts
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
@@ -73,7 +74,6 @@ CONTEXT = 500 * MIB  # of one process on a GPU, kernels of torch and DALI
 # with random crops (variation 0.5)
 POOL, POOL_BY_VARIATION = 1.2, 2.4
 READING = 1  # row groups of Parquet beside those that are kept: the one that is read
-RAW = 4  # Look.route of pixels that need no decoder
 LONG = 64  # batches of a measurement, where there is time: heaps grow for that long
 CHUNK, LEAST, PATIENCE = 16, 32, 2.0  # images looked at together; as many at least, for so many seconds at most
 ELEMENT = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -282,7 +282,7 @@ def _areas(loader: Loader, encoded: EncodedBatch, found: Any, good: Any) -> tupl
     area, whole = (end - corner).astype(np.int64).prod(axis=1) * 3.0, height * width * 3.0
     if loader.device.type == "cuda":
         area = whole  # decoded whole, then sliced
-    return np.where(found.route[good] == RAW, 0.0, area), whole, views
+    return np.where(found.route[good] == Route.RAW, 0.0, area), whole, views
 
 
 def predict(
@@ -338,7 +338,7 @@ def predict(
             add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {size.text(encoded)}")
             decoder: Any = loader.pipeline.stage.decoder
             if decoder.backend == "dali":  # nvJPEG's buffers, allocated with the pipeline
-                each, pinned, threads = decode.DEVICE_PADDING, 2 * decode.PINNED_PADDING, decoder.num_threads
+                each, pinned, threads = dali.DEVICE_PADDING, 2 * dali.PINNED_PADDING, decoder.num_threads
                 add("decoder's buffers", "device", threads * each, f"{threads} threads x {size.text(each)}")
                 add("decoder's buffers, pinned", "pinned", threads * pinned, f"{threads} threads x {size.text(pinned)}")
         else:
@@ -477,7 +477,7 @@ def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., Non
     decoder: Any = loader.pipeline.stage.decoder
     threads = decoder.num_threads
     if decoder.backend == "dali":
-        parts = decode.parts(rows, rows * sizes.whole, threads)
+        parts = num_parts(rows, rows * sizes.whole, threads)
         most = float(loader.decode.max_bytes)
         piece = rows / parts * sizes.decoded * min(1.0, most / max(1.0, rows / parts * sizes.whole))
         text = f"{rows} / {parts} parts x {sizes.decoded:.0f} B"

@@ -173,7 +173,7 @@ def look(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequ
     number = np.array(indices, dtype=np.int64)
     encoded = _read(loader, indices)
     decoder = decode.open("cpu")
-    seen = decoder.look(encoded)
+    seen = decoder.read_headers(encoded)
     originals = [image.numpy() for image in decoder.full(encoded, seen)]
     decoder.close()
     heights, widths = np.maximum(seen.height, 1), np.maximum(seen.width, 1)
@@ -214,7 +214,7 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
     """
     encoded = _read(loader, indices)
     decoder = decode.open(loader.device)
-    seen = decoder.look(encoded)
+    seen = decoder.read_headers(encoded)
     _check_whole(loader, indices, [*encoded.faults, *seen.faults])
     made: list[list[Tensor]] = []
     for view in views:
@@ -247,7 +247,7 @@ def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
     """The one of the samples whose channels differ most: on a gray one half of the operations do nothing."""
     encoded = _read(loader, indices)
     decoder = decode.open("cpu")
-    images = [torch.as_tensor(image).numpy() for image in decoder.full(encoded, decoder.look(encoded))]
+    images = [torch.as_tensor(image).numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
     decoder.close()
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image in images]
     return indices[int(np.argmax(spread))]

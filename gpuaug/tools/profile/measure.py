@@ -605,7 +605,7 @@ def _read_headers(stage: Stage, batch: EncodedBatch, epoch: int, spent: dict[str
         headers = stage.read_headers(batch, epoch)
         spent["reading headers"] += time.thread_time() - a
         return headers
-    recipe, look = stage.recipe, stage.decoder.look(batch)
+    recipe, look = stage.recipe, stage.decoder.read_headers(batch)
     b = time.thread_time()
     drawn = recipe.draw(seed=stage.seed, epoch=epoch, indices=batch.indices.numpy(), repeats=batch.repeats.numpy())
     c = time.thread_time()
@@ -671,7 +671,7 @@ def on_host(
     for n in range(4):  # the first compiles
         begin = _now()
         for batch in encoded:
-            found = decoder.look(batch)
+            found = decoder.read_headers(batch)
             drawn = recipe.draw(seed=seed, epoch=0, indices=batch.indices.numpy(), repeats=batch.repeats.numpy())
             images, _ = decoder.pixels(batch, found, recipe.boxes(drawn, found.height, found.width))
             for view in recipe.apply(images, drawn, dtype=dtype):

@@ -1,0 +1,306 @@
+"""DALI's pipelines, on the CPU and on CUDA; the only file that imports DALI and nvImageCodec.
+
+Both decode in stored coordinates and leave EXIF orientation to the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.batch import Boxes
+from gpuaug.decode.header import Header
+from gpuaug.decode.plan import Pixels, Plan, to_stored
+from gpuaug.errors import ConfigError
+
+log = logging.getLogger("gpuaug")
+
+Backend = Literal["auto", "dali", "pillow"]
+
+# Not PNG: DALI inflates all there is, 1 GiB out of 1 MB, and takes three times that in memory. Pillow inflates what the
+# image needs and stops; it costs 1.5 times the processor time (500 x 375, crop to 224).
+CODECS = frozenset({"jpeg", "webp", "bmp"})
+# DALI allocates at once, per thread and pipeline, what nvJPEG decodes in; these are its defaults. Twice the second is
+# pinned.
+DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
+_FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
+_loading = threading.Lock()  # held while codecs are loaded: an environment variable chooses them
+
+
+def choose_backend(wanted: Backend) -> str:
+    """``dali`` or ``pillow``; ``auto`` is Pillow where DALI cannot be imported, and logs why.
+
+    Raises:
+        ConfigError: if DALI is wanted and cannot be imported.
+    """
+    if wanted == "pillow":
+        return wanted
+    try:
+        import nvidia.dali  # noqa: F401
+
+        _code_stream()
+    except (ImportError, OSError) as e:
+        if wanted == "dali":
+            raise ConfigError(
+                f"`backend` is 'dali' and it cannot be imported ({e}). Install nvidia-dali-cuda120, or use 'auto'."
+            ) from e
+        log.info("decode with pillow: DALI cannot be imported (%s)", e)
+        return "pillow"
+    return "dali"
+
+
+def accepts(data: bytes, header: Header) -> bool:
+    """Whether DALI's own parser reads in ``data`` what ``header`` says; 3 µs.
+
+    DALI does not name a sample that it refuses while it sets up a batch, and its threads crash (SIGSEGV) on sample
+    types that it does not know. This check and `Header.plain` leave it the images that it is known to decode.
+    """
+    try:
+        stream = _code_stream()(data)
+        same = stream.height == header.height and stream.width == header.width
+        return bool(same and stream.dtype.kind == "u")  # TypeError where it does not know the type
+    except (RuntimeError, TypeError):
+        return False
+
+
+def failed_sample(message: str) -> tuple[bool, int | None]:
+    """Whether an error's message is about decoding a sample, and the sample's number in the batch, if it is named."""
+    match = _FAILED_SAMPLE.search(message)
+    return match is not None or "decoders.image" in message, int(match[1]) if match else None
+
+
+class CpuPipeline:
+    """DALI on the CPU: decodes one box of each image.
+
+    Attributes:
+        bytes_per_pixel: peak memory while an image is decoded, of its whole size; 11.5 for PNGs of 16 bits.
+    """
+
+    bytes_per_pixel = 12
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pipeline: Any = None
+        self._capacity = 0
+
+    def run(self, plan: Plan) -> list[Pixels]:
+        """Per row uint8 [height, width, 3], its ``plan.union``; views that hold DALI's memory."""
+        if len(plan) > self._capacity:
+            self._capacity = _capacity(plan)
+            self._pipeline = self._build()
+        self._pipeline.feed_input("encoded", plan.encoded)
+        self._pipeline.feed_input("start", _contiguous(plan.union[:, :2], np.int32))
+        self._pipeline.feed_input("shape", _contiguous(plan.union[:, 2:], np.int32))
+        (regions,) = self._pipeline.run()
+        # Through DLPack, because DALI's arrays for numpy are read-only and would be copied for torch.
+        return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
+
+    def _build(self) -> Any:
+        Pipeline, fn, types = _dali()
+        pipeline = Pipeline(self._capacity, self._num_threads, device_id=None, prefetch_queue_depth=1)
+        with pipeline:
+            pipeline.set_outputs(
+                fn.decoders.image_slice(
+                    fn.external_source(name="encoded", ndim=1, dtype=types.UINT8),
+                    start=fn.external_source(name="start", ndim=1, dtype=types.INT32),
+                    shape=fn.external_source(name="shape", ndim=1, dtype=types.INT32),
+                    axes=[0, 1],
+                    device="cpu",
+                    output_type=types.RGB,
+                    adjust_orientation=False,
+                )
+            )
+        with _host_codecs():
+            pipeline.build()
+        return pipeline
+
+    def close(self) -> None:
+        """Give back DALI's memory."""
+        self._pipeline = None
+        _release_memory()
+
+
+class CudaPipeline:
+    """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
+
+    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs.
+
+    Args:
+        device: where views arrive.
+        num_threads: of the host.
+        hardware_load: share of JPEGs for the GPU's JPEG engine.
+        batch_size: samples of a usual batch; a smaller one builds a pipeline for as many.
+        operators: ``mixed``; ``cpu`` runs the same graph without a GPU, for tests.
+    """
+
+    bytes_per_pixel = 3  # only the pixels are counted
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        num_threads: int,
+        hardware_load: float = 0.0,
+        batch_size: int = 1,
+        operators: str = "mixed",
+    ) -> None:
+        self._device, self._operators = device, operators
+        self._num_threads, self._batch_size = num_threads, batch_size
+        self._hardware_load = float(hardware_load)
+        self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+    def run(self, plan: Plan) -> list[Tensor]:
+        """Per view uint8 [n, H, W, 3], stored orientation, in torch's memory, on torch's current stream."""
+        key = tuple((b.interpolation, b.fill) for b in plan.boxes)
+        capacity, pipeline = self._pipelines.get(key, (0, None))
+        if len(plan) > capacity:
+            capacity = max(self._batch_size, _capacity(plan))
+            pipeline = self._build(capacity, plan.boxes)
+            self._pipelines[key] = capacity, pipeline
+        pipeline.feed_input("encoded", plan.encoded)
+        for v, (boxes, part) in enumerate(zip(plan.boxes, plan.parts, strict=True)):
+            size = np.array(boxes.size, dtype=np.int64)
+            canvas = np.where(plan.swapped[:, None], size[::-1], size)
+            resized = to_stored(np.concatenate([boxes.offset, boxes.resized], axis=1), canvas, plan.orientation)
+            pipeline.feed_input(f"start{v}", _contiguous(part[:, :2], np.int32))
+            pipeline.feed_input(f"shape{v}", _contiguous(part[:, 2:], np.int32))
+            pipeline.feed_input(f"size{v}", _contiguous(resized[:, 2:], np.float32))
+            pipeline.feed_input(f"corner{v}", _contiguous(-resized[:, :2], np.int32))
+            pipeline.feed_input(f"canvas{v}", _contiguous(canvas, np.int32))
+        stream = None if self._operators == "cpu" else torch.cuda.current_stream(self._device)
+        return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
+
+    def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
+        """DALI's pixels in torch's memory.
+
+        If torch held them by DLPack, DALI would free them after a cudaDeviceSynchronize in a thread of its own, which
+        spins for as long as the training keeps the device busy.
+        """
+        from nvidia.dali.plugin.pytorch import feed_ndarray
+
+        out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
+        return feed_ndarray(view, out, cuda_stream=stream)
+
+    def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
+        Pipeline, fn, types = _dali()
+        only_cuda: dict[str, Any] = {}
+        if self._operators == "mixed":
+            only_cuda = {
+                "hw_decoder_load": self._hardware_load,
+                "device_memory_padding": DEVICE_PADDING,
+                "host_memory_padding": PINNED_PADDING,
+            }
+        interpolations = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
+        index = self._device.index if self._operators == "mixed" else None
+        pipeline = Pipeline(capacity, self._num_threads, device_id=index, prefetch_queue_depth=1)
+
+        def fed(name: str, dtype: Any) -> Any:
+            return fn.external_source(name=name, ndim=1, dtype=dtype)
+
+        with pipeline:
+            image = fn.decoders.image(
+                fed("encoded", types.UINT8),
+                device=self._operators,
+                output_type=types.RGB,
+                adjust_orientation=False,
+                jpeg_fancy_upsampling=True,  # within 1 of the CPU; without it within 4
+                **only_cuda,
+            )
+            outputs = []
+            for v, view in enumerate(views):
+                part = fn.slice(
+                    image, start=fed(f"start{v}", types.INT32), shape=fed(f"shape{v}", types.INT32), axes=[0, 1]
+                )
+                resized = fn.resize(
+                    part,
+                    size=fed(f"size{v}", types.FLOAT),
+                    interp_type=interpolations[view.interpolation],
+                    antialias=True,
+                )
+                canvas = fn.slice(
+                    resized,
+                    start=fed(f"corner{v}", types.INT32),
+                    shape=fed(f"canvas{v}", types.INT32),
+                    axes=[0, 1],
+                    out_of_bounds_policy="pad",
+                    fill_values=[float(view.fill)],
+                )
+                outputs.append(canvas)
+            pipeline.set_outputs(*outputs)
+        with _loading:
+            pipeline.build()
+        return pipeline
+
+    def close(self) -> None:
+        """Give back DALI's memory."""
+        self._pipelines.clear()
+        _release_memory()
+
+
+def _capacity(plan: Plan) -> int:
+    """Batch size of a new pipeline: a power of two, at least 32, so that few batches need another one."""
+    return 1 << max(5, (len(plan) - 1).bit_length())
+
+
+def _contiguous(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """One array, which DALI takes as a batch of its rows: a list of rows costs DALI 4 µs of Python each."""
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _dali() -> tuple[Any, Any, Any]:
+    """DALI's Pipeline, fn and types, without the types of its stubs: they lack constants and operators' results."""
+    from nvidia.dali import Pipeline, fn, types
+
+    return Pipeline, fn, types
+
+
+def _release_memory() -> None:
+    from nvidia.dali import backend
+
+    cast(Any, backend).ReleaseUnusedMemory()
+
+
+@lru_cache(maxsize=1)
+def _code_stream() -> Any:
+    """nvImageCodec's parser, which DALI uses."""
+    with _host_codecs():
+        from nvidia.nvimgcodec import CodeStream
+
+    return CodeStream
+
+
+@contextmanager
+def _host_codecs() -> Iterator[None]:
+    """Leave out nvImageCodec's GPU codecs while something loads its codecs.
+
+    They look for a JPEG engine when they are loaded. That opens a CUDA context on the current device, which the parser
+    and ``device=cpu`` do not need.
+    """
+    name = "NVIMGCODEC_EXTENSIONS_PATH"
+    spec = find_spec("nvidia.nvimgcodec")
+    places = [Path(folder) / "extensions" for folder in (spec and spec.submodule_search_locations) or ()]
+    with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
+        for codec in (file for place in places for file in place.glob("*.so*")):
+            if not codec.name.startswith(("libnvjpeg", "libnvtiff")):
+                (Path(folder) / codec.name).symlink_to(codec)
+        before = os.environ.get(name)
+        os.environ.setdefault(name, folder)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]

@@ -1,0 +1,124 @@
+"""Images that DALI does not decode, by Pillow; the only file that imports Pillow for decoding."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpuaug.batch import Int32, Int64
+from gpuaug.decode import header
+from gpuaug.decode.header import HeaderError
+from gpuaug.decode.plan import Pixels
+
+
+def bytes_per_pixel(data: bytes) -> int:
+    """Peak memory while an image is decoded; WebP has several canvases. The first 12 bytes are enough."""
+    return 21 if header.sniff(data) == "webp" else 13
+
+
+def size_and_bits(data: bytes, codec: str) -> tuple[int, int, int]:
+    """Stored height, width and bits of a sample, for codecs whose header only Pillow reads; nothing is decoded."""
+    image = _open(data, codec)
+    return image.height, image.width, _bits(image)
+
+
+def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
+    """A box of the first frame.
+
+    Args:
+        data: the encoded image.
+        size: stored (height, width), as its header says.
+        box: (top, left, height, width), in stored coordinates.
+        max_pixels: the most that an image may have.
+
+    Returns:
+        uint8 [h, w, 3], RGB, not oriented.
+
+    Raises:
+        HeaderError: unless the whole image decodes, to the size that its header says.
+    """
+    codec = header.sniff(data) or "image"
+    image = _open(data, codec)
+    if image.width * image.height > max_pixels:
+        raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
+    y, x, h, w = box.tolist()
+    try:
+        bits = _bits(image)
+        image.load()
+        if image.size != (size[1], size[0]):
+            raise HeaderError(f"{codec} of {image.height}x{image.width} that claims {size[0]}x{size[1]}")
+        # Transparency is dropped, as DALI drops it; Pillow would warn about it.
+        image.info.pop("transparency", None)
+        if (h, w) != tuple(size):
+            image = image.crop((x, y, x + w, y + h))
+        if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion cuts everything above 255 to white
+            white = (1 << bits) - 1
+            gray = (np.asarray(image).astype(np.uint32) * 255 + white // 2) // white
+            return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
+        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except HeaderError:
+        raise
+    except Exception as e:  # Pillow raises many types for damaged bytes
+        raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {last_line(str(e))}") from e
+
+
+def last_line(text: str) -> str:
+    """An error's last telling line, at most 200 characters."""
+    lines = [s.strip() for s in text.splitlines() if s.strip() and "no longer valid" not in s]
+    return lines[-1][:200] if lines else "no message"
+
+
+def _open(data: bytes, codec: str) -> Any:
+    """The image, not yet decoded, by the codec's own class.
+
+    Not by ``Image.open``: it compares sizes with a process-wide limit, where `max_pixels` belongs to one decoder, and
+    tries every codec that Pillow knows. GIF, WebP and TIFF still apply that limit, 179 million pixels.
+
+    Raises:
+        HeaderError: if Pillow cannot read it, or its samples are not those of an image.
+    """
+    from PIL import (
+        BmpImagePlugin,
+        GifImagePlugin,
+        Jpeg2KImagePlugin,
+        JpegImagePlugin,
+        PngImagePlugin,
+        PpmImagePlugin,
+        TiffImagePlugin,
+        WebPImagePlugin,
+    )
+
+    classes: dict[str, Callable[[Any], Any]] = {
+        "jpeg": JpegImagePlugin.JpegImageFile,
+        "png": PngImagePlugin.PngImageFile,
+        "webp": WebPImagePlugin.WebPImageFile,
+        "bmp": BmpImagePlugin.BmpImageFile,
+        "gif": GifImagePlugin.GifImageFile,
+        "ppm": PpmImagePlugin.PpmImageFile,
+        "tiff": TiffImagePlugin.TiffImageFile,
+        "jpeg2000": Jpeg2KImagePlugin.Jpeg2KImageFile,
+    }
+    try:
+        image = classes[codec](io.BytesIO(data))
+    except Exception as e:  # Pillow raises many types for damaged bytes
+        raise HeaderError(f"{codec} that cannot be opened: {type(e).__name__}: {last_line(str(e))}") from e
+
+    channels = len(image.getbands())
+    if codec == "tiff":  # Pillow shows the first ones
+        channels = max(image.tag_v2.get(277, 1), len(image.tag_v2.get(258, ())))
+    if channels > 4:
+        raise HeaderError(f"{codec} of {channels} channels: an image has 1 to 4")
+    if image.mode == "F" or (image.mode == "I" and codec != "png"):  # Pillow below 11 opens 16-bit PNGs as I
+        kind = "floating-point" if image.mode == "F" else "signed or 32-bit"
+        raise HeaderError(f"{codec} of {kind} numbers: images have 8 or 16 bits, unsigned")
+    return image
+
+
+def _bits(image: Any) -> int:
+    """Bits of a sample, of an image that Pillow has opened."""
+    if hasattr(image, "tag_v2"):
+        return int(image.tag_v2.get(258, (1,))[0])
+    return 16 if image.mode.startswith("I") else 8
