@@ -374,7 +374,7 @@ def _crop(fn: Any, encoded: Any, spec: Spec, views: int) -> list[Any]:
     """Random resized crops of DALI; of several views each image is decoded once."""
     from nvidia.dali import types
 
-    from gpuaug.verdicts import verdict
+    from gpuaug.machine import verdict
 
     gpu = spec.device != "cpu"
     way = types.INTERP_CUBIC if spec.recipe == "simclr" else types.INTERP_LINEAR

@@ -1,18 +1,30 @@
-"""What this machine gives a process: CPUs, memory, shared memory, limits, NUMA nodes, NVIDIA devices, its local rank.
+"""What this machine gives a process: CPUs, memory, limits, NVIDIA devices, its local rank; and doctor's verdicts.
 
-Read from /proc and /sys, so that nothing starts CUDA and nothing is imported. Where a file is missing (another system,
-a container that hides it) the answer is None or empty, never an error.
+Read from /proc, /sys and the cache folder, so that nothing starts CUDA and nothing heavy is imported. Where a file is
+missing (another system, a container that hides it) the answer is None or empty, never an error.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from gpuaug import files
+from gpuaug.errors import ConfigError
+
+log = logging.getLogger("gpuaug")
 
 
 def read(path: Path | str) -> str | None:
@@ -168,6 +180,92 @@ def driver(root: str = "/proc/driver/nvidia") -> str | None:
     if root == "/proc/driver/nvidia" and Path("/dev/nvidia0").exists():
         return next((line.partition(",")[2].strip() for line in _smi()), None)
     return None
+
+
+# -- what `gpuaug doctor` found, remembered for automatic choices; gpuaug/tools/doctor runs the checks --
+
+VERDICTS = {  # check: what a good verdict allows
+    "decoder_cpu": "DALI decodes on the CPU as Pillow does",
+    "decoder_mixed": "DALI decodes on the GPU as the CPU does",
+    "roi": "DALI decodes a part of an image on the GPU (ROI) as the CPU does",
+    "hardware": "the GPU's JPEG engine decodes as the CPU does",
+    "stream": "decoding keeps its order with a busy consumer's stream",
+    "stream_hardware": "the same with the JPEG engine",
+    "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
+}
+VERDICTS_VERSION = 2  # of the file; larger whenever a check becomes stricter
+PACKAGES = (
+    "torch",
+    "kornia",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+    "nvidia-nvimgcodec-cu12",
+    "nvidia-nvimgcodec-cu13",
+    "hydra-core",
+    "triton",
+    "pillow",
+    "numpy",
+)
+
+
+def verdict(name: str) -> bool | None:
+    """What `gpuaug doctor` found on a machine like this with these versions; None if it has not checked.
+
+    Reads one small file, once. Does not start CUDA or a check.
+
+    Raises:
+        ConfigError: if there is no check of that name.
+    """
+    if name not in VERDICTS:
+        raise ConfigError(f"`{name}` is not a check whose verdict is kept. Those are: {', '.join(VERDICTS)}.")
+    entry = verdicts().get(name)
+    return None if entry is None else bool(entry["good"])
+
+
+@lru_cache(maxsize=1)
+def verdicts() -> dict[str, dict[str, Any]]:
+    """Check to ``good``, ``text`` and ``seconds`` of its verdict, as far as the file is readable; read once."""
+    try:
+        values = json.loads(verdicts_file().read_text(encoding="utf-8"))
+        entries = values["verdicts"] if values["version"] == VERDICTS_VERSION else {}
+        return {
+            name: {"good": entry["good"], "text": str(entry["text"]), "seconds": float(entry["seconds"])}
+            for name, entry in entries.items()
+            if name in VERDICTS and isinstance(entry["good"], bool)
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.info("doctor's verdicts cannot be read and are left out: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def verdicts_file() -> Path:
+    """The JSON file with the verdicts of machines like this."""
+    digest = hashlib.blake2b(json.dumps(identity(), sort_keys=True).encode(), digest_size=12).hexdigest()
+    return files.cache_folder() / f"doctor-{digest}.json"
+
+
+def identity() -> dict[str, Any]:
+    """What verdicts depend on: processor, devices, driver, versions. Machines that are alike share them."""
+    models = gpus()
+    alike = len(set(models)) < 2
+    return {
+        "cpu": cpu_model(),
+        "gpus": sorted(set(models)) if alike else models,
+        "visible": None if alike else os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "driver": driver(),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in ("gpuaug", *PACKAGES)},
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _smi() -> list[str]:

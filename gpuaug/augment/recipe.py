@@ -32,8 +32,8 @@ from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare_all
 from gpuaug.batch import Boxes
 from gpuaug.errors import ConfigError, ReadOnlyError
+from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
-from gpuaug.verdicts import verdict
 
 if TYPE_CHECKING:
     from gpuaug.augment.fused.backend import FusedBackend

@@ -44,7 +44,6 @@ from gpuaug.decode.plan import (
 from gpuaug.decode.route import HeaderReader
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.native import buffers
-from gpuaug.verdicts import verdict
 
 log = logging.getLogger("gpuaug")
 
@@ -424,7 +423,7 @@ class Decoder:
 
 def _without_broken_engine(settings: Decode) -> Decode:
     """The settings, without the JPEG engine if `gpuaug doctor` found it broken on this machine."""
-    broken = [name for name in ("hardware", "stream_hardware") if verdict(name) is False]
+    broken = [name for name in ("hardware", "stream_hardware") if machine.verdict(name) is False]
     if not broken:
         return settings
     log.warning("decode with hardware_load=0: `gpuaug doctor` found %s broken here", " and ".join(broken))

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from gpuaug import files
+
 logger = logging.getLogger("gpuaug")
 
 FLAGS = (
@@ -76,13 +78,13 @@ def _compiler() -> str | None:
 
 def cache() -> Path | None:
     """A directory of this user alone, as what lies in it is loaded as code; None where there can be none."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuaug"
+    root = files.cache_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = root.lstat()
         if stat.S_ISDIR(about.st_mode) and os.access(root, os.W_OK) and _is_ours_alone(about):
             return root
-    except (OSError, RuntimeError):
+    except OSError:
         pass
     logger.info("what is compiled is not kept: %s is not a folder that this user alone can write", root)
     return None

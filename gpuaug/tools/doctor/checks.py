@@ -1,8 +1,8 @@
 """Tests of what may crash, hang or lie on a machine, each in a process of its own.
 
 A test is a name of :mod:`gpuaug.tools.doctor.probes`. It is good, or not: because the pixels are wrong, because it said
-why, because the process crashed, or because it did not answer in time. Those whose verdicts are kept
-(:mod:`gpuaug.verdicts`) run only once per machine and versions.
+why, because the process crashed, or because it did not answer in time. Those of :data:`gpuaug.machine.VERDICTS` run
+only once per machine and versions: their verdicts are kept as JSON in the cache folder.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpuaug import verdicts
-from gpuaug.verdicts import KEPT, Verdict
+from gpuaug import files, machine
 
 log = logging.getLogger("gpuaug")
 
@@ -31,16 +30,57 @@ CUDA = ("decoder_mixed", "roi", "hardware", "stream", "stream_hardware", "fused_
 FRESH = ("cuda", "header", "compiler", "workers")  # quick, or of things that change from day to day
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a check found.
+
+    Attributes:
+        good: None where it cannot be checked here.
+        text: what was seen.
+        value: more of it, as JSON.
+        seconds: how long it took; 0.0 where it was not run.
+        kept: whether it is remembered from an earlier run.
+    """
+
+    name: str
+    good: bool | None
+    text: str
+    value: Any = None
+    seconds: float = 0.0
+    kept: bool = False
+
+
+def load() -> dict[str, Verdict]:
+    """The verdicts that are kept, read anew."""
+    machine.verdicts.cache_clear()
+    return {name: Verdict(name=name, kept=True, **entry) for name, entry in machine.verdicts().items()}
+
+
+def keep(verdict: Verdict) -> None:
+    """Keep a verdict beside the others of this machine; with ``good`` None an earlier one of its check is forgotten."""
+    entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
+    machine.verdicts.cache_clear()
+    entries = {**machine.verdicts(), verdict.name: entry}
+    values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
+    try:
+        file = machine.verdicts_file()
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled code is kept there too
+        files.write(file, json.dumps(values, indent=1) + "\n")
+    except (OSError, RuntimeError) as error:
+        log.info("doctor's verdicts are not kept: %s", error)
+    machine.verdicts.cache_clear()
+
+
 def examine(names: Sequence[str], *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> list[Verdict]:
     """Run tests one after the other; those whose verdicts are kept only once per machine and versions.
 
     Args:
-        names: of :data:`gpuaug.verdicts.KEPT` and :data:`FRESH`.
+        names: of :data:`gpuaug.machine.VERDICTS` and :data:`FRESH`.
         cuda: whether there is a CUDA device; without one its tests have no verdict.
         fresh: test again what is remembered.
         timeout: seconds for each test.
     """
-    known = {} if fresh else verdicts.load()
+    known = {} if fresh else load()
     found = []
     for name in names:
         if name in CUDA and not cuda:
@@ -49,9 +89,9 @@ def examine(names: Sequence[str], *, cuda: bool, fresh: bool = False, timeout: f
             found.append(known[name])
         else:
             found.append(probe(name, timeout=timeout))
-            if name in KEPT and found[-1].good is not None:
+            if name in machine.VERDICTS and found[-1].good is not None:
                 # a machine that was slow today is not broken for ever, nor is what was known before still sure
-                verdicts.keep(replace(found[-1], good=None) if is_late(found[-1]) else found[-1])
+                keep(replace(found[-1], good=None) if is_late(found[-1]) else found[-1])
     return found
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpuaug import machine, verdicts
+from gpuaug import files, machine
 from gpuaug.errors import ConfigError
 from gpuaug.tools.doctor import checks as doctor
+from gpuaug.tools.doctor.checks import Verdict
 from gpuaug.tools.memory import gib
 from gpuaug.tools.report import Report, check_text, folded
 from gpuaug.tools.request import Request
-from gpuaug.verdicts import Verdict
 
 log = logging.getLogger("gpuaug")
 
@@ -140,7 +140,7 @@ def versions() -> Iterator[Finding]:
         value=found,
     )
     needed = _needed()
-    ours = verdicts.version("gpuaug")
+    ours = machine.package_version("gpuaug")
     yield Finding(name="gpuaug", status=OK, text=ours or "not installed, imported from a folder", value=ours)
     for package, why in (
         ("torch", "nothing works without it"),
@@ -156,12 +156,15 @@ def versions() -> Iterator[Finding]:
 
 def _dali() -> tuple[str, str]:
     """DALI and nvImageCodec, for the CUDA that is installed: 12 where neither is."""
-    cuda13 = verdicts.version("nvidia-dali-cuda120") is None and verdicts.version("nvidia-dali-cuda130") is not None
+    cuda13 = (
+        machine.package_version("nvidia-dali-cuda120") is None
+        and machine.package_version("nvidia-dali-cuda130") is not None
+    )
     return ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13") if cuda13 else DALI
 
 
 def _version(package: str, why: str, wanted: Any) -> Finding:
-    found = verdicts.version(package)
+    found = machine.package_version(package)
     name = {_dali()[0]: "DALI", _dali()[1]: "nvImageCodec", "hydra-core": "hydra"}.get(package, package)
     optional = package.startswith("nvidia-") or package == "triton"
     if found is None:
@@ -231,7 +234,7 @@ def devices(settings: Settings) -> Iterator[Finding]:
 def _pair(build: str | None, driver: str | None) -> Finding | None:
     """The CUDA of DALI beside torch's; None where one of them has none."""
     package = _dali()[0]
-    found, theirs = verdicts.version(package), {DALI[0]: 12}.get(package, 13)
+    found, theirs = machine.package_version(package), {DALI[0]: 12}.get(package, 13)
     if build is None or found is None:
         return None
     ours = int(build.partition(".")[0])
@@ -313,7 +316,7 @@ def decoding(settings: Settings) -> Iterator[Finding]:
 
 def _testable(name: str) -> bool:
     """Whether what a test is about is there at all; its absence is told among the versions."""
-    return all(verdicts.version(package) is not None for package in _dali()) or name in (
+    return all(machine.package_version(package) is not None for package in _dali()) or name in (
         "header",
         "compiler",
         "fused_cuda",
@@ -482,7 +485,7 @@ def place() -> Iterator[Finding]:
     yield cpus(machine.cpus(), machine.cgroup_cpus())
     yield memory(machine.memory(), machine.cgroup_memory())
     yield numa(machine.numa_nodes())
-    folder = verdicts.folder()
+    folder = files.cache_folder()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):  # rights say little: root has all, and /proc takes no file

@@ -34,9 +34,10 @@ from gpuaug.batch import EncodedBatch
 from gpuaug.decode import dali
 from gpuaug.decode.plan import Route, num_parts
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.files import cache_folder
 from gpuaug.loader.loader import Loader
+from gpuaug.machine import package_version
 from gpuaug.read.reader import Reader
-from gpuaug.verdicts import folder, version
 
 log = logging.getLogger("gpuaug")
 
@@ -517,8 +518,8 @@ def fresh_worker(method: str) -> int:
 @lru_cache(maxsize=1)
 def imported() -> int:
     """Bytes of a Python that has imported what a worker needs, measured by a process of its own, once per versions."""
-    versions = [sys.version, torch.__version__, np.__version__, version("gpuaug"), sys.executable]
-    file = folder() / "imported.json"
+    versions = [sys.version, torch.__version__, np.__version__, package_version("gpuaug"), sys.executable]
+    file = cache_folder() / "imported.json"
     try:
         found = json.loads(machine.read(file) or "{}")
         if isinstance(found, dict) and found.get("versions") == versions and type(found.get("bytes")) is int:
