@@ -1,7 +1,10 @@
 """YAML and override strings to a configuration (:func:`compose`), and a configuration to objects (:func:`build`).
 
-The only file that imports Hydra. The tree is instantiated here and not by ``hydra.utils.instantiate``: that copies the
-objects passed in (a source may hold a large index), and names no full key for an argument a class does not take.
+The only file that imports Hydra, besides the plugin that shows our groups to other applications. It does so inside
+functions, because every Hydra application imports this file through that plugin.
+
+``hydra.utils.instantiate`` is not used: it copies the objects passed in (a source may hold a large index), and does not
+name the full key of an argument that a class does not take.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +21,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError
 
 if TYPE_CHECKING:
@@ -24,10 +29,17 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-TRUSTED = ("kornia.augmentation.",)  # beside gpuaug's public names
+TRUSTED = ("kornia.augmentation.",)  # and gpuaug's public names
 _NAMED = ("ops", "views")  # mappings of named objects, where null switches an entry off
-# YAML's spelling, which Hydra's overrides would take for text; they write inf and nan
+# YAML's spelling of inf and nan, which is text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
+
+
+def conf_folder() -> Path:
+    """The folder that holds ``gpuaug/train.yaml``: ``gpuaug/conf`` of an installation, ``conf`` of a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
 
 
 # -- compose ----------------------------------------------------------------------------------------------------------
@@ -74,9 +86,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     from hydra.core.utils import JobRuntime
     from hydra.version import VersionBase
 
-    from hydra_plugins.gpuaug_searchpath import folder
-
-    ours = folder() / "gpuaug"
+    ours = conf_folder() / "gpuaug"
     first = ours if config_dir is None else Path(config_dir).expanduser().resolve()
     if not first.is_dir():
         raise ConfigError(f"`config_dir` must be a folder. Found: {str(config_dir)!r}.")
@@ -300,11 +310,14 @@ def _apply_shuffle(node: Any, *, key: str) -> None:
     node["shuffle"] = None
 
 
+@dataclass(frozen=True)
 class _Call:
     """A checked target with its arguments, which may hold further ones."""
 
-    def __init__(self, key: str, cls: type, args: list[Any], kwargs: dict[str, Any]) -> None:
-        self.key, self.cls, self.args, self.kwargs = key, cls, args, kwargs
+    key: str
+    cls: type
+    args: list[Any]
+    kwargs: dict[str, Any]
 
 
 def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[str, Any] | None = None) -> Any:
@@ -333,9 +346,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
     for name, only in (("_recursive_", True), ("_convert_", "all")):
         if value.get(name, only) != only:
             raise ConfigError(
-                f"`{_join(key, name)}` can only be {only!s:.4} here. Found: {value[name]!r}. Remove it.".replace(
-                    "True", "true"
-                )
+                f"`{_join(key, name)}` can only be {str(only).lower()} here. Found: {value[name]!r}. Remove it."
             )
     cls = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
     args = value.get("_args_", [])
@@ -394,8 +405,6 @@ def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def _public(parts: list[str], *, expected: str) -> Any:
-    import gpuaug
-
     name = parts[1] if len(parts) > 1 else ""
     if len(parts) == 2 and name in gpuaug.__all__:
         return getattr(gpuaug, name)
@@ -447,8 +456,6 @@ def _import(module: str, *, expected: str) -> ModuleType:
 
 
 def _is_public(cls: type) -> bool:
-    import gpuaug
-
     return cls.__name__ in gpuaug.__all__ and getattr(gpuaug, cls.__name__) is cls
 
 

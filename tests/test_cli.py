@@ -16,8 +16,9 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
+from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.tools.main import COMMANDS, conf_dir, main
+from gpuaug.tools.main import COMMANDS, main
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
 
@@ -55,9 +56,9 @@ def test_help_imports_nothing_but_a_little_of_the_standard_library(words: list[s
     if len(words) == 1:
         assert all(f"  {name} " in done.stdout for name in COMMANDS)
         assert "--trust" in done.stdout
-        assert str(conf_dir() / "train.yaml") in done.stdout
+        assert str(conf_folder() / "gpuaug" / "train.yaml") in done.stdout
     else:
-        keys = OmegaConf.load(conf_dir() / "command" / f"{words[0]}.yaml")
+        keys = OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{words[0]}.yaml")
         assert all(f"  {key}:" in done.stdout for key in keys)
 
 

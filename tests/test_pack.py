@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 
 import gpuaug
+from gpuaug.config import conf_folder
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError, GpuaugError, SourceError
@@ -33,7 +34,7 @@ from gpuaug.source.folder import FolderSource
 from gpuaug.source.packed import MANIFEST, PackedSource
 from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
-from gpuaug.tools.main import conf_dir, main
+from gpuaug.tools.main import main
 from gpuaug.tools.memory import tree
 from gpuaug.tools.pack import pack as packing
 from gpuaug.tools.pack.pack import Pack, pack, verify
@@ -372,7 +373,7 @@ def test_over_a_url(arrays: Path) -> None:
 
 
 def test_every_key_stands_in_the_yaml_with_its_default() -> None:
-    node = OmegaConf.load(conf_dir() / "source" / "packed.yaml")
+    node = OmegaConf.load(conf_folder() / "gpuaug" / "source" / "packed.yaml")
     parameters = inspect.signature(gpuaug.PackedSource).parameters
     assert set(node) - {"_target_"} == set(parameters)
     assert all(node[key] is None for key in parameters if key not in ("root", "remote"))

@@ -15,8 +15,8 @@ import select
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError, GpuaugError
 
 log = logging.getLogger("gpuaug")
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="gpuaug",
         usage="gpuaug COMMAND [OVERRIDE ...] [options]",
         description=f"Encoded images to augmented batches on the training device.\n\ncommands:\n{listed}",
-        epilog=EPILOG.format(train=conf_dir() / "train.yaml"),
+        epilog=EPILOG.format(train=conf_folder() / "gpuaug" / "train.yaml"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
@@ -131,15 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def conf_dir() -> Path:
-    """The folder of the shipped YAML: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parent.parent
-    inside = package / "conf" / "gpuaug"
-    return inside if inside.is_dir() else package.parent / "conf" / "gpuaug"
-
-
 def _help(name: str, parser: argparse.ArgumentParser) -> str:
-    keys = (conf_dir() / "command" / f"{name}.yaml").read_text(encoding="utf-8")
+    keys = (conf_folder() / "gpuaug" / "command" / f"{name}.yaml").read_text(encoding="utf-8")
     indented = "\n".join(f"  {line}" for line in keys.splitlines())
     options = parser.format_help().partition("options:\n")[2].partition("\nOverrides")[0]
     return (

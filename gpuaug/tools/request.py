@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuaug import config
+from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError
-from gpuaug.tools.main import conf_dir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +138,7 @@ class Request:
     def _keys(self) -> list[str]:
         from omegaconf import OmegaConf
 
-        return [str(key) for key in OmegaConf.load(conf_dir() / "command" / f"{self.command}.yaml")]
+        return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
 
     def _check_roots(self, overrides: list[str]) -> None:
         """Say that a key is neither the command's nor the loader's, and which of both is nearest."""

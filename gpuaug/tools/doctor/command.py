@@ -156,11 +156,8 @@ def versions() -> Iterator[Finding]:
 
 def _dali() -> tuple[str, str]:
     """DALI and nvImageCodec, for the CUDA that is installed: 12 where neither is."""
-    cuda13 = (
-        machine.package_version("nvidia-dali-cuda120") is None
-        and machine.package_version("nvidia-dali-cuda130") is not None
-    )
-    return ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13") if cuda13 else DALI
+    cuda12, cuda13 = (machine.package_version(f"nvidia-dali-cuda{cuda}") for cuda in (120, 130))
+    return ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13") if cuda13 and not cuda12 else DALI
 
 
 def _version(package: str, why: str, wanted: Any) -> Finding:
