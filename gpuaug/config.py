@@ -1,8 +1,6 @@
 """YAML and override strings to a configuration (:func:`compose`), and a configuration to objects (:func:`build`).
 
-The only file that imports Hydra, besides the plugin that shows our groups to other applications. It does so inside
-functions, because every Hydra application imports this file through that plugin.
-
+Hydra is imported inside functions, as every Hydra application imports this file through our search-path plugin.
 ``hydra.utils.instantiate`` is not used: it copies the objects passed in (a source may hold a large index), and does not
 name the full key of an argument that a class does not take.
 """
@@ -230,12 +228,12 @@ def _refuse_stale(name: str, overrides: list[str]) -> None:
 def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
     """`` Did you mean 'x'?``, or nothing."""
     options = list(options)
-    found = get_close_matches(word, options, n=1, cutoff=0.6)
-    if not found and word == "null" and "none" in options:
-        found = ["none"]
-    if not found:
+    near = get_close_matches(word, options, n=1, cutoff=0.6)
+    if not near and word == "null" and "none" in options:
+        near = ["none"]
+    if not near:
         return ""
-    return f" Did you mean {f'{key}=' if key else ''}{found[0]}?" if key else f" Did you mean {found[0]!r}?"
+    return f" Did you mean {key}={near[0]}?" if key else f" Did you mean {near[0]!r}?"
 
 
 # -- build ------------------------------------------------------------------------------------------------------------
@@ -382,19 +380,19 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
         + f". Found: {target!r}"
     )
     remedy = " Classes of your own: build(cfg, trust=['my_pkg.']) or --trust my_pkg."
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
-        raise ConfigError(f"{expected}.")
-    parts = target.split(".")
-    if any(part.startswith("__") for part in parts):  # my_pkg.__main__ would run a program
-        raise ConfigError(f"{expected}.")
+    parts = target.split(".") if isinstance(target, str) else [""]
+    if not all(part.isidentifier() and not part.startswith("__") for part in parts):
+        raise ConfigError(f"{expected}.")  # my_pkg.__main__, say, would run a program
     if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
         found = _public(parts, expected=expected)
     else:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, type):
         raise ConfigError(f"{expected}, which is no class but {type(found).__name__}. A class of yours may call it.")
-    own = f"{found.__module__}.{found.__qualname__}"
-    if f"{own}.".startswith(prefixes) or (own.startswith("gpuaug.") and _is_public(found)):
+    own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
+    if f"{own}.".startswith(prefixes):
+        return found
+    if own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is found:
         return found
     raise ConfigError(f"{expected}, which is the class {own}.{remedy}")
 
@@ -455,10 +453,6 @@ def _import(module: str, *, expected: str) -> ModuleType:
         raise ConfigError(f"{expected}, and {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _is_public(cls: type) -> bool:
-    return cls.__name__ in gpuaug.__all__ and getattr(gpuaug, cls.__name__) is cls
-
-
 def _prefixes(trust: str | Iterable[str]) -> tuple[str, ...]:
     given = [trust] if isinstance(trust, str) else list(trust)
     for prefix in given:
@@ -473,8 +467,9 @@ def _check_arguments(cls: type, args: list[Any], kwargs: Mapping[str, Any], *, k
         signature = inspect.signature(cls)
     except (TypeError, ValueError):
         return  # a class written in C may have none; its constructor will say
-    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+    parameters = signature.parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in kwargs:
             if name not in named:
                 near = _nearest(str(name), named) or (
@@ -486,12 +481,8 @@ def _check_arguments(cls: type, args: list[Any], kwargs: Mapping[str, Any], *, k
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        needed = [
-            p.name
-            for p in signature.parameters.values()
-            if p.default is p.empty and p.name in named and p.name not in kwargs
-        ][len(args) :]
-        if needed:
+        required = [p.name for p in parameters if p.default is p.empty and p.name in named and p.name not in kwargs]
+        if needed := required[len(args) :]:
             raise ConfigError(f"`{_join(key, needed[0])}` must be given: {target} needs it.") from error
         raise ConfigError(f"`{key}`: {target} cannot be called with these arguments: {error}.") from error
     for name, hint in _hints(cls).items():

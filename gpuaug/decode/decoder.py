@@ -31,16 +31,7 @@ from gpuaug.batch import Boxes, EncodedBatch, Fault, Int64
 from gpuaug.decode import dali, pillow, resize
 from gpuaug.decode.dali import Backend
 from gpuaug.decode.header import CODECS, RAW_HEADER, HeaderError
-from gpuaug.decode.plan import (
-    HeaderInfo,
-    Pixels,
-    Plan,
-    Route,
-    decode_fault,
-    num_parts,
-    oriented_batch,
-    split_by_bytes,
-)
+from gpuaug.decode.plan import HeaderInfo, Pixels, Plan, Route, num_parts, oriented_batch, split_by_bytes
 from gpuaug.decode.route import HeaderReader
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.native import buffers
@@ -248,8 +239,7 @@ class Decoder:
         faults = []
         for k in np.flatnonzero(pixels > most):
             h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
-            reason = f"resizing {h}x{w} takes more than `decode.max_pixels` ({most})"
-            faults.append(decode_fault(int(plan.rows[k]), plan.encoded[k], reason))
+            faults.append(plan.fault(k, f"resizing {h}x{w} takes more than `decode.max_pixels` ({most})"))
         return faults
 
     def _on_host(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
@@ -392,13 +382,13 @@ class Decoder:
         faults: list[Fault | None] = [None] * len(plan)
 
         def one(k: int) -> None:
-            row, encoded = plan.take(np.array([k])), plan.encoded[k]
+            data, max_pixels = plan.encoded[k].tobytes(), self.settings.max_pixels
             try:
-                image = pillow.decode(encoded.tobytes(), plan.stored[k], plan.union[k], self.settings.max_pixels)
+                image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels)
             except HeaderError as e:
-                faults[k] = decode_fault(int(plan.rows[k]), encoded, str(e))
+                faults[k] = plan.fault(k, str(e))
                 return
-            self._paint(row, [image], canvases, alone=True)
+            self._paint(plan.take(np.array([k])), [image], canvases, alone=True)
 
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)

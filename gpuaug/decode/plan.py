@@ -136,6 +136,10 @@ class Plan:
             [part[keep] for part in self.parts],
         )
 
+    def fault(self, k: int, reason: str) -> Fault:
+        """The fault of its row ``k``."""
+        return decode_fault(int(self.rows[k]), self.encoded[k], reason)
+
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
         """A view's part of every row, oriented; ``regions`` holds each row's pixels of ``union``."""
         corner = self.parts[view][:, :2] - self.union[:, :2]
