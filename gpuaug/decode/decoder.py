@@ -237,7 +237,7 @@ class Decoder:
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.boxes], axis=0)
         faults = []
-        for k in np.flatnonzero(pixels > most):
+        for k in np.flatnonzero(pixels > most).tolist():
             h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
             faults.append(plan.fault(k, f"resizing {h}x{w} takes more than `decode.max_pixels` ({most})"))
         return faults
