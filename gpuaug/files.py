@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from gpuaug.errors import ConfigError
 
@@ -21,26 +24,41 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpuaug")
 
 
-def write(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a file so that readers see the old content or the new one, never a part.
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Open a temporary file that takes the place of ``path`` when the block ends without an error.
 
-    The folder is created if it is missing. A process that is killed may leave a temporary file whose name ends in
-    ``.part``.
+    Readers see the old content or the new one, never a part. The folder is created if it is missing. A process that is
+    killed may leave a temporary file whose name ends in ``.part``.
+
+    Args:
+        path: the file to write.
+        sync: wait until the content is on the disk before it replaces the old one.
 
     Raises:
         OSError: if the folder cannot be created or written.
     """
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".gpuaug-", suffix=".part", delete=False) as file:
-        try:
+    part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
+    try:
+        with open(part, "xb") as file:  # not tempfile: its files can be read by their owner only
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        raise
+
+
+def write(path: str | os.PathLike[str], *parts: bytes | memoryview | str, sync: bool = False) -> None:
+    """Write bytes or text to a file, whole or not at all. Arguments and errors as of :func:`replacing`."""
+    with replacing(path, sync=sync) as file:
+        for data in parts:
             file.write(data.encode() if isinstance(data, str) else data)
-            file.close()
-            os.chmod(file.name, 0o644)  # temporary files can be read by their owner only
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def parse_bytes(value: int | float | str, *, key: str) -> int:

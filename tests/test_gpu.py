@@ -22,7 +22,7 @@ from test_distributed import run, seen
 import gpuaug
 from gpuaug.augment.crop import ResizeCenterCrop
 from gpuaug.decode.decoder import Decode
-from gpuaug.tools.pack.pack import Pack
+from gpuaug.tools.pack.job import Pack
 from gpuaug.tools.pack.pack import pack as pack_source
 
 ROOT = Path(__file__).resolve().parent.parent

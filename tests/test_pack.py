@@ -36,8 +36,9 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
 from gpuaug.tools.main import main
 from gpuaug.tools.memory import tree
-from gpuaug.tools.pack import pack as packing
-from gpuaug.tools.pack.pack import Pack, pack, verify
+from gpuaug.tools.pack.job import Pack, finished
+from gpuaug.tools.pack.pack import pack
+from gpuaug.tools.pack.verify import verify
 
 ROOT = Path(__file__).parent.parent
 PILLOW = Decode(backend="pillow")  # starts at once
@@ -402,7 +403,7 @@ def test_killed_at_any_rename_and_gone_on(folder: Path, tmp_path: Path, monkeypa
         renames += 1
         replace_(a, b)
 
-    monkeypatch.setattr(packing.os, "replace", counting)
+    monkeypatch.setattr(os, "replace", counting)
     stop = -1
     run(source, tmp_path / "counted", sizes=[20, 40], samples=4)
     total = renames
@@ -413,7 +414,7 @@ def test_killed_at_any_rename_and_gone_on(folder: Path, tmp_path: Path, monkeypa
             run(source, out, sizes=[20, 40], samples=4)
         with pytest.raises(SourceError, match="finished folder of `gpuaug pack`"):
             PackedSource(out)
-        assert packing.finished(out) is None
+        assert finished(out) is None
         if stop <= total - 4:
             assert os.listdir(out) == [".partial"]
         done = {f"{size}/{note.stem}.tar" for note in out.glob(".partial/done/*.json") for size in (20, 40)}
@@ -540,10 +541,13 @@ def test_other_labels_of_any_kind_are_another_job(folder: Path, tmp_path: Path, 
 def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     (tmp_path / "out" / ".partial").mkdir(parents=True)
-    with (tmp_path / "out" / ".partial" / "lock").open("w") as lock:
+    lock = os.open(tmp_path / "out" / ".partial", os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="is being written by another run"):
             run(FolderSource(folder), tmp_path / "out")
+    finally:
+        os.close(lock)
 
 
 # -- damaged --

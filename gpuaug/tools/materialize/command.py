@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.tools.materialize.materialize import Materialize, gigabytes
-from gpuaug.tools.report import Report, check_text
+from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")
@@ -31,9 +32,9 @@ class Settings:
     json: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.verify, bool):
-            raise ConfigError(f"`verify` must be true or false. Found: {self.verify!r}.")
-        check_text(self, "out", "json", optional=True)
+        checks.flag("verify", self.verify)
+        checks.text("out", self.out, optional=True)
+        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:

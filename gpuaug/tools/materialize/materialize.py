@@ -10,16 +10,11 @@ faults), so a killed run goes on with the chunks that have no note and ends in t
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import io
-import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from gpuaug import machine
+from gpuaug import checks, files, machine
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, StateError
@@ -58,6 +53,7 @@ from gpuaug.source.materialized import (
     record,
 )
 from gpuaug.tools import on_ray
+from gpuaug.tools.store import digest, file_digest, npy, npy_header, only_writer, read_json, to_json
 
 log = logging.getLogger("gpuaug")
 
@@ -111,15 +107,13 @@ class Materialize:
         chunk: int | None = None,
         on: str = "local",
     ) -> None:
-        _at_least("epochs", epochs, 1)
-        _at_least("start_epoch", start_epoch, 0)
+        checks.whole_number("epochs", epochs, 1)
+        checks.whole_number("start_epoch", start_epoch, 0)
+        checks.whole_number("chunk", chunk, 1, optional=True)
+        checks.one_of("store", store, ("uint8", "final"))
+        checks.one_of("on", on, ("local", "ray"))
         if start_epoch + epochs > draw.EPOCHS:
             raise ConfigError(f"`start_epoch` and `epochs` must end below 2**32. Found: {start_epoch} and {epochs}.")
-        if chunk is not None:
-            _at_least("chunk", chunk, 1)
-        for name, value, known in (("store", store, ("uint8", "final")), ("on", on, ("local", "ray"))):
-            if not isinstance(value, str) or value not in known:
-                raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
             raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
         if getattr(loader.source, "stored", None) is not None:
@@ -182,7 +176,7 @@ class Materialize:
         """
         self.check_space()
         self._mkdir()
-        with _alone(self.out):
+        with only_writer(self.out, out=self.out):
             self._prepare()
             bar = tqdm(
                 total=self.samples,
@@ -211,7 +205,7 @@ class Materialize:
         def damage(place: tuple[int, int]) -> str | None:
             file, rows = chunk_file(self.out, self.plan, *place), chunk_rows(self.plan, *place)
             try:
-                sound = read_marker(file, rows=rows).get("digest") == _digest(file)
+                sound = read_marker(file, rows=rows).get("digest") == file_digest(file)[1]
             except (OSError, ValueError):
                 sound = False
             return None if sound else str(file)
@@ -320,18 +314,18 @@ class Materialize:
         for rest in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
             rest.unlink()
         if not (self.out / MANIFEST).exists():
-            _write(self.out / PLAN, _json(self.plan))
+            files.write(self.out / PLAN, to_json(self.plan), sync=True)
         source = self._source
         numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
         names = Names.of([os.fsencode(source.key(i)) for i in block] for block in _blocks(numbers.tolist()))
         known = {"keys": names.blob, "key_offsets": names.offsets, "labels": source.labels, "indices": source.indices}
         for name, values in known.items():
             if values is not None:
-                _save(self.out / f"{name}.npy", values.numpy())
+                files.write(self.out / f"{name}.npy", npy(values.numpy()), sync=True)
         for slot, indices in enumerate(self._orders):
             folder = epoch_folder(self.out, self.plan, slot)
             folder.mkdir(exist_ok=True)
-            _save(folder / "order.npy", indices.numpy())
+            files.write(folder / "order.npy", npy(indices.numpy()), sync=True)
 
     def _finish(self) -> int:
         """The manifest, when every chunk has its note."""
@@ -343,7 +337,8 @@ class Materialize:
             for number in range(chunk_count(self.plan, slot)):
                 file, rows = chunk_file(self.out, self.plan, slot, number), chunk_rows(self.plan, slot, number)
                 faults += len(read_marker(file, rows=rows)["faults"])
-        _write(self.out / MANIFEST, _json({**self.plan, "faults": faults, "seal": _seal(self.out, self.plan)}))
+        manifest = {**self.plan, "faults": faults, "seal": _seal(self.out, self.plan)}
+        files.write(self.out / MANIFEST, to_json(manifest), sync=True)
         (self.out / PLAN).unlink(missing_ok=True)
         return faults
 
@@ -507,52 +502,19 @@ def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
 
 def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) -> None:
     """Write a chunk, whole or not at all, and then its note."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_2_0(header, np.lib.format.header_data_from_array_1_0(samples))
-    data = memoryview(samples.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
-    _write(file, header.getvalue(), data)
-    digest = hashlib.blake2b(header.getvalue(), digest_size=16)
-    digest.update(data)
-    _write(file.with_suffix(".json"), _json({"rows": len(samples), "digest": digest.hexdigest(), "faults": faults}))
-
-
-def _save(file: Path, values: NDArray[Any]) -> None:
-    header = io.BytesIO()
-    values = np.ascontiguousarray(values)
-    np.lib.format.write_array_header_2_0(header, np.lib.format.header_data_from_array_1_0(values))
-    _write(file, header.getvalue(), values.tobytes())
-
-
-def _write(file: Path, *parts: Any) -> None:
-    """Bytes under their name, once they are on the disk."""
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    with part.open("wb") as stream:
-        for data in parts:
-            stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(part, file)
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    parts = npy_header(samples), memoryview(samples.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+    files.write(file, *parts, sync=True)
+    note = {"rows": len(samples), "digest": digest(*parts), "faults": faults}
+    files.write(file.with_suffix(".json"), to_json(note), sync=True)
 
 
 def _seal(root: Path, plan: dict[str, Any]) -> str:
     """Hash of all files but the chunks, whose own checksums are in their notes."""
-    files = [root / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
+    sealed = [root / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
     for slot in range(plan["epochs"]):
-        files.append(epoch_folder(root, plan, slot) / "order.npy")
-        files += [chunk_file(root, plan, slot, n).with_suffix(".json") for n in range(chunk_count(plan, slot))]
-    found = hashlib.blake2b(digest_size=16)
-    for file in files:
-        found.update(_digest(file).encode() if file.exists() else b"none")
-    return found.hexdigest()
+        sealed.append(epoch_folder(root, plan, slot) / "order.npy")
+        sealed += [chunk_file(root, plan, slot, n).with_suffix(".json") for n in range(chunk_count(plan, slot))]
+    return digest(*(file_digest(file)[1].encode() if file.exists() else b"none" for file in sealed))
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
@@ -570,7 +532,7 @@ def _earlier(out: Path) -> dict[str, Any] | None:
         return read_manifest(out)
     try:
         if (out / PLAN).exists():
-            found = json.loads((out / PLAN).read_text(encoding="utf-8"))
+            found = read_json(out / PLAN)
             if isinstance(found, dict) and found.get("version") == VERSION:
                 return found
         elif not out.is_dir() or any(not entry.name.endswith(".part") for entry in out.iterdir()):
@@ -582,22 +544,6 @@ def _earlier(out: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"`out` cannot be read: {str(out)!r} ({error}). Set another.") from error
     raise ConfigError(f"`out` was begun by another version of gpuaug: {str(out)!r}. Set another, or remove it.")
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """No other run writes here; where the file system knows no locks, that is the user's to see to."""
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise GpuaugError(f"another `gpuaug materialize` is writing to {str(out)!r}. Wait for its end.") from error
-        except OSError:
-            log.info("%s cannot be locked: see to it that no other run writes there", out)
-        yield
-    finally:
-        os.close(folder)
 
 
 def _here(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Callable[[int], Any]) -> None:
@@ -653,8 +599,3 @@ def gigabytes(size: float) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size / 1e3:.1f} kB"
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"`{name}` must be a whole number >= {low}. Found: {value!r}.")

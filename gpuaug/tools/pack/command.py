@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpuaug import checks
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.loader.faults import Faults
-from gpuaug.tools.pack.pack import Pack, finished, pack, verify
-from gpuaug.tools.report import Report, check_text
+from gpuaug.tools.pack.job import Pack, finished
+from gpuaug.tools.pack.pack import pack
+from gpuaug.tools.pack.verify import verify
+from gpuaug.tools.report import Report
 from gpuaug.tools.request import OVERRIDE, Request
 
 PARTS = ("source", "decode", "faults")  # of the loader's configuration; nothing else decides what is packed
@@ -34,9 +37,9 @@ class Settings:
     json: str | None = None
 
     def __post_init__(self) -> None:
-        check_text(self, "out", "json", optional=True)
-        if not isinstance(self.verify, bool):
-            raise ConfigError(f"`verify` must be true or false. Found: {self.verify!r}.")
+        checks.text("out", self.out, optional=True)
+        checks.text("json", self.json, optional=True)
+        checks.flag("verify", self.verify)
 
     @property
     def what(self) -> Pack:

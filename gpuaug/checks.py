@@ -1,0 +1,57 @@
+"""Checks of arguments. Each raises ConfigError with the argument's name, what it must be, and the value found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from gpuaug.errors import ConfigError
+
+
+def whole_number(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    """Check that ``value`` is an int from ``low`` to ``high``. With ``optional`` it may be None.
+
+    >>> whole_number("quality", 101, 1, 100)
+    Traceback (most recent call last):
+    gpuaug.errors.ConfigError: `quality` must be a whole number from 1 to 100. Found: 101.
+    """
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"`{name}` must be a whole number {allowed}{_or_null(optional)}. Found: {value!r}.")
+
+
+def number(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Check that ``value`` is an int or float with ``low <= value <= high``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"`{name}` must be a number in [{low:g}, {high:g}]. Found: {value!r}.")
+
+
+def flag(name: str, value: Any) -> None:
+    """Check that ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"`{name}` must be true or false. Found: {value!r}.")
+
+
+def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> None:
+    """Check that ``value`` is one of the texts ``known``. ``hint`` ends the error."""
+    known = tuple(known)
+    if not isinstance(value, str) or value not in known:
+        allowed = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+        raise ConfigError(f"`{name}` must be {allowed}. Found: {value!r}.{hint}")
+
+
+def text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Check that ``value`` is a text that is not empty. With ``optional`` it may be None.
+
+    Hydra reads ``out=2024`` as a number, so the error says how to quote it.
+    """
+    if not (value is None and optional) and not (isinstance(value, str) and value):
+        quoted = f" Quote it: \"{name}='{value}'\"." if isinstance(value, int | float) else ""
+        raise ConfigError(f"`{name}` must be text{_or_null(optional)}. Found: {value!r}.{quoted}")
+
+
+def _or_null(optional: bool) -> str:
+    return " or null" if optional else ""
