@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from gpuaug import machine
-from gpuaug.decode.decoder import Decode, _without_broken_engine
+from gpuaug.decode.decoder import Decode, _without_engine
 from gpuaug.errors import ConfigError
-from gpuaug.files import cache_folder
 from gpuaug.tools.doctor import checks as doctor
-from gpuaug.tools.doctor import command, probes
-from gpuaug.tools.doctor.checks import Verdict
+from gpuaug.tools.doctor import command, host, probes
 from gpuaug.tools.main import main
+from gpuaug.tools.doctor.checks import Verdict
 
 ROOT = Path(__file__).parent.parent
 
@@ -201,7 +200,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     with caplog.at_level("INFO", logger="gpuaug"):
         doctor.keep(Verdict(name="roi", good=True, text="planted"))
     assert "are not kept" in caplog.text
-    (finding,) = [f for f in command.place() if f.name == "cache folder"]
+    (finding,) = [f for f in host.place() if f.name == "cache folder"]
     assert finding.status == command.SLOW
     machine.verdicts.cache_clear()
 
@@ -209,7 +208,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
 def test_a_cache_folder_that_only_its_rights_allow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root has all rights in /proc, where nobody can make a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    (finding,) = [f for f in command.place() if f.name == "cache folder"]
+    (finding,) = [f for f in host.place() if f.name == "cache folder"]
     assert finding.status == command.SLOW
     assert "cannot be written" in finding.text
 
@@ -217,9 +216,9 @@ def test_a_cache_folder_that_only_its_rights_allow_is_seen(monkeypatch: pytest.M
 def test_what_is_late_is_not_called_wrong() -> None:
     slow = doctor.probe("planted", timeout=0.2, command=["sleep", "60"])
     assert doctor.is_late(slow)
-    finding = command._tested(Verdict(name="header", good=False, text=slow.text))
+    finding = command.tested(Verdict(name="header", good=False, text=slow.text))
     assert "raise `timeout`" in finding.advice
-    wrong = command._tested(Verdict(name="header", good=False, text="jpeg 4:4:4: 3x3 instead of 4x4"))
+    wrong = command.tested(Verdict(name="header", good=False, text="jpeg 4:4:4: 3x3 instead of 4x4"))
     assert "timeout" not in wrong.advice
 
 
@@ -244,10 +243,10 @@ def test_a_bad_jpeg_engine_is_left_out(name: str, cache: Path, caplog: pytest.Lo
     settings = Decode(hardware_load=0.5)
     for good in (None, True):
         doctor.keep(Verdict(name=name, good=good, text="planted"))
-        assert _without_broken_engine(settings) == settings
+        assert _without_engine(settings) == settings
     assert not caplog.records
     doctor.keep(Verdict(name=name, good=False, text="planted"))
-    assert _without_broken_engine(settings) == Decode(hardware_load=0.0)
+    assert _without_engine(settings) == Decode(hardware_load=0.0)
     assert f"found {name} broken" in caplog.text
 
 
@@ -328,11 +327,11 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
 
 
 def test_nothing_good_is_said_of_the_engine_before_its_order_is_known() -> None:
-    decodes = command._tested(Verdict(name="hardware", good=True, text=""))
+    decodes = command.tested(Verdict(name="hardware", good=True, text=""))
     assert "hardware_load" not in decodes.advice
-    unknown = command._tested(Verdict(name="stream_hardware", good=None, text="no JPEG engine"))
+    unknown = command.tested(Verdict(name="stream_hardware", good=None, text="no JPEG engine"))
     assert "raised" not in unknown.advice
-    ordered = command._tested(Verdict(name="stream_hardware", good=True, text=""))
+    ordered = command.tested(Verdict(name="stream_hardware", good=True, text=""))
     assert "hardware_load may be raised" in ordered.advice
 
 
@@ -418,13 +417,13 @@ def test_numa_nodes(tmp_path: Path) -> None:
         (tmp_path / f"node{node}" / "cpulist").write_text("0-1,4\n" if node == 0 else f"{node + 100}\n")
     nodes = machine.numa_nodes(str(tmp_path))
     assert nodes == {0: "0-1,4", 1: "101", 10: "110"}
-    assert command._cpus_of("0-1,4") == {0, 1, 4}
-    first = min(command._affinity())
-    assert command.numa({0: f"{first}", 1: "100000-100003"}).status == command.OK
-    everywhere = command.numa({0: f"{first}", 1: f"{first}"})
+    assert host._cpus_of("0-1,4") == {0, 1, 4}
+    first = min(os.sched_getaffinity(0))
+    assert host.numa({0: f"{first}", 1: "100000-100003"}).status == command.OK
+    everywhere = host.numa({0: f"{first}", 1: f"{first}"})
     assert everywhere.status == command.NOTE
     assert "numactl" in everywhere.advice
-    assert command.numa({}).status == command.OK
+    assert host.numa({}).status == command.OK
 
 
 GIB = 2**30
@@ -433,23 +432,23 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("finding", "status", "word"),
     [
-        (command.shared_memory((64 * 2**20, 64 * 2**20)), command.SLOW, "--shm-size"),
-        (command.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "bus error"),
-        (command.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
-        (command.shared_memory(None), command.NOTE, ""),
-        (command.open_files((64, 4096)), command.BROKEN, "ulimit -n 4096"),
-        (command.open_files((256, -1)), command.SLOW, "ulimit -n 65536"),
-        (command.open_files((-1, -1)), command.OK, ""),
-        (command.open_files(None), command.NOTE, ""),
-        (command.processes((100, 900)), command.SLOW, "ulimit -u 900"),
-        (command.processes((-1, -1)), command.OK, ""),
-        (command.cpus(64, 6.5), command.SLOW, "decode.num_threads=6 num_workers=3"),
-        (command.cpus(8, 8.0), command.OK, ""),
-        (command.cpus(8, None), command.OK, ""),
-        (command.memory((64 * GIB, 32 * GIB), (4 * GIB, 3 * GIB)), command.SLOW, "num_workers"),
-        (command.memory((64 * GIB, 32 * GIB), (128 * GIB, 3 * GIB)), command.OK, ""),
-        (command.memory((64 * GIB, GIB), None), command.SLOW, "num_workers"),
-        (command.memory(None, None), command.NOTE, ""),
+        (host.shared_memory((64 * 2**20, 64 * 2**20)), command.SLOW, "--shm-size"),
+        (host.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "bus error"),
+        (host.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
+        (host.shared_memory(None), command.NOTE, ""),
+        (host.open_files((64, 4096)), command.BROKEN, "ulimit -n 4096"),
+        (host.open_files((256, -1)), command.SLOW, "ulimit -n 65536"),
+        (host.open_files((-1, -1)), command.OK, ""),
+        (host.open_files(None), command.NOTE, ""),
+        (host.processes((100, 900)), command.SLOW, "ulimit -u 900"),
+        (host.processes((-1, -1)), command.OK, ""),
+        (host.cpus(64, 6.5), command.SLOW, "decode.num_threads=6 num_workers=3"),
+        (host.cpus(8, 8.0), command.OK, ""),
+        (host.cpus(8, None), command.OK, ""),
+        (host.memory((64 * GIB, 32 * GIB), (4 * GIB, 3 * GIB)), command.SLOW, "num_workers"),
+        (host.memory((64 * GIB, 32 * GIB), (128 * GIB, 3 * GIB)), command.OK, ""),
+        (host.memory((64 * GIB, GIB), None), command.SLOW, "num_workers"),
+        (host.memory(None, None), command.NOTE, ""),
     ],
 )
 def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> None:
@@ -475,18 +474,18 @@ def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -
 def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from packaging.specifiers import SpecifierSet
 
-    there = {12: command.DALI, 13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13")}[cuda]
+    there = command.DALI[cuda]
     monkeypatch.setattr(machine, "package_version", lambda package: "2.4" if package in there else None)
     monkeypatch.setattr(command, "_needed", lambda: {"nvidia-dali-cuda120": SpecifierSet(">=2.4,<2.6")})
     found = {f.name: f for f in command.versions()}
     assert (found["DALI"].status, found["nvImageCodec"].status) == (command.OK, command.OK)
-    assert command._testable("decoder_cpu")
+    assert command.testable("decoder_cpu")
     monkeypatch.setattr(machine, "package_version", lambda package: "2.3" if package in there else None)
     old = {f.name: f for f in command.versions()}["DALI"]
     assert old.status == command.SLOW
     assert f"pip install '{there[0]}" in old.advice
     monkeypatch.setattr(machine, "package_version", lambda package: None)
-    assert not command._testable("decoder_cpu")
+    assert not command.testable("decoder_cpu")
     assert "pip install nvidia-dali-cuda120" in {f.name: f for f in command.versions()}["DALI"].advice
 
 
@@ -505,15 +504,15 @@ def test_dali_stands_beside_torchs_cuda(
     there: str, build: str, driver: str | None, status: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "package_version", lambda package: "2.4" if package == there else None)
-    pair = command._pair(build, driver)
+    pair = command.dali_and_torch(build, driver)
     assert pair is not None
     assert pair.text == f"DALI for CUDA {there[-3:-1]}, torch for CUDA {build}"
     assert pair.status == status
     assert words in pair.advice
     assert bool(pair.advice) == (status != command.OK)
-    assert command._pair(None, driver) is None
+    assert command.dali_and_torch(None, driver) is None
     monkeypatch.setattr(machine, "package_version", lambda package: None)
-    assert command._pair(build, driver) is None
+    assert command.dali_and_torch(build, driver) is None
 
 
 @pytest.mark.parametrize(
@@ -538,8 +537,7 @@ def test_dali_stands_beside_torchs_cuda(
 def test_devices_that_are_there(verdict: Verdict, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"])
     monkeypatch.setattr(machine, "driver", lambda: "535.104.05")
-    monkeypatch.setattr(command, "_SEEN", {5.0: verdict})
-    driver, cuda, *_ = command.devices(command.Settings(timeout=5.0))
+    driver, cuda, *_ = command.devices(verdict)
     assert driver.status == command.OK
     assert cuda.status == status
 
@@ -594,7 +592,6 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
     monkeypatch.setattr(
         doctor, "probe", lambda name, **_: Verdict(name=name, good=True, text="", value={"devices": []})
     )
-    monkeypatch.setattr(command, "_SEEN", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
     assert "no effect of source.root=/data, augment=simclr" in capsys.readouterr().err

@@ -118,13 +118,13 @@ def test_resuming_with_another_batch_size_sees_the_rest_once(
     StopAfter.left = 3
     assert main(words(photos, tmp_path, "epochs=1")) == training.TERMINATED
     seen: list[int] = []
-    step = training.Training._step
+    step = training.Training.step
 
     def noting(self: training.Training, batch: Any, **more: Any) -> None:
         seen.extend(batch.indices.tolist())
         step(self, batch, **more)
 
-    monkeypatch.setattr(training.Training, "_step", noting)
+    monkeypatch.setattr(training.Training, "step", noting)
     StopAfter.left = 10**6
     assert main(words(photos, tmp_path, "epochs=1", f"resume={tmp_path}/last.pt", "batch_size=5")) == 0
     assert len(seen) == len(set(seen)) == 64 - 24
@@ -244,6 +244,9 @@ def test_bad_checkpoints_are_refused(photos: Path, tmp_path: Path, capsys: pytes
     file = tmp_path / "last.pt"
     assert "another model or optimizer" in refused(f"resume={file}", "model.width=16".replace("model", "++model"))
     assert "no_such.pt" in refused("resume=no_such.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    assert "not a regular file but a pipe" in refused(f"resume={tmp_path}/pipe.pt")
+    assert "not a regular file but a device" in refused("resume=/dev/zero")
     (tmp_path / "junk.pt").write_bytes(b"not a checkpoint")
     assert "must name a checkpoint" in refused(f"resume={tmp_path}/junk.pt")
     torch.save({"version": 99}, tmp_path / "newer.pt")

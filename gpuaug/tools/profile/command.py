@@ -156,7 +156,7 @@ def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) 
     def step(batch: Batch) -> None:
         if batch.labels is None:
             batch = replace(batch, labels=torch.zeros(len(batch), dtype=torch.int64, device=loader.device))
-        training._step(batch, valid=float(len(batch)), progress=1.0)
+        training.step(batch, valid=float(len(batch)), progress=1.0)
 
     return step
 

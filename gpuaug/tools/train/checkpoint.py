@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from gpuaug import files
 from gpuaug.errors import GpuaugError, StateError
+from gpuaug.source.remote.storage import check_regular
 
 VERSION = 1
 
@@ -20,42 +22,39 @@ def write(file: Path, parts: dict[str, Any]) -> None:
     Raises:
         GpuaugError: if the disk is full or may not be written to.
     """
-    part = file.with_name(f".{file.name}.part")
     try:
-        with part.open("wb") as stream:
+        with files.replacing(file, sync=True) as stream:
             torch.save({"version": VERSION, **parts}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, file)
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
         raise GpuaugError(f"the checkpoint {file} cannot be written: {error}") from error
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A checkpoint whose parts are what :func:`write` was given; nothing in it is run.
+    """Read a checkpoint. Nothing in it is executed.
 
     Raises:
-        StateError: if it is anything else.
+        StateError: if the file is not a checkpoint, or a part of it is damaged.
     """
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a file that is no checkpoint, torch reads what it finds: IndexError, KeyError, ...
+        check_regular(os.stat(file), file)  # torch would wait for ever for the end of a pipe or a device
+        parts = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         first = str(error).partition("\n")[0]
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} "
             f"({type(error).__name__}: {first})."
         ) from error
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        version = found.get("version") if isinstance(found, dict) else type(found).__name__
+    if not isinstance(parts, dict) or parts.get("version") != VERSION:
+        version = parts.get("version") if isinstance(parts, dict) else type(parts).__name__
         raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r}, {version}.")
     for name, (expected, holds) in _PARTS.items():
-        if name not in found or not holds(found[name]):
-            what = f"`{name}` = {str(found[name])[:60]!r}" if name in found else f"no `{name}`"
+        if name not in parts or not holds(parts[name]):
+            what = f"`{name}` = {str(parts[name])[:60]!r}" if name in parts else f"no `{name}`"
             raise StateError(
                 f"{file} is damaged: `{name}` of a checkpoint must be {expected}. Found: {what}. Resume another "
                 "one, or start anew with resume=null."
             )
-    return found
+    return parts
 
 
 def _is_number(value: Any) -> bool:

@@ -9,10 +9,8 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,15 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from gpuaug import checks
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
 from gpuaug.tools import memory
 from gpuaug.tools.plan import predict as plan
-from gpuaug.tools.report import Report, check_text, output
+from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import checkpoint
+from gpuaug.tools.train.pace import Pace, Usage
 
 log = logging.getLogger("gpuaug")
 
@@ -64,32 +64,23 @@ class Settings:
     json: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.check_memory, bool):
-            raise ConfigError(f"`check_memory` must be true or false. Found: {self.check_memory!r}.")
+        checks.flag("check_memory", self.check_memory)
         if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
             raise ConfigError(
                 f"`profiling` must be true, false, or how many batches, at least 1. Found: {self.profiling!r}."
             )
-        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
-            raise ConfigError(f"`epochs` must be a whole number >= 1. Found: {self.epochs!r}.")
+        checks.whole_number("epochs", self.epochs, 1)
         for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {getattr(self, name)!r}.")
-        for name, low, high in (
-            ("lr", 0.0, math.inf),
-            ("momentum", 0.0, 1.0),
-            ("weight_decay", 0.0, math.inf),
-            ("warmup", 0.0, 1.0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ConfigError(f"`{name}` must be a number in [{low:g}, {high:g}]. Found: {value!r}.")
-        check_text(self, "out")
-        check_text(self, "resume", "val", "json", optional=True)
+            checks.one_of(name, getattr(self, name), known)
+        for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
+            checks.number(name, getattr(self, name), 0.0, high)
+        checks.text("out", self.out)
+        for name in ("resume", "val", "json"):
+            checks.text(name, getattr(self, name), optional=True)
 
 
 class Stop(contextlib.AbstractContextManager["Stop"]):
-    """Whether SIGTERM has come; the signal is only noted, so that the step under way can end."""
+    """Notes SIGTERM in ``asked``, so that the running step can end."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -107,12 +98,12 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            os._exit(TERMINATED)  # a forked worker has inherited this: for it the signal means what it always does
+            os._exit(TERMINATED)  # a forked worker inherits this handler, and must end at once
         self.asked = True
 
 
 class EachView(nn.Module):
-    """A model applied to every view of a batch, as one forward pass that DDP can wrap."""
+    """Applies a model to every view of a batch, as one forward pass that DDP can wrap."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -123,99 +114,8 @@ class EachView(nn.Module):
         return [self.model(view) for view in views]
 
 
-class Pace:
-    """Images, seconds, and the seconds of them in which the device stood still because the next batch was not there.
-
-    On the CPU the time between asking for a batch and having it. On CUDA the gap between two steps on the training's
-    stream: there the host may well wait for a batch while the device still works on the one before.
-
-    Args:
-        device: where the steps run.
-        without: start counting when the first batch is there, and keep the time until then apart, as ``start_up``:
-            workers start, kernels are compiled.
-    """
-
-    def __init__(self, device: torch.device, *, without: bool) -> None:
-        self.images, self.waited = 0, 0.0
-        self.start_up: float | None = None
-        self._device, self._without = device, without
-        self._begun = time.perf_counter()
-        self._ended: float | None = None
-        self._asked: Any = None
-        self._gaps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @property
-    def seconds(self) -> float:
-        """From the start until now, or until ``stop``; never 0."""
-        return max(1e-9, (self._ended or time.perf_counter()) - self._begun)
-
-    def ask(self) -> None:
-        """The last step is queued; now the next batch is asked for."""
-        self._asked = self._mark()
-
-    def have(self) -> None:
-        """The batch is there."""
-        if self._without:
-            self._without, self.start_up = False, self.seconds
-            self._begun = time.perf_counter()
-            return
-        mark = self._mark()
-        if self._device.type != "cuda":
-            self.waited += mark - self._asked
-            return
-        self._gaps.append((self._asked, mark))
-        if len(self._gaps) > 2:  # taking the oldest also keeps the host from running further ahead than two steps
-            self._take()
-
-    def stop(self) -> None:
-        """The last step is queued; wait until it is done."""
-        while self._gaps:
-            self._take()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._ended = time.perf_counter()
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _take(self) -> None:
-        asked, there = self._gaps.popleft()
-        there.synchronize()
-        self.waited += asked.elapsed_time(there) / 1000
-
-
-@dataclass
-class Usage:
-    """What the run has cost so far: all epochs' pace, without checkpoints and held-out images, and the memory."""
-
-    images: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    start_up: float | None = None
-    peak: int = 0  # bytes of host memory of this process and its workers
-    _next_look: float = field(default=0.0, repr=False)
-
-    def add(self, pace: Pace) -> None:
-        """Take in the pace of one epoch, or of what was left of it."""
-        self.images += pace.images
-        self.seconds += pace.seconds
-        self.waited += pace.waited
-        self.start_up = pace.start_up if self.start_up is None else self.start_up
-        self.look()
-
-    def look(self, *, every: float = 0.0) -> None:
-        """Note the memory in use; reading it costs milliseconds, so at most once in ``every`` seconds."""
-        if time.monotonic() >= self._next_look or not every:
-            self.peak = max(self.peak, memory.host())
-            self._next_look = time.monotonic() + every
-
-
 class Training:
-    """One training run: epochs of steps, with a checkpoint and a look at held-out images after each.
+    """One training run. Each epoch ends with a checkpoint and the accuracy on held-out images.
 
     Args:
         loader: gives the batches; its device is the training's.
@@ -274,8 +174,8 @@ class Training:
         return 0
 
     def _epoch(self) -> bool:
-        """Train on what is left of the loader's epoch; False if SIGTERM came before its end."""
-        loader, usage, epoch = self.loader, self.usage, self.loader.epoch
+        """Train on the rest of the loader's epoch. Returns False if SIGTERM came before its end."""
+        loader, epoch = self.loader, self.loader.epoch
         whole = len(loader)
         if not whole:
             raise ConfigError(
@@ -284,47 +184,50 @@ class Training:
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
         self.each.train()
-        bar = tqdm(
+        pace = Pace(self.device, skip_start=self.usage.start_up is None)
+        with tqdm(
             total=whole,
             initial=min(whole, round(done)),
             desc=f"epoch {epoch + 1}/{self.settings.epochs}",
             unit="batch",
             disable=not self.first,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
-        )
-        stopped = False
-        pace = Pace(self.device, without=usage.start_up is None)
-        with bar:
-            batches = iter(loader)
-            while True:
-                pace.ask()
-                try:
-                    batch = next(batches, None)
-                except ReadError:
-                    if not self.stop.asked:
-                        raise
-                    stopped = True  # whoever ends this process may have ended its workers first
-                    break
-                if batch is None:
-                    break
-                pace.have()
-                asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
-                self._step(batch, valid=valid, progress=(epoch + min(1.0, done / whole)) / self.settings.epochs)
-                pace.images += int(valid)
-                done += 1
-                usage.look(every=5.0)
-                if bar.update():
-                    bar.set_postfix_str(self._postfix(pace), refresh=False)
-                if asked and loader.state_dict()["epoch"] == epoch:
-                    sums = _sum(self.sums.tolist())
-                    self.sums = torch.tensor(sums, dtype=torch.float64, device=self.device)
-                    stopped = True
-                    break
+        ) as bar:
+            ended = self._steps(pace, bar, epoch=epoch, done=done, whole=whole)
             pace.stop()
             bar.set_postfix_str(self._postfix(pace), refresh=True)
-        usage.add(pace)
-        if stopped:
-            return False
+        self.usage.add(pace)
+        if ended:
+            self._note_epoch(epoch)
+        return ended
+
+    def _steps(self, pace: Pace, bar: Any, *, epoch: int, done: float, whole: int) -> bool:
+        """Make the steps of an epoch. Returns False if SIGTERM came before its end."""
+        batches = iter(self.loader)
+        while True:
+            pace.ask()
+            try:
+                batch = next(batches, None)
+            except ReadError:
+                if not self.stop.asked:
+                    raise
+                return False  # what ends this process may have ended its workers first
+            if batch is None:
+                return True
+            pace.have()
+            asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
+            self.step(batch, valid=valid, progress=(epoch + min(1.0, done / whole)) / self.settings.epochs)
+            pace.images += int(valid)
+            done += 1
+            self.usage.update_peak(every=5.0)
+            if bar.update():
+                bar.set_postfix_str(self._postfix(pace), refresh=False)
+            if asked and self.loader.state_dict()["epoch"] == epoch:
+                self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
+                return False
+
+    def _note_epoch(self, epoch: int) -> None:
+        """Add a finished epoch to the history."""
         loss, right, samples = _sum(self.sums.tolist())
         self.sums.zero_()
         if not math.isfinite(loss):
@@ -335,10 +238,9 @@ class Training:
         self.history.append(
             {"epoch": epoch, "loss": loss / samples, "train_accuracy": right / samples, "held_out_accuracy": None}
         )
-        return True
 
-    def _step(self, batch: Batch, *, valid: float, progress: float) -> None:
-        """One step on one batch; ``valid`` samples over all ranks count, each as much as any other."""
+    def step(self, batch: Batch, *, valid: float, progress: float) -> None:
+        """Train on one batch. ``valid``: its valid samples over all ranks; each counts the same."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
         weight = batch.valid.to(self.device, non_blocking=True).float()
@@ -379,7 +281,7 @@ class Training:
         )
 
     def _hold_out(self) -> bool:
-        """Note the held-out accuracy in the history's last entry; False if SIGTERM came before its end."""
+        """Add the held-out accuracy to the history. Returns False if SIGTERM came before its end."""
         entry = self.history[-1]
         accuracy = None if self.val is None else self.evaluate(self.val)
         (asked,) = _sum([float(self.stop.asked)])
@@ -405,7 +307,7 @@ class Training:
             _, right = outcome(logits, batch.labels, self.settings.loss)
             weight = batch.valid.to(self.device).float()
             sums += torch.stack([(right * weight).sum(), weight.sum()])
-            self.usage.look(every=5.0)
+            self.usage.update_peak(every=5.0)
             if self.stop.asked:
                 break
         asked, right_all, samples = _sum([float(self.stop.asked), *sums.tolist()])
@@ -429,10 +331,10 @@ class Training:
         checkpoint.write(file, parts)
 
     def load(self, file: Path) -> None:
-        """Go on from a checkpoint, with the very next sample; batch size, workers and ranks may be others now.
+        """Go on from a checkpoint with the very next sample. Batch size, workers and ranks may differ.
 
         Raises:
-            StateError: if it is none of ours, or of another model or other classes.
+            StateError: if the file is not a checkpoint, or of another model or other classes.
         """
         found = checkpoint.read(file)
         classes = self.loader.source.classes
@@ -447,10 +349,10 @@ class Training:
                         raise ValueError(f"`{name}` {list(value.shape)} of a parameter {list(parameter.shape)}")
             if found["scaler"]:
                 self.scaler.load_state_dict(found["scaler"])
-        except Exception as error:  # torch raises whatever it stumbles upon
+        except Exception as error:  # torch raises many types
             raise StateError(f"{file} is of another model or optimizer: {error}") from error
         self.loader.load_state_dict(found["loader"])
-        if self.first:  # the sums of all ranks are in the first one's hands from here on
+        if self.first:  # from here on the first rank has the sums of all ranks
             self.sums += torch.tensor(found["sums"], dtype=torch.float64, device=self.device)
         self.steps, self.history = found["steps"], found["history"]
         log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, found["loader"]["position"])
@@ -504,8 +406,8 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
 
 
 def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callable[[plan.Sizes], tuple[plan.Term, ...]]:
-    """What training this model takes beside the loader's batches: the first call says the sizes of its images."""
-    _optimizer(model, settings)  # the first one imports 75 MiB of torch's compiler, which are then held already
+    """Memory of training this model, besides the loader's batches. The first call decides the sizes."""
+    _optimizer(model, settings)  # the first optimizer imports 75 MiB of torch's compiler: do it before measuring
     states = 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
     found: list[tuple[plan.Term, ...]] = []
 
@@ -528,7 +430,7 @@ def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callabl
 
 
 def _amp(settings: Settings, device: torch.device) -> torch.dtype:
-    """What the model computes in."""
+    """The dtype that the model computes in."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return AMP[auto if settings.amp == "auto" else settings.amp]
 
@@ -588,7 +490,7 @@ def _parallel(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _sum(values: list[float]) -> list[float]:
-    """The same values, summed over all ranks; on the CPU, so that no rank waits for its device."""
+    """Sum values over all ranks, on the CPU, so that no rank waits for its device."""
     if not distributed.active():
         return values
     summed = torch.tensor(values, dtype=torch.float64)
@@ -597,6 +499,6 @@ def _sum(values: list[float]) -> list[float]:
 
 
 def _in_use(device: torch.device) -> int:
-    """Bytes of device memory in use, DALI's and other processes' among them."""
+    """Bytes of device memory in use, including DALI's and those of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
