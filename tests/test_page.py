@@ -112,7 +112,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Sample(n, f"a/{n}.jpg", "a", Image.new("RGB", (80, 60), (128, 128, 128)), boxes, pictures) for n in (3, 8)
     ]
     text = page.page(
-        samples, heading="test", lines=["two"], epochs=[5, 6, 7], views=["big", "small"], color=preview._color
+        samples, heading="test", lines=["two"], epochs=[5, 6, 7], views=["big", "small"], color=preview.color
     )
     path.write_text(text, encoding="utf-8")
     return path

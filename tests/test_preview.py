@@ -212,7 +212,7 @@ def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data(tmp_path: Path) 
     boxes = [(0, 0, 4, 4)] * 2
     samples = [Sample(7, evil, evil, original, boxes, [picture] * 2) for original in (picture, None)]
     text = page.page(
-        samples, heading=evil[:-1], lines=[evil[:-1]], epochs=[0, 1], views=[evil[:-1]], color=preview._color
+        samples, heading=evil[:-1], lines=[evil[:-1]], epochs=[0, 1], views=[evil[:-1]], color=preview.color
     )
     text.encode()
     assert "alert(1)</script>" not in text

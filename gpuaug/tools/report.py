@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpuaug import checks, files
 from gpuaug.errors import ConfigError, GpuaugError
 
 
@@ -29,7 +29,6 @@ class Report:
         self._file, self._quiet = None if file is None else Path(file), quiet
         if self._file is not None and not quiet:
             _writable(self._file, "json")
-            self._file = self._file.resolve()  # a link stays one
 
     def add(self, name: str, value: Any, text: str) -> None:
         """Print ``name  text`` and keep ``value``, which must be plain JSON."""
@@ -40,10 +39,17 @@ class Report:
     def write(self) -> None:
         """Write the values, whole or not at all."""
         if self._file is not None and not self._quiet:
-            part = self._file.with_name(f".{self._file.name}.part")
-            with written(self._file, "json"):
-                part.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
-                os.replace(part, self._file)
+            save(self._file, "json", json.dumps(self.values, indent=1) + "\n")
+
+
+def save(file: Path, key: str, data: bytes | str) -> None:
+    """Write a result, whole or not at all. A symbolic link stays one.
+
+    Raises:
+        GpuaugError: if the file cannot be written, as on a full disk.
+    """
+    with written(file, key):
+        files.write(file.resolve(), data)
 
 
 def printable(text: str) -> str:
@@ -119,9 +125,6 @@ def output(file: str, key: str) -> Path:
 
 
 def check_text(settings: Any, *names: str, optional: bool = False) -> None:
-    """Raise ConfigError where a field is no text: Hydra reads 2024 as a number. ``optional`` ones may be None."""
+    """Check with :func:`gpuaug.checks.text` that fields of ``settings`` are texts."""
     for name in names:
-        value = getattr(settings, name)
-        if not (value is None and optional) and not (isinstance(value, str) and value):
-            quoted = f" Quote it: \"{name}='{value}'\"." if isinstance(value, int | float) else ""
-            raise ConfigError(f"`{name}` must be text{' or null' if optional else ''}. Found: {value!r}.{quoted}")
+        checks.text(name, getattr(settings, name), optional=optional)

@@ -123,7 +123,7 @@ def versions() -> Iterator[Finding]:
     yield judged("python", python, bad=bad, advice="gpuaug needs Python 3.11 or newer.", value=python)
     version = machine.package_version("gpuaug")
     yield Finding(name="gpuaug", status=OK, text=version or "not installed, imported from a folder", value=version)
-    ranges = _required_ranges()
+    ranges = required_ranges()
     for name, distribution, missing, why in packages():
         version = machine.package_version(distribution)
         wanted = ranges.get(distribution.replace("cuda130", "cuda120"))
@@ -141,7 +141,7 @@ def _dali_cuda() -> int:
     return 13 if machine.package_version(DALI[12][0]) is None and machine.package_version(DALI[13][0]) is not None else 12
 
 
-def _required_ranges() -> dict[str, Any]:
+def required_ranges() -> dict[str, Any]:
     """Versions that gpuaug's metadata require, by distribution."""
     from packaging.requirements import Requirement
 
@@ -212,7 +212,7 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
         bad = NOTE
         advice = (
             "They share one driver and should work together. To be sure, install that of torch's CUDA: pip uninstall "
-            f"-y {package}; pip install '{DALI[major][0]}{_required_ranges().get(DALI[12][0], '')}'"
+            f"-y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
         )
     return judged(
         "DALI and torch",
