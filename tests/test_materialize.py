@@ -542,7 +542,7 @@ def test_a_full_disk_is_refused_beforehand(photos, tmp_path, monkeypatch):
     with loader(photos) as live:
         job = gpuaug.Materialize(live, out=tmp_path / "out", epochs=2)
         assert job.bytes == 2 * 65 * (24 * 24 * 3 + 8)
-        with pytest.raises(GpuaugError, match=r"are needed in .* and 1.0 MB are free"):
+        with pytest.raises(GpuaugError, match=r"are needed in .* and 1.0 MiB are free"):
             job.run()
     assert not (tmp_path / "out").exists()
 

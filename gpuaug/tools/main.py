@@ -1,6 +1,6 @@
-"""The command line: `gpuaug COMMAND [OVERRIDE ...]`, one file per command.
+"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has a folder.
 
-Nothing heavy is imported before a command runs, so that help and misspelt names answer at once.
+Nothing heavy is imported before a command runs, so that help and errors in names come at once.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DI
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives back the exit status: 0, 2 for what the user can mend, 143 after SIGTERM."""
+    """Run one command. Returns the exit status: 0, 2 for what the user can fix, 130 or 143 if interrupted."""
     try:
         status = _main(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _unread():  # a worker's
+        if not _reader_is_gone():  # the broken pipe was a worker's
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in buffers
         return 141
     return status
 
 
-def _unread() -> bool:
-    """Whether whoever read what is printed has had enough, as `head` has."""
+def _reader_is_gone() -> bool:
+    """Whether the program that reads stdout has closed it, as `head` does."""
     if not hasattr(select, "poll"):
         return False
     try:
@@ -81,8 +81,8 @@ def _main(argv: Sequence[str] | None) -> int:
             if given.help:
                 print(_help(name, parser))
                 return 0
-            # read when torch is imported: threads of a network on the CPU that spin while they wait for each other take
-            # the cores from the loader's (`gpuaug train` on two busy cores: 46 images/s spinning, 348 sleeping)
+            # torch reads this when it is imported. Threads of a network on the CPU that spin while they wait take the
+            # cores from the loader (`gpuaug train` on two busy cores: 46 images/s spinning, 348 sleeping)
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             from gpuaug.tools.request import Request
 
@@ -131,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def conf_dir() -> Path:
+    """The folder of the shipped YAML: in an installed package, or next to the package in a checkout."""
+    package = Path(__file__).parent.parent
+    inside = package / "conf" / "gpuaug"
+    return inside if inside.is_dir() else package.parent / "conf" / "gpuaug"
+
+
 def _help(name: str, parser: argparse.ArgumentParser) -> str:
     keys = (conf_folder() / "gpuaug" / "command" / f"{name}.yaml").read_text(encoding="utf-8")
     indented = "\n".join(f"  {line}" for line in keys.splitlines())
@@ -150,7 +157,7 @@ def _nearest(name: str) -> str:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Log to stderr while a command runs; under torchrun, of other ranks than the first only warnings."""
+    """Log to stderr while a command runs. Under torchrun, ranks other than the first log only warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     before = log.level, log.propagate

@@ -1,4 +1,4 @@
-"""How much memory a run holds: this process with its workers, and the device."""
+"""How much host memory a run takes: this process and its workers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import sys
 from pathlib import Path
 
-from gpuaug.size import text
+from gpuaug.files import format_bytes
 
 
 def tree(root: int | None = None) -> list[int]:
-    """Process numbers of ``root`` (default: this process) and of all that descend from it; Linux."""
+    """Process IDs of ``root`` (default: this process) and of all its descendants. Linux only."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
-                continue  # it ended meanwhile
+                continue  # the process has ended
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [os.getpid() if root is None else root]
     for pid in found:
@@ -37,9 +37,9 @@ def _pss(pid: int) -> int:
 
 
 def host(root: int | None = None) -> int:
-    """Bytes that this process (or ``root``) and its workers hold, pages they share counted once (the sum of their PSS).
+    """Bytes of this process (or ``root``) and its descendants. Shared pages count once: it is the sum of their PSS.
 
-    Where there is no /proc: the highest RSS of this process so far.
+    Without /proc: the peak RSS of this process.
     """
     if sys.platform == "linux":
         return sum(_pss(pid) for pid in tree(root))
@@ -50,17 +50,17 @@ def host(root: int | None = None) -> int:
 
 
 def workers() -> list[int]:
-    """Bytes that each worker of this process holds: its own, and its part of what is shared (PSS); Linux."""
+    """Bytes of each worker of this process, with its part of shared pages (PSS). Linux only."""
     if sys.platform != "linux":
         return []
     return [_pss(child.pid) for child in multiprocessing.active_children() if child.pid is not None]
 
 
 def waiting(level: int, bound: int | None) -> str:
-    """For a progress bar: how full the buffer of encoded batches is; nothing where there is none."""
+    """For a progress bar: how full the buffer of encoded batches is; "" if there is none."""
     return "" if bound is None else f", ahead {gib(level)} ({level / bound:.0%})"
 
 
 def gib(size: float) -> str:
     """Bytes as text: ``1.25 GiB``, ``37.0 MiB``."""
-    return text(size)
+    return format_bytes(size)

@@ -1,4 +1,4 @@
-"""Work spread over a Ray cluster: the same objects as on one machine, made once per process; the only file for Ray."""
+"""Runs work on a Ray cluster. No other module imports Ray."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KEPT = "What is done is kept: the same command goes on."
 
 @contextmanager
 def cluster() -> Iterator[Any]:
-    """Ray, connected: as this process is already, or to what ``RAY_ADDRESS`` names, or one on this machine.
+    """Connect to Ray: the connection of this process, else the cluster of ``RAY_ADDRESS``, else one on this machine.
 
     Raises:
         ConfigError: if Ray cannot be imported.
-        GpuaugError: if the cluster fails; this project's own errors arrive as they were raised.
+        GpuaugError: if the cluster fails. A GpuaugError of the work itself is raised unchanged.
     """
     try:
         import ray
@@ -45,22 +45,22 @@ def cluster() -> Iterator[Any]:
 
 
 def machines(ray: Any, resource: str) -> list[int]:
-    """How much of a resource (``CPU``, ``GPU``) the living machines of the cluster have, those that have any."""
-    found = (int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
-    return [count for count in found if count]
+    """Amount of a resource (``CPU``, ``GPU``) of each machine of the cluster that has any."""
+    counts = (int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
+    return [count for count in counts if count]
 
 
 def results(
     ray: Any, make: Callable[[], Any], items: Sequence[Any], *, workers: int, cpus: int = 1, gpus: int = 0
 ) -> Iterator[tuple[Any, Any]]:
-    """``(item, make()(item))`` for every item, as they come, from processes that call ``make`` once each.
+    """Yield ``(item, make()(item))`` for every item, in the order they finish. Each process calls ``make`` once.
 
     Args:
         ray: from :func:`cluster`.
-        make: gives what is called with an item; pickled into each process.
-        items: what to do; the first ones begin first.
-        workers: processes at most.
-        cpus, gpus: what one of them needs.
+        make: returns the function to call with each item. It is pickled.
+        items: the arguments; the first ones start first.
+        workers: the largest number of processes.
+        cpus, gpus: what one process needs.
     """
     shared = ray.put(make)
     actor = ray.remote(num_cpus=cpus, num_gpus=gpus)(_Process)
@@ -77,8 +77,8 @@ def results(
             give(each)
         while running:
             (ready,), _ = ray.wait(list(running), num_returns=1)
-            each, item = running.pop(ready)
-            give(each)
+            idle, item = running.pop(ready)
+            give(idle)
             yield item, ray.get(ready)
     finally:
         for each in actors:
@@ -86,7 +86,7 @@ def results(
 
 
 class _Process:
-    """What runs on a machine of the cluster."""
+    """The actor in each process."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._do = make()

@@ -1,4 +1,4 @@
-"""What a command prints, kept so that `json=FILE` can write the same."""
+"""What commands print and write: named values, JSON reports, result files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gpuaug.errors import ConfigError, GpuaugError
 
 
 class Report:
-    """Named values, printed as aligned lines as they come, and written to a file at the end.
+    """Named values. Each is printed at once, as an aligned line; all are written to a file at the end.
 
     Args:
         file: JSON file to write, or None.
-        quiet: print nothing and write nothing (every rank but the first).
+        quiet: print and write nothing (for all ranks except the first).
     """
 
     def __init__(self, *, file: str | None = None, quiet: bool = False) -> None:
@@ -53,18 +53,18 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 
 
 def printable(text: str) -> str:
-    """Text out of names of files, which may hold line breaks, escapes of the terminal's, and no UTF-8 at all."""
+    """Replace what must not reach a terminal: file names may hold line breaks, escape codes, and bytes not in UTF-8."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """One paragraph behind ``first``, its further lines indented; whole where it is no terminal that is written to.
+    """``first`` and a paragraph, folded to the width of the terminal. Not folded if stdout is not a terminal.
 
     Args:
-        text: with line breaks of its own, as tables have, it stays as it is.
-        first: what stands before it.
-        indent: of its further lines.
-        width: to which to fold it in a file or pipe, too; None: not at all.
+        text: the paragraph. One with line breaks, such as a table, is not folded.
+        first: the beginning of the first line.
+        indent: of the other lines.
+        width: the largest width, also in files and pipes; None: that of the terminal.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -77,7 +77,7 @@ def folded(text: str, *, first: str, indent: int, width: int | None = None) -> s
 
 @contextlib.contextmanager
 def written(file: Path, key: str) -> Iterator[None]:
-    """Errors of the system while a result is written, as on a full disk, name the file.
+    """Make an OSError name the file that is being written.
 
     Raises:
         GpuaugError: instead of OSError.
@@ -89,24 +89,24 @@ def written(file: Path, key: str) -> Iterator[None]:
 
 
 def _writable(file: Path, key: str) -> None:
-    """Find out before the work, not after it, that a result cannot be written."""
+    """Check before the work begins that its result can be written."""
     place = file.absolute()
     try:
         if place.is_relative_to("/dev") and not place.is_relative_to("/dev/shm"):
-            raise FileExistsError("a file of the system's")  # root would put a plain one in the place of /dev/stdout
+            raise FileExistsError("a file of the system")  # root could replace /dev/stdout by a regular file
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
             raise IsADirectoryError("a folder")
         if file.exists() and not file.is_file():
-            raise FileExistsError("no plain file")
-        with tempfile.TemporaryFile(dir=file.parent):  # rights say little: root has all, /proc and full disks take none
+            raise FileExistsError("not a regular file")
+        with tempfile.TemporaryFile(dir=file.parent):  # permissions say little: root has all
             pass
     except OSError as error:
         raise ConfigError(f"`{key}` must name a file that can be written. Found: {str(file)!r} ({error}).") from error
 
 
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """As :func:`output`, of a PNG, or of what ends in one of ``also``; a name may have no ending."""
+    """As :func:`output`, for a name that ends in .png, in one of ``also``, or has no ending."""
     endings = (".png", *also)
     if Path(file).suffix.lower() not in ("", *endings):
         raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")
@@ -114,10 +114,10 @@ def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
 
 
 def output(file: str, key: str) -> Path:
-    """The path of a file that a command will write, its folder made.
+    """The path of a file that a command will write. Creates its folder.
 
     Raises:
-        ConfigError: if it cannot be written there.
+        ConfigError: if the file cannot be written.
     """
     path = Path(file)
     _writable(path, key)

@@ -1,4 +1,4 @@
-"""What the command line asks for: the command's own keys on one side, the loader's configuration on the other."""
+"""Splits the overrides of a command line into the command's own keys and the loader's configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
-# what a held-out loader takes from the training's where `val.` does not say otherwise: the machine, not the recipe
+# keys that a held-out loader takes from the training's, unless `val.` sets them: the machine, not the recipe
 SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
 
 
@@ -32,11 +32,11 @@ class Request:
     """One call of one command.
 
     Attributes:
-        command: its name; its keys stand in ``conf/gpuaug/command/<name>.yaml``.
-        overrides: Hydra's override strings, for command and loader alike.
+        command: its name. Its keys are listed in ``conf/gpuaug/command/<name>.yaml``.
+        overrides: Hydra's override strings, for the command and the loader.
         config_dir: folder of the user's own groups and configurations.
-        config_name, at: the primary one of them, and where in it the loader stands; None: our ``train``.
-        trust: module prefixes that `_target_` may name beside ours and Kornia's.
+        config_name, at: the primary file there, and the path of the loader in it; None: our ``train``.
+        trust: module prefixes that `_target_` may name, besides ours and Kornia's.
     """
 
     command: str
@@ -57,7 +57,7 @@ class Request:
             )
 
     def settings(self) -> dict[str, Any]:
-        """The command's own keys, defaults and overrides."""
+        """The command's own keys: defaults with overrides."""
         from omegaconf import OmegaConf
 
         mine = [f"{sign}command.{root}{rest}" for sign, root, rest in self._split() if self._is_mine(root, rest)]
@@ -68,7 +68,7 @@ class Request:
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
-        """The loader's configuration: ``train`` with overrides, or the place ``at`` in the user's own."""
+        """The loader's configuration: ``train`` with overrides, or the part ``at`` of the user's own."""
         overrides = [
             sign + root + rest
             for sign, root, rest in self._split()
@@ -80,11 +80,11 @@ class Request:
         return self._part(composed, at or self.at)
 
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
-        """The configuration of the held-out loader; None where nothing asks for one.
+        """The configuration of the held-out loader; None if no override asks for one.
 
         Args:
-            train: the training's configuration; size of batches, device and workers are the same unless overridden.
-            at: place in the user's configuration, instead of overrides behind ``val.``.
+            train: the training's configuration. Its keys in ``SHARED`` are used unless overridden.
+            at: path in the user's configuration, instead of overrides that begin with ``val.``.
         """
         overrides = [sign + rest[1:] for sign, root, rest in self._split() if self._is_held_out(root, rest)]
         if at is not None:
@@ -112,17 +112,17 @@ class Request:
         return composed
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
-        """The held-out loader, with the training's ``classes`` where its source has none of its own set."""
+        """Build the held-out loader, with the training's ``classes`` unless its source sets its own."""
         from omegaconf import OmegaConf
 
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # an object, because names of folders are data: a configuration would resolve `${oc.env:HOME}` and ask for `???`
+        # built apart, because names of folders are data: OmegaConf would resolve a class called `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
-        """What a part of the configuration describes."""
+        """Build the object that a part of the configuration describes."""
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
     def _split(self) -> list[tuple[str, str, str]]:
@@ -141,12 +141,12 @@ class Request:
         return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
 
     def _check_roots(self, overrides: list[str]) -> None:
-        """Say that a key is neither the command's nor the loader's, and which of both is nearest."""
+        """Raise ConfigError for a key of neither command nor loader that resembles one of the command's."""
         for text in overrides:
             if "=" not in text and not text.startswith("~"):
                 raise ConfigError(f"`{text}` is no override: expected key=value. Options begin with --.")
         if self.config_name is not None:
-            return  # its keys are the user's; compose names them
+            return  # the keys are the user's; compose checks them
         theirs = [str(key) for key in config.compose("train", config_dir=self.config_dir)]
         for text in overrides:
             _, root, _ = _split(text)

@@ -1,4 +1,4 @@
-"""Which samples of a source a command shows, its keys `indices` and `samples`; and a sample as it is shown."""
+"""The samples that a command shows: how its keys `indices` and `samples` choose them, and what is shown of each."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is shown of a sample: the original, and what training sees of it in some epochs."""
+    """A sample as shown: the original, and what training sees of it in some epochs."""
 
     index: int
     key: str
     label: str | None
-    original: Image.Image | None  # None: there is none to show
-    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture's box in the original
-    pictures: list[Image.Image]  # all views of the first epoch, then of the next
-    absent: str = "cannot be decoded"  # why there is no original
+    original: Image.Image | None
+    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom in the original; one per picture
+    pictures: list[Image.Image]  # all views of the first epoch, then those of the next
+    absent: str = "cannot be decoded"  # why the original is None
 
 
 def at_least(name: str, value: Any, low: int) -> None:
-    """Raise ConfigError where a key is no whole number, or one below ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"`{name}` must be a whole number >= {low}. Found: {value!r}.")
+    """As :func:`gpuaug.checks.whole_number`."""
+    checks.whole_number(name, value, low)
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """The key `indices`: a list of numbers, or one number alone; None where there are none.
+    """The key `indices`, given as a list of numbers, one number, or None.
 
     Raises:
         ConfigError: if it is anything else.
@@ -44,10 +44,10 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Numbers of the samples to show: ``indices``, or ``count`` of the active ones, evenly spread.
+    """Numbers of the samples to show: ``indices``, or ``count`` active samples, evenly spread.
 
     Raises:
-        ConfigError: if a number is none of the source's active samples.
+        ConfigError: if an index is not that of an active sample.
     """
     active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     if indices is None:

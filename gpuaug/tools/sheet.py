@@ -1,4 +1,4 @@
-"""What the pictures that commands draw have in common: colours, fonts, text that fits, images that are scaled."""
+"""Drawing that commands share: colours, fonts, text that fits, scaled images."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from gpuaug.errors import ConfigError
 from gpuaug.tools.report import printable
 
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
-MOST = 200_000_000  # 600 MB while it is drawn; viewers show no more
+MOST_PIXELS = 200_000_000  # 600 MB; viewers show no more
 
 
 def blank(width: int, height: int) -> Image.Image:
     """An empty page.
 
     Raises:
-        ConfigError: if it would have more pixels than are worth waiting for.
+        ConfigError: if it would have more than ``MOST_PIXELS``.
     """
     check_pixels(width * height)
     return Image.new("RGB", (width, height), PAPER)
 
 
 def check_pixels(count: int) -> None:
-    """Raise ConfigError where pictures would have more pixels together than ``MOST``."""
-    if count > MOST:
+    """Raise ConfigError if ``count`` pixels are more than ``MOST_PIXELS``."""
+    if count > MOST_PIXELS:
         raise ConfigError(
-            f"this would be a picture of {count / 1e6:,.0f} million pixels, and {MOST / 1e6:.0f} million are the most. "
-            "Make `samples`, `draws` or `cell` smaller."
+            f"this would be a picture of {count / 1e6:,.0f} million pixels, and {MOST_PIXELS / 1e6:.0f} million are "
+            "the most. Make `samples`, `draws` or `cell` smaller."
         )
 
 
 def font(size: int) -> Any:
-    """Pillow's own, so that pictures look the same everywhere."""
+    """Pillow's built-in font: pictures look the same on every machine."""
     return ImageFont.load_default(size)
 
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
-    """The text, its end or its ``middle`` left out where it is wider than ``width`` pixels."""
+    """The text, shortened at its end or in its ``middle`` to at most ``width`` pixels."""
     text = printable(text)
     if face.getlength(text) <= width:
         return text
@@ -54,7 +54,7 @@ def _left(text: str, keep: int, middle: bool) -> str:
 
 
 def wrapped(text: str, face: Any, width: float) -> list[str]:
-    """Lines of at most ``width`` pixels; of a word that is wider its middle is left out."""
+    """Lines of at most ``width`` pixels. A wider word is shortened in its middle."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -66,5 +66,5 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
 
 
 def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image at (width, height): smoothed where it shrinks, its pixels as squares where it grows."""
+    """The image resized to (width, height): smoothed if it shrinks, its pixels as squares if it grows."""
     return image.resize(size, Image.Resampling.LANCZOS if size[0] < image.width else Image.Resampling.NEAREST)

@@ -11,7 +11,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.tools.materialize.materialize import Materialize, gigabytes
+from gpuaug.files import format_bytes
+from gpuaug.tools.materialize.materialize import Materialize
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
@@ -60,10 +61,10 @@ def main(request: Request) -> int:
         )
         plan, size = job.plan, job.record.itemsize
         report.add("key", plan["key"], f"{plan['key']} (recipe, source and seed)")
-        told = f"{plan['epochs']} x {plan['samples']} x {size} bytes as {plan['store']} = {gigabytes(job.bytes)}"
+        told = f"{plan['epochs']} x {plan['samples']} x {size} bytes as {plan['store']} = {format_bytes(job.bytes)}"
         report.add("size", job.bytes, told)
         missing, free = job.bytes_missing, job.free
-        report.add("to_write", missing, f"{gigabytes(missing)}, {gigabytes(free)} free in {job.out}")
+        report.add("to_write", missing, f"{format_bytes(missing)}, {format_bytes(free)} free in {job.out}")
         begin = time.perf_counter()
         faults = job.run()
         seconds = time.perf_counter() - begin
@@ -80,7 +81,7 @@ def main(request: Request) -> int:
                     f"{len(damaged)} files do not have the bytes they were written with: {', '.join(damaged[:5])}. "
                     "Remove them, and run the same command: only they are made anew."
                 )
-            report.add("verified", gigabytes(job.bytes), f"{gigabytes(job.bytes)}, all as written")
+            report.add("verified", format_bytes(job.bytes), f"{format_bytes(job.bytes)}, all as written")
         report.add("replay", str(job.out), f"source=materialized source.root={job.out}")
     report.write()
     return 0

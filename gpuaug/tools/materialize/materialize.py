@@ -1,11 +1,12 @@
-"""Augmented epochs, written once: what a loader shows, up to `mix`, as files of a :class:`MaterializedSource`.
+"""Writes augmented epochs to disk: the batches of a loader, before `mix`, for :mod:`gpuaug.source.replay`.
 
 takes: a loader, and which of its epochs.
 does: iterates them, rounds pixels to uint8 before normalization or keeps the final dtype, and writes chunks.
-gives: the folder that `source=materialized` reads; its format is in :mod:`gpuaug.source.materialized`.
+gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
 
-A chunk is a file of consecutive samples of one epoch. It appears whole, under its name, and then its note (checksum and
-faults), so a killed run goes on with the chunks that have no note and ends in the same bytes. The manifest comes last.
+A chunk is a file of consecutive samples of one epoch. First the whole chunk is written, then its note with checksum and
+faults. A run that follows a killed one writes the chunks that have no note, and ends in the same bytes. The manifest is
+written last.
 """
 
 from __future__ import annotations
@@ -30,10 +31,9 @@ from gpuaug import checks, files, machine
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, StateError
-from gpuaug.loader.arguments import DTYPES
+from gpuaug.files import format_bytes
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.loader import Loader
-from gpuaug.loader.stages import made_of, refuse_others
+from gpuaug.loader.loader import DTYPES, Inside, Loader
 from gpuaug.loader.state import differences, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
@@ -52,15 +52,16 @@ from gpuaug.source.materialized import (
     read_marker,
     record,
 )
+from gpuaug.source.replay import made_of, refuse_others
 from gpuaug.tools import on_ray
 from gpuaug.tools.store import digest, file_digest, npy, npy_header, only_writer, read_json, to_json
 
 log = logging.getLogger("gpuaug")
 
-CHUNK = 1 << 27  # bytes: seconds of work, so that little is lost with a killed run, and few files
-PROBED = 1000  # samples that may be bad before one is found that shows size and label
+CHUNK_BYTES = 1 << 27  # seconds of work, so that a killed run loses little, and few files
+PROBED_SAMPLES = 1000  # tried to find a good one, which shows the sizes of views and labels
 RAY_CORES = 4  # of one process on a cluster without GPUs: a loader's stages share them
-SPARE = 1 << 24  # bytes left free on the disk: keys, notes, and what the file system takes for itself
+SPARE_BYTES = 1 << 24  # left free on the disk, for keys, notes and the file system
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +74,24 @@ class Span:
 
 
 class Materialize:
-    """Augmented epochs of a loader on disk. Making it looks and plans; :meth:`run` writes.
+    """Augmented epochs of a loader on disk. The constructor decodes one sample and plans; :meth:`run` writes.
 
     Args:
-        loader: whose source, recipe, order, seed, decoding and faults; batch size and workers change no byte (with
-            ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). It is not iterated itself. Its `mix` is
-            left to the replay.
-        out: the folder; one that an earlier run left is gone on with, or grown to more epochs.
+        loader: gives source, recipe, order, seed, decoding and faults. It is not iterated itself. Its batch size and
+            workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). Its `mix` is
+            applied at replay.
+        out: the folder. If it holds an earlier run of the same job, that is continued, or extended to more epochs.
         epochs: how many.
         start_epoch: the first of them.
-        store: ``uint8``: pixels before normalization, a replay is within half a level; ``final``: the loader's dtype,
-            normalized, and a replay is the same bit for bit (``backend=kornia`` on CUDA: within 2e-6 of the pixels).
+        store: ``uint8``: pixels before normalization, so that a replay is within half a level; ``final``: normalized
+            pixels of the loader's dtype, so that a replay is equal bit for bit (``backend=kornia`` on CUDA: within
+            2e-6).
         chunk: samples per file; None: about 128 MiB of them.
         on: ``local``, or ``ray``: spread over a Ray cluster, whose machines all see ``out``.
 
     Attributes:
         plan: what will be written, as JSON.
-        missing: chunks that are not there yet.
+        missing: chunks that are not written yet.
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed, saying what differs.
@@ -147,7 +149,7 @@ class Materialize:
 
     @property
     def bytes_missing(self) -> int:
-        """Bytes of what is not there yet."""
+        """Bytes that are not written yet."""
         return sum(self._rows(span) for span in self.missing) * self.record.itemsize
 
     @property
@@ -159,16 +161,16 @@ class Materialize:
         return shutil.disk_usage(place).free
 
     def check_space(self) -> None:
-        """Raise GpuaugError where what is missing does not fit onto the disk."""
-        if (needed := self.bytes_missing + SPARE) > self.free:
+        """Raise GpuaugError if the missing chunks do not fit onto the disk."""
+        if (needed := self.bytes_missing + SPARE_BYTES) > self.free:
             raise GpuaugError(
-                f"{gigabytes(needed)} are needed in {str(self.out)!r}, and {gigabytes(self.free)} are free. "
+                f"{format_bytes(needed)} are needed in {str(self.out)!r}, and {format_bytes(self.free)} are free. "
                 + ("Set `store=uint8`, or fewer" if self.plan["store"] != "uint8" else "Set fewer")
                 + " `epochs`, or another `out`."
             )
 
     def run(self) -> int:
-        """Write what is missing; gives back how many samples of all have no pixels.
+        """Write the missing chunks. Returns how many samples of all epochs have no pixels.
 
         Raises:
             DataError, FaultBudgetError: as the loader's faults say.
@@ -192,13 +194,13 @@ class Materialize:
                         (_on_ray if self.on == "ray" else _here)(self._work, self.plan, self.missing, bar.update)
                     except OSError as error:
                         raise GpuaugError(
-                            f"the epochs cannot be written to {str(self.out)!r}: {error}. Run the same command once "
-                            "more when that is mended: it goes on where it stopped."
+                            f"the epochs cannot be written to {str(self.out)!r}: {error}. Fix that and run the same "
+                            "command again: it goes on where it stopped."
                         ) from error
             return self._finish()
 
     def verify(self) -> list[str]:
-        """Read everything against its checksums; gives back the files that are damaged or missing."""
+        """Compare all files with their checksums. Returns the files that are damaged or missing."""
         chunks = [(slot, n) for slot in range(self.plan["epochs"]) for n in range(chunk_count(self.plan, slot))]
         damaged = []
 
@@ -210,7 +212,7 @@ class Materialize:
                 sound = False
             return None if sound else str(file)
 
-        with ThreadPoolExecutor(machine.usable_cpus()) as pool:  # hashing lets go of the interpreter's lock
+        with ThreadPoolExecutor(machine.usable_cpus()) as pool:  # hashing releases the GIL
             for found in tqdm(pool.map(damage, chunks), total=len(chunks), desc="verify", unit="file"):
                 if found is not None:
                     damaged.append(found)
@@ -255,7 +257,7 @@ class Materialize:
             "num_classes": source.num_classes,
         }
         size = record(given).itemsize
-        found = plain({**given, "chunk": chunk or (before["chunk"] if before else max(1, CHUNK // size))})
+        found = plain({**given, "chunk": chunk or (before["chunk"] if before else max(1, CHUNK_BYTES // size))})
         if before is not None:
             self._refuse_other_layout(before, found)
             if "seal" in before and before["epochs"] > epochs:
@@ -277,7 +279,7 @@ class Materialize:
             )
 
     def _missing(self) -> list[Span]:
-        """What has no note yet, in runs."""
+        """Chunks without a note, joined to runs."""
         spans: list[Span] = []
         for slot in range(self.plan["epochs"]):
             for number in range(chunk_count(self.plan, slot)):
@@ -310,9 +312,9 @@ class Materialize:
             ) from error
 
     def _prepare(self) -> None:
-        """All that is known before a pixel is made, and no rests of a killed run."""
-        for rest in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
-            rest.unlink()
+        """Remove temporary files of a killed run, and write all that is known before the first pixel."""
+        for part in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
+            part.unlink()
         if not (self.out / MANIFEST).exists():
             files.write(self.out / PLAN, to_json(self.plan), sync=True)
         source = self._source
@@ -328,7 +330,7 @@ class Materialize:
             files.write(folder / "order.npy", npy(indices.numpy()), sync=True)
 
     def _finish(self) -> int:
-        """The manifest, when every chunk has its note."""
+        """Write the manifest, if every chunk has a note. Returns the number of faults."""
         if left := self._missing():
             raise GpuaugError(f"{len(left)} stretches of chunks are missing in {str(self.out)!r}. Run it once more.")
         self.missing = []
@@ -345,23 +347,23 @@ class Materialize:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What writes chunks, here or on another machine: the arguments of a loader, and where to write."""
+    """Writes chunks, here or on another machine: the arguments of a loader, and where to write."""
 
     out: Path
-    loader: Mapping[str, Any]  # arguments of Loader; the recipe without normalization where uint8 is stored
+    loader: Mapping[str, Any]  # arguments of Loader; for uint8 the recipe has no normalization
     final: bool
 
     @classmethod
     def of(cls, loader: Loader, out: Path, *, final: bool) -> Work:
-        """For the samples of a loader, one at a time over all ranks, in order."""
-        cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
+        """For all samples of a loader, in order, on one rank."""
+        inside, faults = Inside(loader), loader.faults
         arguments = {
             "source": loader.source,
             "augment": loader.augment if final else before_normalization(loader.augment),
             "batch_size": loader.batch_size,
             "order": loader.order,
-            "decode": loader.decode,
-            "cache": None if cache is None else cache.settings,
+            "decode": inside.stages.settings,
+            "cache": None if inside.cached is None else inside.cached.settings,
             "ahead": loader.ahead,
             "faults": Noted(
                 policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
@@ -374,8 +376,8 @@ class Work:
             "dtype": loader.dtype if final else torch.float32,
             "num_workers": loader.num_workers,
             "prefetch": loader.prefetch,
-            "timeout": reader.timeout,
-            "start_method": reader.start_method,
+            "timeout": inside.reader.timeout,
+            "start_method": inside.reader.start_method,
             "seed": loader.seed,
             "rank": 0,
             "world_size": 1,
@@ -384,13 +386,13 @@ class Work:
 
     @property
     def decoder(self) -> str:
-        """Who decodes: pixels of DALI and Pillow differ."""
-        from gpuaug.decode.dali import choose_backend
+        """The decoder's backend: pixels of DALI and Pillow differ."""
+        from gpuaug.decode.decoder import _backend
 
         return choose_backend(self.loader["decode"].backend)
 
     def open(self) -> tuple[Loader, Noted]:
-        """The loader, and what it notes of its faults."""
+        """The loader, and its faults."""
         return Loader(**self.loader), self.loader["faults"]
 
     def look(self) -> Batch:
@@ -403,15 +405,15 @@ class Work:
         alone = {"faults": quiet, "num_workers": 0, "prefetch": 0, "cache": None, "ahead": None}
         with Loader(**{**self.loader, **alone}) as loader:
             source = loader.source
-            numbers = range(len(source)) if source.indices is None else source.indices[:PROBED].tolist()
-            for number in numbers[:PROBED]:
+            numbers = range(len(source)) if source.indices is None else source.indices[:PROBED_SAMPLES].tolist()
+            for number in numbers[:PROBED_SAMPLES]:
                 batch = loader.fetch([number], epoch=0)
                 if bool(batch.valid.all()):
                     return batch
-        raise GpuaugError(f"none of the first {len(numbers[:PROBED])} samples could be decoded.")
+        raise GpuaugError(f"none of the first {len(numbers[:PROBED_SAMPLES])} samples could be decoded.")
 
     def write(self, opened: tuple[Loader, Noted], plan: dict[str, Any], span: Span, done: Callable[[int], Any]) -> None:
-        """Make and write the chunks of a span; ``done`` is told how many samples were made."""
+        """Write the chunks of a span. ``done`` is called with the number of samples after each step."""
         loader, noted = opened
         kind, chunk = record(plan), plan["chunk"]
         position, end = span.first * chunk, min(plan["rows"][span.slot], span.last * chunk)
@@ -454,16 +456,16 @@ class Work:
 
 
 class Noted(Faults):
-    """Faults that are kept besides, to be stored in the place of pixels."""
+    """Faults that also keeps the last fault of each sample, to be stored in the place of its pixels."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._noted: dict[int, Fault] = {}  # the last one of each sample, by number
+        self._noted: dict[int, Fault] = {}  # by number of the sample
 
     def handle(
         self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
     ) -> None:
-        """As the policy says, and keep them."""
+        """Keep the faults, and handle them as the policy says."""
         self._noted.update((indices[fault.row], fault) for fault in faults)
         super().handle(faults, indices=indices, epoch=epoch, samples=samples, key_of=key_of)
 
@@ -487,7 +489,7 @@ def _views(batch: Batch) -> list[Tensor]:
 
 
 def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
-    """Pixels [B, 3, H, W] as they are stored: final ones as they are, others as uint8 [B, H, W, 3]."""
+    """Convert pixels [B, 3, H, W] to what is stored: final ones unchanged, others as uint8 [B, H, W, 3]."""
     if final:
         view = view.cpu().contiguous()
         return (view.view(torch.int16) if view.dtype == torch.bfloat16 else view).numpy()
@@ -509,7 +511,7 @@ def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) 
 
 
 def _seal(root: Path, plan: dict[str, Any]) -> str:
-    """Hash of all files but the chunks, whose own checksums are in their notes."""
+    """Hash of all files except the chunks, whose checksums are in their notes."""
     sealed = [root / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
     for slot in range(plan["epochs"]):
         sealed.append(epoch_folder(root, plan, slot) / "order.npy")
@@ -518,7 +520,7 @@ def _seal(root: Path, plan: dict[str, Any]) -> str:
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """What an earlier run has written or planned here; None where the folder is new.
+    """The manifest or the plan of an earlier run; None if the folder is new.
 
     Raises:
         ConfigError: if the folder holds anything else.
@@ -547,7 +549,7 @@ def _earlier(out: Path) -> dict[str, Any] | None:
 
 
 def _here(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Callable[[int], Any]) -> None:
-    """One loader: its own stages use all cores."""
+    """Write in this process: the loader's own stages use all cores."""
     opened = work.open()
     with opened[0]:
         for span in spans:
@@ -555,9 +557,9 @@ def _here(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Callabl
 
 
 def _on_ray(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Callable[[int], Any]) -> None:
-    """The same loader in processes of a cluster, each with a GPU where the loader has one, else with some cores."""
+    """Write in processes of a cluster, each with a GPU if the loader has one, else with some cores."""
     device = work.loader["device"].type
-    work = replace(work, loader={**work.loader, "device": device, "cache": None})  # each reads a part only
+    work = replace(work, loader={**work.loader, "device": device, "cache": None})  # each process reads a part only
     with on_ray.cluster() as ray:
         found = on_ray.machines(ray, "CPU")
         cpus = min([RAY_CORES, *found])
@@ -565,22 +567,21 @@ def _on_ray(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Calla
         workers = sum(on_ray.machines(ray, "GPU")) if gpus else sum(count // cpus for count in found)
         log.info("materialize on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(found))
         items = list(_pieces(spans, at_most=-(-sum(s.last - s.first for s in spans) // (4 * max(1, workers)))))
-        make = partial(_Process, work, plan)
+        make = partial(_writer, work, plan)
         for _, count in on_ray.results(ray, make, items, workers=max(1, workers), cpus=cpus, gpus=gpus):
             done(count)
 
 
-class _Process:
-    """One loader, on a machine of a cluster."""
+def _writer(work: Work, plan: dict[str, Any]) -> Callable[[Span], int]:
+    """Open a loader on a machine of a cluster. Returns what writes a span and gives its number of samples."""
+    opened = work.open()
 
-    def __init__(self, work: Work, plan: dict[str, Any]) -> None:
-        self._work, self._plan, self._opened = work, plan, work.open()
-
-    def __call__(self, span: Span) -> int:
-        """Write a span; how many samples it has."""
+    def write(span: Span) -> int:
         counts: list[int] = []
-        self._work.write(self._opened, self._plan, span, counts.append)
+        work.write(opened, plan, span, counts.append)
         return sum(counts)
+
+    return write
 
 
 def _pieces(spans: Sequence[Span], *, at_most: int) -> Iterator[Span]:
@@ -591,11 +592,3 @@ def _pieces(spans: Sequence[Span], *, at_most: int) -> Iterator[Span]:
 
 def _blocks(numbers: Sequence[int], size: int = 1 << 16) -> Iterator[Sequence[int]]:
     return (numbers[i : i + size] for i in range(0, len(numbers), size))
-
-
-def gigabytes(size: float) -> str:
-    """Bytes as text."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size / 1e3:.1f} kB"
