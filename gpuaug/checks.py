@@ -39,8 +39,7 @@ def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> No
     """Check that ``value`` is one of the texts ``known``. ``hint`` ends the error."""
     known = tuple(known)
     if not isinstance(value, str) or value not in known:
-        allowed = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
-        raise ConfigError(f"`{name}` must be {allowed}. Found: {value!r}.{hint}")
+        raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.{hint}")
 
 
 def text(name: str, value: Any, *, optional: bool = False) -> None:

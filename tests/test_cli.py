@@ -96,10 +96,10 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "out=2024"], "Quote it: \"out='2024'\"."),
         (["train", "json=3"], "`json` must be text or null. Found: 3."),
         (["preview", "out=null"], "`out` must be text. Found: None."),
-        (["preview", "draws=0"], "`draws` must be a whole number >= 1. Found: 0."),
+        (["preview", "draws=0"], "`draws` must be a whole number >= 1 or null. Found: 0."),
         (["preview", "indices=[1,x]"], "`indices` must be a list of sample numbers"),
         (["preview", "epoch=-1"], "`epoch` must be a whole number >= 0"),
-        (["preview", "samples=many"], "`samples` must be a whole number >= 1. Found: 'many'."),
+        (["preview", "samples=many"], "`samples` must be a whole number >= 1 or null. Found: 'many'."),
     ],
 )
 def test_errors_are_one_clean_message(
@@ -286,6 +286,7 @@ def test_a_file_that_can_no_longer_be_written_is_named(tmp_path: Path) -> None:
     report = Report(file=str(tmp_path / "new" / "r.json"))
     report.values["a"] = 1
     (tmp_path / "new").rmdir()
+    (tmp_path / "new").write_text("no folder any more")
     with pytest.raises(GpuaugError, match="`json`, '.*r.json', could not be written"):
         report.write()
 

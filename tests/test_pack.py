@@ -712,10 +712,10 @@ def test_nothing_but_bad_samples(tmp_path: Path) -> None:
         ({"sizes": [0]}, "`sizes` must be"),
         ({"sizes": [64, 64]}, "each once"),
         ({"sizes": "128"}, "`sizes` must be"),
-        ({"format": "png"}, "`format` must be jpeg or uint8. Found: 'png'."),
+        ({"format": "png"}, "`format` must be one of jpeg, uint8. Found: 'png'."),
         ({"quality": 101}, "from 1 to 100"),
         ({"subsampling": 420}, "4:4:4, 4:2:2, 4:2:0. Found: 420"),
-        ({"interpolation": "lanczos"}, "bilinear or bicubic"),
+        ({"interpolation": "lanczos"}, "bilinear, bicubic"),
         ({"samples": 0}, "`samples` must be"),
     ],
 )

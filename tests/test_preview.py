@@ -320,7 +320,7 @@ def test_operations_that_cannot_be_shown_are_refused(
     assert main([*words, f"out={tmp_path}/p.png", "augment=eval"]) == 2
     assert "needs a recipe with operations" in capsys.readouterr().err
     assert main([*words[:2], "show=ops"]) == 2
-    assert "`show` must be samples or operations" in capsys.readouterr().err
+    assert "`show` must be one of samples, operations" in capsys.readouterr().err
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "broken.jpg").write_bytes(b"\xff\xd8 no image")
     assert main(["preview", f"source.root={tmp_path}/images", f"out={tmp_path}/p.png", "show=operations"]) == 2

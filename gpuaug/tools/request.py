@@ -121,6 +121,11 @@ class Request:
         # built apart, because names of folders are data: OmegaConf would resolve a class called `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
+    def others(self) -> list[tuple[str, str]]:
+        """Overrides of the loader: the first word of each key, and the whole override."""
+        parts = zip(self._split(), self.overrides, strict=True)
+        return [(root, text) for (_, root, rest), text in parts if not self._is_mine(root, rest)]
+
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
         """Build the object that a part of the configuration describes."""
         return config.build(part, trust=(*self.trust, *trust), **objects)

@@ -1,8 +1,7 @@
-"""Tests of what may crash, hang or lie on a machine, each in a process of its own.
+"""Runs each test of :mod:`gpuaug.tools.doctor.probes` in a process of its own, because tests may crash or hang.
 
-A test is a name of :mod:`gpuaug.tools.doctor.probes`. It is good, or not: because the pixels are wrong, because it said
-why, because the process crashed, or because it did not answer in time. Those of :data:`gpuaug.machine.VERDICTS` run
-only once per machine and versions: their verdicts are kept as JSON in the cache folder.
+A test fails if it says so, if its process crashes, or if it does not answer in time. Results of the tests in
+:data:`gpuaug.verdicts.KEPT` are remembered for this machine and these versions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ log = logging.getLogger("gpuaug")
 LATE = "did not answer within"
 TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
 CUDA = ("decoder_mixed", "roi", "hardware", "stream", "stream_hardware", "fused_cuda")
-FRESH = ("cuda", "header", "compiler", "workers")  # quick, or of things that change from day to day
+FRESH = ("cuda", "header", "compiler", "workers")  # never remembered: quick, or changing from day to day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +71,38 @@ def keep(verdict: Verdict) -> None:
 
 
 def examine(names: Sequence[str], *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> list[Verdict]:
-    """Run tests one after the other; those whose verdicts are kept only once per machine and versions.
+    """Run tests one after the other, except those whose results are remembered.
 
     Args:
-        names: of :data:`gpuaug.machine.VERDICTS` and :data:`FRESH`.
-        cuda: whether there is a CUDA device; without one its tests have no verdict.
-        fresh: test again what is remembered.
+        names: of tests, from :data:`gpuaug.verdicts.KEPT` and :data:`FRESH`.
+        cuda: whether there is a CUDA device. Without one its tests are not run, and ``good`` is None.
+        fresh: ignore remembered results.
         timeout: seconds for each test.
     """
-    known = {} if fresh else load()
-    found = []
+    known = {} if fresh else verdicts.load()
+    results = []
     for name in names:
         if name in CUDA and not cuda:
-            found.append(Verdict(name=name, good=None, text="not testable here: no CUDA device"))
+            results.append(Verdict(name=name, good=None, text="not testable here: no CUDA device"))
         elif name in known:
-            found.append(known[name])
+            results.append(known[name])
         else:
-            found.append(probe(name, timeout=timeout))
-            if name in machine.VERDICTS and found[-1].good is not None:
-                # a machine that was slow today is not broken for ever, nor is what was known before still sure
-                keep(replace(found[-1], good=None) if is_late(found[-1]) else found[-1])
-    return found
+            results.append(probe(name, timeout=timeout))
+            if name in KEPT and results[-1].good is not None:
+                # a timeout says that the machine is slow today: forget the earlier result, and remember none
+                verdicts.keep(replace(results[-1], good=None) if is_late(results[-1]) else results[-1])
+    return results
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
-    """Run one test in a process of its own, and whatever comes of it is a verdict.
+    """Run one test in a process of its own. A crash or a timeout is a result like others.
 
     Args:
-        name: of the test.
-        timeout: seconds until it is ended, with all its children.
-        command: what to run instead of the test; its last line of output is the answer, as JSON.
+        name: name of the test.
+        timeout: seconds after which the process and its children are killed.
+        command: a command to run instead of the test. Its last line of output is the result, as JSON.
     """
-    # appended, not PYTHONPATH: this package's folder must not come before the standard library
+    # appended to sys.path: PYTHONPATH would put this package's folder before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()
@@ -139,30 +138,31 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
     return Verdict(name=name, good=False, text=text, seconds=seconds)
 
 
-def is_late(found: Verdict) -> bool:
-    """Whether a test did not answer in time: the machine may be slow, not broken."""
-    return found.good is False and found.text.startswith(LATE)
+def is_late(verdict: Verdict) -> bool:
+    """Whether a test did not answer in time. The machine may only be slow."""
+    return verdict.good is False and verdict.text.startswith(LATE)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End what is left of a test: it may have started processes that hold the device."""
+    """Kill the test and its children, which may hold the device."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.poll() is None:
         process.kill()
         try:
             process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:  # in the driver, where no signal reaches it
-            log.warning("process %d of a test cannot be ended", process.pid)
+        except subprocess.TimeoutExpired:  # it hangs in the driver, where no signal reaches it
+            log.warning("process %d of a test cannot be killed", process.pid)
 
 
 def _answer(out: str) -> dict[str, Any] | None:
+    """The result in the last line of output; None if it is not one."""
     lines = out.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        answer = json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+    if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
         return None
-    good = found.get("good")
-    return found if good is None or isinstance(good, bool) else None
+    good = answer.get("good")
+    return answer if good is None or isinstance(good, bool) else None

@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 import shutil
 import sys
 import sysconfig
@@ -358,8 +357,7 @@ def workers(settings: Settings) -> Iterator[Finding]:
 
 def _log_overrides_without_effect(request: Request) -> None:
     """Check overrides of the loader as other commands do, and log that they change nothing here."""
-    own = set(request.settings())
-    others = [text for text in request.overrides if re.split(r"[.=@]", text.lstrip("+~"))[0] not in own]
+    others = [text for _, text in request.others()]
     if others or request.config_name is not None:
         request.loader()
         log.info("doctor looks at the machine, not at a configuration: no effect of %s", ", ".join(others) or "it")

@@ -1,6 +1,6 @@
-"""What `gpuaug doctor` runs in processes of their own: each test says whether it went well, or crashes trying.
+"""The tests of `gpuaug doctor`. Each runs in a process of its own and prints its result.
 
-Nothing heavy is imported before a test runs; workers that are started afresh import this file.
+Nothing heavy is imported at the top, because spawned workers import this file.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Answer = tuple[bool | None, str, Any]  # good, what was seen, more of it as JSON
+Answer = tuple[bool | None, str, Any]  # good (None: cannot be tested here), what was seen, details as JSON
 
-ROUNDS = 8  # of tests that look for a race
-TOLERANCE = 4  # levels between GPU and CPU decoders; DALI's own tests allow as many
-IN_A_ROW = 4  # batches that are decoded while the device is busy
-BUSY = 10_000_000  # clock cycles that the consumer's stream is kept busy after each: some 6 ms
+ROUNDS = 8  # repetitions of tests that look for a race
+TOLERANCE = 4  # levels between GPU and CPU decoders, as in DALI's own tests
+IN_A_ROW = 4  # batches decoded while the device is busy
+BUSY = 10_000_000  # clock cycles of work on the consumer's stream after each batch: some 6 ms
 
 
 def main() -> None:
-    """Run the test that the command line names; the last line of output is the answer."""
+    """Run the test that the command line names, and print its result as the last line."""
     good, text, value = TESTS[sys.argv[1]]()
     print(json.dumps({"good": good, "text": text, "value": value}), flush=True)
 
@@ -39,13 +39,13 @@ def cuda() -> Answer:
         try:
             torch.cuda.init()
             why = "no device is visible"
-        except Exception as error:  # whatever it raises says why
+        except Exception as error:  # any error says why
             why = str(error).strip().splitlines()[0][:200]
         return False, f"torch is built for CUDA {build}, and {why}", value
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
         devices.append({"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"})
-        torch.ones(8, device=f"cuda:{k}").sum().item()  # a device that is listed may still refuse to work
+        torch.ones(8, device=f"cuda:{k}").sum().item()  # a listed device may still fail
     return True, f"torch is built for CUDA {build}", value
 
 
@@ -53,12 +53,12 @@ def cuda() -> Answer:
 
 
 def _images() -> list[tuple[str, bytes]]:
-    """Names and bytes of encoded images of many kinds: smooth colour with edges in it, as photographs have."""
+    """Names and bytes of encoded images of many kinds. Like photographs they have smooth colours and edges."""
     import numpy as np
     from PIL import Image
 
     rng = np.random.default_rng(0)
-    found = []
+    images = []
     kinds: list[tuple[str, str, dict[str, Any]]] = [
         ("jpeg 4:4:4", "JPEG", {"quality": 92, "subsampling": 0}),
         ("jpeg 4:2:0", "JPEG", {"quality": 85, "subsampling": 2}),
@@ -76,12 +76,12 @@ def _images() -> list[tuple[str, bytes]]:
         image.paste((255 - 10 * n, 16 * n, 40), (width // 3, height // 4, width // 2, height // 2))
         stream = io.BytesIO()
         (image.convert("L") if name.endswith("gray") else image).save(stream, codec, **options)
-        found.append((name, stream.getvalue()))
-    return found
+        images.append((name, stream.getvalue()))
+    return images
 
 
 def _truth(data: bytes) -> Any:
-    """uint8 [H, W, 3] by Pillow."""
+    """Pixels by Pillow: uint8 [H, W, 3]."""
     import numpy as np
     from PIL import Image
 
@@ -106,14 +106,14 @@ def _batch(encoded: Sequence[bytes]) -> Any:
 
 
 def header() -> Answer:
-    """Our parser of headers against Pillow."""
+    """Compare our header parser with Pillow."""
     from gpuaug.decode import header as parser
 
     images = _images()
     for name, data in images:
-        found, truth = parser.read(data), _truth(data)
-        if (found.height, found.width) != truth.shape[:2]:
-            return False, f"{name}: {found.height}x{found.width} instead of {truth.shape[0]}x{truth.shape[1]}", None
+        size, truth = parser.read(data), _truth(data)
+        if (size.height, size.width) != truth.shape[:2]:
+            return False, f"{name}: {size.height}x{size.width} instead of {truth.shape[0]}x{truth.shape[1]}", None
     return (
         True,
         f"{len(images)} images of {len({name for name, _ in images})} kinds: sizes and codecs as Pillow's",
@@ -152,17 +152,17 @@ def _gap(decoded: Any, truth: Any) -> int:
 
 
 def decoder_cpu() -> Answer:
-    """DALI on the CPU against Pillow."""
+    """Compare DALI on the CPU with Pillow."""
     return _decode("cpu", hardware=0.0, tolerance=1)
 
 
 def decoder_mixed() -> Answer:
-    """DALI on the GPU, without the JPEG engine."""
+    """Compare DALI on the GPU, without its JPEG engine, with Pillow."""
     return _decode("cuda", hardware=0.0, tolerance=TOLERANCE)
 
 
 def hardware() -> Answer:
-    """The GPU's JPEG engine; no verdict where there is none, for DALI then decodes without it and says nothing."""
+    """Compare the GPU's JPEG engine with Pillow. Without an engine DALI decodes without it silently: no result then."""
     if not _engine():
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` changes nothing. Most GPUs have none; "
@@ -178,17 +178,17 @@ def _engine() -> bool:
     try:
         decoder = nvimgcodec.Decoder(backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.HW_GPU_ONLY)])
         return decoder.decode(data) is not None
-    except Exception:  # it says that there is none in whatever way its release does
+    except Exception:  # releases report a missing engine by different errors
         return False
 
 
 def roi() -> Answer:
-    """Parts of images, decoded on the GPU."""
+    """Compare parts of images decoded on the GPU with Pillow."""
     return _parts("mixed")
 
 
 def _parts(device: str) -> Answer:
-    """Parts of images by DALI; ``cpu`` runs the same where there is no GPU, for the tests."""
+    """Compare parts of images decoded by DALI with Pillow. Tests call it with ``cpu``."""
     import numpy as np
     import torch
     from nvidia.dali import Pipeline, fn, types
@@ -231,7 +231,7 @@ def _parts(device: str) -> Answer:
 
 
 class _Work:
-    """Keeps every multiprocessor of a device busy, by matrix products on streams that go before all others."""
+    """Keeps every multiprocessor of a device busy, by matrix products on streams of high priority."""
 
     def __init__(self) -> None:
         import torch
@@ -239,7 +239,7 @@ class _Work:
         self.streams = [torch.cuda.Stream(priority=-1) for _ in range(4)]
         self.matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for event in (begin, end):  # the first product loads the library
+        for event in (begin, end):  # first round: loads the library
             for _ in range(4):
                 self.matrix @ self.matrix
             event.record()
@@ -247,7 +247,7 @@ class _Work:
         self.each = begin.elapsed_time(end) / 4e3  # seconds
 
     def queue(self, seconds: float) -> None:
-        """Begin; the host goes on at once."""
+        """Queue work of some seconds, without waiting for it."""
         import torch
 
         for stream in self.streams:
@@ -257,15 +257,15 @@ class _Work:
 
     @property
     def running(self) -> bool:
-        """Whether some of it is left."""
+        """Whether some of the work is left."""
         return not all(stream.query() for stream in self.streams)
 
 
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
-    """Batches decoded in a row on a device that is busy, and used late, against the same ones on an idle device.
+    """Compare batches decoded on a busy device, and read late, with the same batches decoded on an idle one.
 
-    DALI resizes on multiprocessors, which are busy, and the engine decodes beside them: one that does not wait for its
-    stream writes the next batch over pixels that are still to be resized. ``cpu`` runs the same lines for the tests.
+    DALI resizes on the multiprocessors, which are busy, while the JPEG engine decodes. An engine that does not wait for
+    its stream overwrites pixels that are not resized yet. Tests call it with ``cpu``.
     """
     from contextlib import nullcontext
 
@@ -277,30 +277,30 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     images = [data for name, data in _images() if name.startswith("jpeg")] * 4
     decoder = Decode(backend="dali", hardware_load=hardware, num_threads=2).open(device)
     crop, given = Resize((96, 96)), []
-    for turn in range(IN_A_ROW):  # other pixels and sizes in every row
+    for turn in range(IN_A_ROW):  # each batch has other pixels and sizes
         batch = _batch([images[(k + turn) % len(images)] for k in range(len(images))])
         look = decoder.read_headers(batch)
         given.append((batch, look, [crop.boxes(None, look.height, look.width)]))
     cuda = device != "cpu"
     work, consumer = (_Work(), torch.cuda.Stream()) if cuda else (None, None)
-    for _ in range(2):  # the first time builds the pipeline
+    for _ in range(2):  # first round: builds the pipeline
         began = time.perf_counter()
         truths = [decoder.pixels(*arguments)[0][0].cpu().clone() for arguments in given]
         seconds = (time.perf_counter() - began) / IN_A_ROW
     wrong = busy = largest = 0
-    longer = 2  # than a batch takes; more where the device is idle again before the batch is there
+    factor = 2  # of the time of a batch; grows while the device is idle before the batch is there
     for _ in range(ROUNDS):
         copies = []
         with torch.cuda.stream(consumer) if consumer is not None else nullcontext():
             for arguments in given:
                 if work is not None:
-                    work.queue(longer * seconds)
+                    work.queue(factor * seconds)
                 made = decoder.pixels(*arguments)[0][0]
                 if work is not None:
-                    running = work.running  # then its resize may still wait while the next batch is decoded
-                    busy, longer = busy + running, longer if running else min(2 * longer, 16)
+                    running = work.running  # the resize may still wait while the next batch is decoded
+                    busy, factor = busy + running, factor if running else min(2 * factor, 16)
                     torch.cuda._sleep(BUSY)
-                copies.append(made.clone())  # runs when the stream gets there
+                copies.append(made.clone())  # runs when the consumer's stream gets there
                 del made
         if cuda:
             torch.cuda.synchronize()
@@ -316,12 +316,12 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def stream() -> Answer:
-    """The order of decoding and a busy consumer's stream."""
+    """Check the order of decoding and a busy consumer's stream."""
     return _order(0.0, 0)
 
 
 def stream_hardware() -> Answer:
-    """The same with the JPEG engine."""
+    """As :func:`stream`, with the JPEG engine."""
     if not _engine():
         return None, "this GPU has no JPEG engine that nvImageCodec can use", None
     return _order(1.0, TOLERANCE)
@@ -354,23 +354,23 @@ def _augmented(device: str) -> float:
 
 
 def compiler() -> Answer:
-    """The compiled augmentations on the CPU, built with the compiler that is here."""
+    """Build the compiled augmentations for the CPU, and compare them with Kornia's."""
     import logging
 
     from gpuaug.augment.fused import cpu as native
 
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gpuaug").addHandler(handler)
     if native.library() is None:
-        return False, said[-1] if said else "no C++ compiler", None
+        return False, messages[-1] if messages else "no C++ compiler", None
     gap = _augmented("cpu")
     return gap < 1, f"compiled augmentations within {gap:.2g} levels of Kornia's", {"largest": gap}
 
 
 def fused_cuda() -> Answer:
-    """The augmentations that Triton compiles, on the GPU."""
+    """Compare the augmentations that Triton compiles with Kornia's."""
     gap = _augmented("cuda")
     return gap < 1, f"compiled augmentations within {gap:.2g} levels of Kornia's", {"largest": gap}
 
@@ -389,7 +389,7 @@ class _Few:
 
 
 def workers() -> Answer:
-    """Every start method: a process that writes to shared memory; then the loader's own workers, by the default."""
+    """Start a process by every method and let it write to shared memory; then read with the loader's own workers."""
     import multiprocessing
     from multiprocessing import shared_memory
 
@@ -418,7 +418,7 @@ def workers() -> Answer:
         return False, f"workers do not start by {default}, Python's default", seen
     try:
         _read()
-    except Exception as error:  # whatever it is, it is what a loader would meet
+    except Exception as error:  # a loader would meet the same error
         return False, f"the loader's workers fail ({default}): {error}", seen
     text = ", ".join(f"{m}{' (default)' if m == default else ''}{'' if seen[m] else ' FAILS'}" for m in seen)
     return not broken, text, {**seen, "default": default}

@@ -15,9 +15,9 @@ from gpuaug.tools.pack.job import Pack, finished
 from gpuaug.tools.pack.pack import pack
 from gpuaug.tools.pack.verify import verify
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import OVERRIDE, Request
+from gpuaug.tools.request import Request
 
-PARTS = ("source", "decode", "faults")  # of the loader's configuration; nothing else decides what is packed
+PARTS = ("source", "decode", "faults")  # the keys of the loader that decide what is packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Settings:
 
 
 def main(request: Request) -> int:
-    """Pack, or go on; then check, where asked for."""
+    """Pack, or continue a stopped run; then check the files if `verify` is set."""
     settings = Settings(**request.settings())
     what, out = settings.what, settings.out
     if out is None:
         raise ConfigError("`out` must be given: the folder to write. Set it: out=DIR")
     report = Report(file=settings.json)
-    _refuse_what_does_not_matter(request)
+    _refuse_overrides_without_effect(request)
     config = request.loader()
     only_check = settings.verify and _nothing_to_pack(config) and finished(out) is not None
     if not only_check:
@@ -73,7 +73,7 @@ def main(request: Request) -> int:
             on=settings.on,
         )
         seconds = time.monotonic() - begin
-        _tell(report, manifest, out, seconds=None if before is not None else seconds)
+        _add_result(report, manifest, out, seconds=None if before is not None else seconds)
     if settings.verify:
         damage = verify(out, num_workers=settings.num_workers or None)
         if damage:
@@ -89,7 +89,7 @@ def main(request: Request) -> int:
     return 0
 
 
-def _tell(report: Report, manifest: dict[str, Any], out: str, *, seconds: float | None) -> None:
+def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: float | None) -> None:
     total, bad = manifest["samples"], len(manifest["dropped"])
     left_out = f", {bad} bad ones left out" if bad else ""
     speed = "finished already" if seconds is None else f"{seconds:.1f} s"
@@ -101,10 +101,8 @@ def _tell(report: Report, manifest: dict[str, Any], out: str, *, seconds: float 
         report.add(
             f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
         )
-    if manifest["format"] == "uint8":
-        report.add("read_it_with", out, f"source=packed source.root={out}")
-    else:
-        report.add("read_it_with", out, f"source=packed source.root={out}, or as WebDataset shards")
+    or_webdataset = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
+    report.add("read_it_with", out, f"source=packed source.root={out}{or_webdataset}")
 
 
 def _nothing_to_pack(config: Any) -> bool:
@@ -114,15 +112,12 @@ def _nothing_to_pack(config: Any) -> bool:
     return source is None or OmegaConf.is_missing(source, "root")
 
 
-def _refuse_what_does_not_matter(request: Request) -> None:
-    """Name an override that would change nothing here: augmentation comes after packing."""
+def _refuse_overrides_without_effect(request: Request) -> None:
+    """Raise ConfigError for an override that changes nothing here, because augmentation comes after packing."""
     if request.config_name is not None:
-        return
-    own = set(request.settings())
-    for text in request.overrides:
-        match = OVERRIDE.fullmatch(text)
-        root = "" if match is None else match["root"]
-        if "=" in text and root not in own and root.split("/")[0] not in (*PARTS, "hydra"):
+        return  # the user's own configuration may describe a whole training
+    for root, text in request.others():
+        if "=" in text and root.split("/")[0] not in (*PARTS, "hydra"):
             raise ConfigError(
                 f"`{root}` changes nothing that `gpuaug pack` writes. It reads its own keys and {', '.join(PARTS)}."
             )

@@ -1,7 +1,7 @@
 """`gpuaug preview show=operations`: every operation of a recipe at the ends and in the middle of its range.
 
-Nothing here knows an operation: the rules that turn draws into Kornia's parameters are asked what each draw moves, and
-the pixels come from the backend that trains.
+No operation is known here by name. Each draw is varied to see which of Kornia's parameters it changes. The pixels come
+from the backend that trains.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
-TOP = np.float32(1 - 2**-24)  # the largest draw
+TOP = np.float32(1 - 2**-24)  # the largest value of a draw
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # as `order` numbers them
-SEEDED = 3  # draws of an operation whose range is not known
+SEEDED = 3  # examples of an operation whose range is not known
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One parameter of an operation, or several that move together, over its range.
+    """The range of one parameter of an operation, or of several that change together.
 
     Attributes:
         what: the Kornia class, and the parameter where there is one.
-        slot, alternative: which module of the prepared operation.
-        uniforms: float32 [n, count], draws that lead there, from one end to the other.
-        captions: n texts, the values.
+        slot, alternative: the module of the prepared operation.
+        uniforms: float32 [n, count], the draws of n values, from one end to the other.
+        captions: the n values, as texts.
     """
 
     what: str
@@ -50,13 +50,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the picture.
+    """A row of the sheet.
 
     Attributes:
         name: key of the operation in ``ops``.
-        notes: class, parameter, chance, views that have the operation.
-        captions: what stands below each picture but the first.
-        pictures: per sample: before, and the operation at each value.
+        notes: class, parameter, probability, views that have the operation.
+        captions: texts below all pictures except the first.
+        pictures: per sample: the image before, and at each value.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
 
 
 def spans(op: Prepared, size: Size) -> list[Span]:
-    """What an operation does to images of ``size``, (H, W), parameter by parameter; in the order of its slots."""
+    """The ranges of an operation's parameters on images of ``size``, (H, W), in the order of its slots."""
     if op.seeded is not None:
         drawn = np.zeros((SEEDED, op.count), dtype=np.float32)
         return [Span(type(op.op).__name__, 0, 0, drawn, [f"draw {n + 1}" for n in range(SEEDED)])]
@@ -75,7 +75,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
     for slot, modules in enumerate(op.slots):
         kinds = [(type(module), getattr(module, "_fixed_order", None)) for module in modules]
         for alternative, module in enumerate(modules):
-            if kinds[alternative] not in earlier:  # slots after the first mostly repeat what it offers
+            if kinds[alternative] not in earlier:  # later slots mostly repeat the first one
                 found += _spans_of(op, size, slot, alternative, module)
         earlier.update(kinds)
     return found
@@ -87,7 +87,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int, module: Any
 
     kind = type(module).__name__
     order = getattr(module, "_fixed_order", None)
-    mine = None if order is None else {STEPS[step] for step in order}  # its module reads no other factor
+    mine = None if order is None else {STEPS[step] for step in order}  # the module reads only these factors
     groups = _groups(params, op.count, mine)
     if not groups:
         middle = np.full((1, op.count), 0.5, dtype=np.float32)
@@ -105,7 +105,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int, module: Any
 
 
 def _groups(params: Callable[[Float], Params], count: int, mine: set[str] | None) -> list[tuple[list[str], list[int]]]:
-    """Parameters that move together, and the draws that move them."""
+    """Parameters that change together, and the columns of the draws that change them."""
     u = np.full((1 + 2 * count, count), 0.5, dtype=np.float32)
     for column in range(count):
         u[1 + 2 * column, column], u[2 + 2 * column, column] = 0, TOP
@@ -126,7 +126,7 @@ def _groups(params: Callable[[Float], Params], count: int, mine: set[str] | None
 def _over(
     params: Callable[[Float], Params], count: int, names: list[str], columns: list[int]
 ) -> tuple[Float, list[str]]:
-    """Draws from one end to the other, and the values there; equal neighbours once."""
+    """Draws from one end of the range to the other, and the values there as texts. Equal values appear once."""
     ends = np.array([0, 0.5, TOP], dtype=np.float32)
     single = len(names) == 1 and len(columns) <= 3  # e.g. a magnitude and its random sign
     points = list(itertools.product(ends, repeat=len(columns))) if single else [(e,) * len(columns) for e in ends]
@@ -142,7 +142,7 @@ def _over(
         picked = [0, len(points) // 2, len(points) - 1]
     said = [_said(values, row) or end for row, end in zip(picked, ("least", "middle", "most"), strict=True)]
     kept = [n for n in range(len(picked)) if said[n] not in said[:n]]
-    if len(kept) == 1 and len(columns) > 1:  # only the order of the draws counts, as of channels: there are no ends
+    if len(kept) == 1 and len(columns) > 1:  # only the order of the draws matters, as for channels: there are no ends
         u = np.random.default_rng(0).random((SEEDED, count), dtype=np.float32)
         values = {name: params(u)[name] for name in names}
         return u, [_said(values, row) or f"draw {row + 1}" for row in range(SEEDED)]
@@ -165,11 +165,11 @@ def _short_name(name: str) -> str:
 
 
 def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int) -> list[Row]:
-    """Every operation of every view; one that several views have with the same settings only once.
+    """A row for every operation of every view. One that several views share with equal settings appears once.
 
     Args:
-        views: of the recipe.
-        images: per view, per sample: uint8 [H, W, 3], what the operations start from.
+        views: the views of the recipe.
+        images: per view and sample: uint8 [H, W, 3], the input of the operations.
         seed: keys the noise of operations that have one value per pixel.
     """
     shared: dict[str, list[tuple[int, Prepared]]] = {}
@@ -188,20 +188,20 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
             pictures = [[_picture(image), *one[n]] for image, one in zip(images[number], made, strict=True)]
             notes = _notes(op, span)
             chances = _chances(users, views)
-            if len(notes) > 1:  # the chance is that of the whole choice
+            if len(notes) > 1:  # the probability is that of the whole choice
                 notes, chances = [notes[0], *chances, *notes[1:]], []
             found.append(Row(op.name, [*notes, *chances], span.captions, pictures))
     return found
 
 
 def _notes(op: Prepared, span: Span) -> list[str]:
-    """The class, and of what choice it is one."""
+    """The class, and the choice that it is part of."""
     whole = type(op.op).__name__
     return [span.what] if span.what.startswith(whole) else [f"{whole}:", span.what, *_among(op, span)]
 
 
 def _among(op: Prepared, span: Span) -> list[str]:
-    """How many there are to choose from, and the chance of this one once it is chosen."""
+    """Number of operations to choose from, and the probability of this one after it was chosen."""
     if isinstance(op.op, OneOf):
         members = [member for member in op.op.ops.values() if member is not None]
         same = {getattr(m, "p", 1.0) for m in members if type(m) is type(op.slots[span.slot][span.alternative])}
@@ -209,7 +209,7 @@ def _among(op: Prepared, span: Span) -> list[str]:
     name = type(op.op).__name__
     if name in ("RandAugment", "TrivialAugment"):
         return [f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}"]
-    return []  # AutoAugment: pairs, each with chances of its own
+    return []  # AutoAugment has pairs, each with probabilities of its own
 
 
 def _chances(users: Sequence[tuple[int, Prepared]], views: Sequence[View]) -> list[str]:

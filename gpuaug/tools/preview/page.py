@@ -1,7 +1,7 @@
-"""The page of `gpuaug preview out=FILE.html`: one file, a slider over epochs, nothing from anywhere else.
+"""The page of `gpuaug preview out=FILE.html`: one file with a slider over epochs. It makes no requests.
 
-Views are embedded without loss, so the page holds the very pixels; the originals, which only show where the boxes are,
-as small JPEGs. What comes from the data set (names, labels) is escaped, and the page forbids itself every request.
+Views are embedded without loss, so the page shows the exact pixels. Originals only show where the boxes are, and are
+embedded as small JPEGs. Names and labels of the data set are escaped.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def page(
     views: Sequence[str],
     color: Callable[[int], tuple[int, int, int]],
 ) -> str:
-    """The whole page.
+    """The HTML of the page.
 
     Args:
-        samples: its rows.
+        samples: the rows.
         heading, lines: text above them.
         epochs: stops of the slider.
         views: titles of the views.
-        color: number of a view to the color of its box.
+        color: returns the color of a view's box, by the number of the view.
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = LARGE / largest
@@ -89,7 +89,7 @@ def _original(sample: Sample, colors: Sequence[str]) -> str:
     scale = min(WIDE / image.width, LARGE / image.height)
     width, height = (max(1, round(side * scale)) for side in image.size)
     image.thumbnail((2 * width, 2 * height))  # sharp on screens of two pixels per CSS pixel
-    # the first view's on top, as in the PNG
+    # the first view on top, as in the PNG
     rects = "".join(f'<rect style="stroke:{color}"/>' for color in colors)
     return (
         f'<div class="original"><img src="{_uri(image, "JPEG", quality=85)}" alt="sample {sample.index}, original" '
@@ -105,5 +105,5 @@ def _uri(image: Image.Image, kind: str, **options: object) -> str:
 
 
 def _text(name: str) -> str:
-    """Names need not be UTF-8."""
+    """Replace bytes that are not UTF-8, which file names may hold."""
     return name.encode("utf-8", "replace").decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,30 +12,34 @@ from gpuaug.tools import memory
 
 
 class Pace:
-    """Counts images and seconds, and the seconds in which the device waited for a batch.
+    """Counts images and seconds between ``start`` and ``stop``, and the seconds in which the device waited for a batch.
 
     On the CPU that is the time between asking for a batch and having it. On CUDA it is the gap between two steps on the
     training's stream, because the host may wait for a batch while the device still works on the one before.
 
-    Args:
-        device: where the steps run.
-        skip_start: begin to count with the first batch. The time until then, in which workers start and kernels are
-            compiled, becomes ``start_up``.
+    Attributes:
+        start_up: seconds until the first batch, in which workers start and kernels are compiled. Not counted otherwise.
+        peak: largest number of bytes of host memory of this process and its workers.
     """
 
-    def __init__(self, device: torch.device, *, skip_start: bool) -> None:
-        self.images, self.waited = 0, 0.0
+    def __init__(self, device: torch.device) -> None:
+        self.images, self.waited, self.peak = 0, 0.0, 0
         self.start_up: float | None = None
-        self._device, self._skip_start = device, skip_start
-        self._begun = time.perf_counter()
-        self._ended: float | None = None
+        self._device = device
+        self._counted, self._begun = 0.0, 0.0  # seconds until the last stop; time of the start, 0 after a stop
+        self._next_peak = 0.0
         self._asked: Any = None
         self._gaps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @property
     def seconds(self) -> float:
-        """From the start until now, or until ``stop``; never 0."""
-        return max(1e-9, (self._ended or time.perf_counter()) - self._begun)
+        """Seconds counted so far; never 0."""
+        running = time.perf_counter() - self._begun if self._begun else 0.0
+        return max(1e-9, self._counted + running)
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._begun = time.perf_counter()
 
     def ask(self) -> None:
         """Note that the last step is queued and the next batch is asked for."""
@@ -44,9 +47,9 @@ class Pace:
 
     def have(self) -> None:
         """Note that the batch is there."""
-        if self._skip_start:
-            self._skip_start, self.start_up = False, self.seconds
-            self._begun = time.perf_counter()
+        if self.start_up is None:
+            self.start_up, self._counted = self.seconds, 0.0
+            self.start()
             return
         mark = self._mark()
         if self._device.type != "cuda":
@@ -57,12 +60,19 @@ class Pace:
             self._take()
 
     def stop(self) -> None:
-        """Wait until the last step is done."""
+        """Wait until the last step is done, and count no further."""
         while self._gaps:
             self._take()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._ended = time.perf_counter()
+        self._counted, self._begun = self.seconds, 0.0
+        self.update_peak()
+
+    def update_peak(self, *, every: float = 0.0) -> None:
+        """Update ``peak``, at most once in ``every`` seconds: reading it costs milliseconds."""
+        if time.monotonic() >= self._next_peak or not every:
+            self.peak = max(self.peak, memory.host())
+            self._next_peak = time.monotonic() + every
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -75,29 +85,3 @@ class Pace:
         asked, there = self._gaps.popleft()
         there.synchronize()
         self.waited += asked.elapsed_time(there) / 1000
-
-
-@dataclass
-class Usage:
-    """Time and memory of the run so far, without checkpoints and held-out images."""
-
-    images: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    start_up: float | None = None
-    peak: int = 0  # bytes of host memory of this process and its workers
-    _next_update: float = field(default=0.0, repr=False)
-
-    def add(self, pace: Pace) -> None:
-        """Add the pace of one epoch, or of the rest of one."""
-        self.images += pace.images
-        self.seconds += pace.seconds
-        self.waited += pace.waited
-        self.start_up = pace.start_up if self.start_up is None else self.start_up
-        self.update_peak()
-
-    def update_peak(self, *, every: float = 0.0) -> None:
-        """Update the peak of memory, at most once in ``every`` seconds: reading it costs milliseconds."""
-        if time.monotonic() >= self._next_update or not every:
-            self.peak = max(self.peak, memory.host())
-            self._next_update = time.monotonic() + every

@@ -33,7 +33,7 @@ from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import checkpoint
-from gpuaug.tools.train.pace import Pace, Usage
+from gpuaug.tools.train.pace import Pace
 
 log = logging.getLogger("gpuaug")
 
@@ -143,7 +143,7 @@ class Training:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
         self.ranks = dist.get_world_size() if distributed.active() else 1
         self.first = not distributed.active() or dist.get_rank() == 0
-        self.usage = Usage()
+        self.pace = Pace(self.device)
         self.steps = 0
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, samples of the epoch
         self.history: list[dict[str, float | int | None]] = []
@@ -184,7 +184,7 @@ class Training:
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
         self.each.train()
-        pace = Pace(self.device, skip_start=self.usage.start_up is None)
+        self.pace.start()
         with tqdm(
             total=whole,
             initial=min(whole, round(done)),
@@ -193,17 +193,16 @@ class Training:
             disable=not self.first,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         ) as bar:
-            ended = self._steps(pace, bar, epoch=epoch, done=done, whole=whole)
-            pace.stop()
-            bar.set_postfix_str(self._postfix(pace), refresh=True)
-        self.usage.add(pace)
+            ended = self._steps(bar, epoch=epoch, done=done, whole=whole)
+            self.pace.stop()
+            bar.set_postfix_str(self._postfix(), refresh=True)
         if ended:
             self._note_epoch(epoch)
         return ended
 
-    def _steps(self, pace: Pace, bar: Any, *, epoch: int, done: float, whole: int) -> bool:
+    def _steps(self, bar: Any, *, epoch: int, done: float, whole: int) -> bool:
         """Make the steps of an epoch. Returns False if SIGTERM came before its end."""
-        batches = iter(self.loader)
+        batches, pace = iter(self.loader), self.pace
         while True:
             pace.ask()
             try:
@@ -219,9 +218,9 @@ class Training:
             self.step(batch, valid=valid, progress=(epoch + min(1.0, done / whole)) / self.settings.epochs)
             pace.images += int(valid)
             done += 1
-            self.usage.update_peak(every=5.0)
+            pace.update_peak(every=5.0)
             if bar.update():
-                bar.set_postfix_str(self._postfix(pace), refresh=False)
+                bar.set_postfix_str(self._postfix(), refresh=False)
             if asked and self.loader.state_dict()["epoch"] == epoch:
                 self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
                 return False
@@ -271,12 +270,13 @@ class Training:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not torch.float32)
 
-    def _postfix(self, pace: Pace) -> str:
+    def _postfix(self) -> str:
+        pace = self.pace
         loss, _, samples = self.sums.tolist()
         device = f", device {memory.gib(_in_use(self.device))}" if self.device.type == "cuda" else ""
         return (
             f"{pace.images / pace.seconds:.0f} images/s, loss {loss / max(1.0, samples):.3f}, "
-            f"waiting {pace.waited / pace.seconds:.0%}, memory {memory.gib(self.usage.peak)}{device}"
+            f"waiting {pace.waited / pace.seconds:.0%}, memory {memory.gib(pace.peak)}{device}"
             + memory.waiting(self.loader.ahead_level, self.loader.ahead)
         )
 
@@ -307,7 +307,7 @@ class Training:
             _, right = outcome(logits, batch.labels, self.settings.loss)
             weight = batch.valid.to(self.device).float()
             sums += torch.stack([(right * weight).sum(), weight.sum()])
-            self.usage.update_peak(every=5.0)
+            self.pace.update_peak(every=5.0)
             if self.stop.asked:
                 break
         asked, right_all, samples = _sum([float(self.stop.asked), *sums.tolist()])
@@ -363,15 +363,15 @@ class Training:
         return last if self.settings.resume == "auto" else Path(self.settings.resume)
 
     def _report(self, report: Report, file: Path) -> None:
-        usage, last = self.usage, self.history[-1] if self.history else {}
-        waited, peak = _sum([usage.waited / self.ranks, float(usage.peak)])
-        if usage.images:
+        pace, last = self.pace, self.history[-1] if self.history else {}
+        waited, peak = _sum([pace.waited / self.ranks, float(pace.peak)])
+        if pace.images:
             ranks = "" if self.ranks == 1 else f" on {self.ranks} ranks"
-            speed = usage.images / usage.seconds
-            report.add("images_per_second", speed, f"{speed:.0f} ({usage.images} in {usage.seconds:.1f} s{ranks})")
-            share = waited / usage.seconds
+            speed = pace.images / pace.seconds
+            report.add("images_per_second", speed, f"{speed:.0f} ({pace.images} in {pace.seconds:.1f} s{ranks})")
+            share = waited / pace.seconds
             report.add("waiting_for_data", share, f"{share:.1%} of the time")
-            report.add("start_up", usage.start_up, f"{usage.start_up:.1f} s until the first batch, not counted above")
+            report.add("start_up", pace.start_up, f"{pace.start_up:.1f} s until the first batch, not counted above")
         report.add("peak_memory", int(peak), f"{memory.gib(peak)} (this process and its workers)")
         if held := memory.workers():
             report.add("worker_memory", held, f"{memory.gib(max(held))} at most in each of {len(held)} workers (PSS)")
