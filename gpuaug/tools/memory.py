@@ -20,10 +20,10 @@ def tree(root: int | None = None) -> list[int]:
             except OSError:
                 continue  # the process has ended
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [os.getpid() if root is None else root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    pids = [os.getpid() if root is None else root]
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids
 
 
 def _pss(pid: int) -> int:

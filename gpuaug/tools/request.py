@@ -170,6 +170,6 @@ class Request:
             return composed
         part = OmegaConf.select(composed, at, throw_on_missing=False)
         if not OmegaConf.is_dict(part):
-            found = ", ".join(map(str, composed)) or "nothing"
-            raise ConfigError(f"`{at}` must be the place of a loader in your configuration, which has: {found}.")
+            keys = ", ".join(map(str, composed)) or "nothing"
+            raise ConfigError(f"`{at}` must be the place of a loader in your configuration, which has: {keys}.")
         return part

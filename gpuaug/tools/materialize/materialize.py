@@ -213,9 +213,9 @@ class Materialize:
             return None if sound else str(file)
 
         with ThreadPoolExecutor(machine.usable_cpus()) as pool:  # hashing releases the GIL
-            for found in tqdm(pool.map(damage, chunks), total=len(chunks), desc="verify", unit="file"):
-                if found is not None:
-                    damaged.append(found)
+            for file in tqdm(pool.map(damage, chunks), total=len(chunks), desc="verify", unit="file"):
+                if file is not None:
+                    damaged.append(file)
         if not damaged and (seal := read_manifest(self.out).get("seal")) != _seal(self.out, self.plan):
             damaged.append(f"{self.out / MANIFEST} (its seal {seal} is not that of the files)")
         return damaged
@@ -257,22 +257,22 @@ class Materialize:
             "num_classes": source.num_classes,
         }
         size = record(given).itemsize
-        found = plain({**given, "chunk": chunk or (before["chunk"] if before else max(1, CHUNK_BYTES // size))})
+        layout = plain({**given, "chunk": chunk or (before["chunk"] if before else max(1, CHUNK_BYTES // size))})
         if before is not None:
-            self._refuse_other_layout(before, found)
+            self._refuse_other_layout(before, layout)
             if "seal" in before and before["epochs"] > epochs:
                 log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
                 epochs = before["epochs"]
         self._orders = [
             orders.ordered(self._order, self._seed, start_epoch + slot, source).indices for slot in range(epochs)
         ]
-        return {**found, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
+        return {**layout, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
 
     def _refuse_other_layout(self, before: dict[str, Any], here: dict[str, Any]) -> None:
         grown = ("epochs", "rows", "seal", "faults")
-        found = differences({k: v for k, v in before.items() if k not in grown}, here)
-        if found:
-            listed = "; ".join(f"{where}: {a!r} there, {b!r} here" for where, a, b in found[:5])
+        changes = differences({k: v for k, v in before.items() if k not in grown}, here)
+        if changes:
+            listed = "; ".join(f"{where}: {a!r} there, {b!r} here" for where, a, b in changes[:5])
             raise StateError(
                 f"`out` holds epochs that were stored otherwise: {str(self.out)!r}. {listed}. Restore what differs, or "
                 "set another `out`."
@@ -534,9 +534,9 @@ def _earlier(out: Path) -> dict[str, Any] | None:
         return read_manifest(out)
     try:
         if (out / PLAN).exists():
-            found = read_json(out / PLAN)
-            if isinstance(found, dict) and found.get("version") == VERSION:
-                return found
+            plan = read_json(out / PLAN)
+            if isinstance(plan, dict) and plan.get("version") == VERSION:
+                return plan
         elif not out.is_dir() or any(not entry.name.endswith(".part") for entry in out.iterdir()):
             raise ConfigError(
                 f"`out` must be a new or empty folder, or one of `gpuaug materialize`. Found: {str(out)!r}."
@@ -561,11 +561,11 @@ def _on_ray(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Calla
     device = work.loader["device"].type
     work = replace(work, loader={**work.loader, "device": device, "cache": None})  # each process reads a part only
     with on_ray.cluster() as ray:
-        found = on_ray.machines(ray, "CPU")
-        cpus = min([RAY_CORES, *found])
+        cores = on_ray.machines(ray, "CPU")
+        cpus = min([RAY_CORES, *cores])
         gpus = int(device == "cuda")
-        workers = sum(on_ray.machines(ray, "GPU")) if gpus else sum(count // cpus for count in found)
-        log.info("materialize on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(found))
+        workers = sum(on_ray.machines(ray, "GPU")) if gpus else sum(count // cpus for count in cores)
+        log.info("materialize on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(cores))
         items = list(_pieces(spans, at_most=-(-sum(s.last - s.first for s in spans) // (4 * max(1, workers)))))
         make = partial(_writer, work, plan)
         for _, count in on_ray.results(ray, make, items, workers=max(1, workers), cpus=cpus, gpus=gpus):

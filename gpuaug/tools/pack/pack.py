@@ -38,7 +38,8 @@ from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.parent import end_with_it
 from gpuaug.source.adapt import adapt
-from gpuaug.source.packed import KIND, MANIFEST, VERSION, checksum, shard_name
+from gpuaug.source.packed import KIND, MANIFEST, VERSION, checksum, parse_manifest, shard_name
+from gpuaug.source.remote.storage import read_file
 from gpuaug.tools import on_ray
 from gpuaug.tools.pack.job import Job, Pack, finished, prepare_out
 from gpuaug.tools.pack.shards import GO_ON, Packer
@@ -106,10 +107,7 @@ def pack(
         if not (job.work / MANIFEST).exists():
             _write_shards(job, faults, num_workers=num_workers, on=on)
             _write_index(job)
-        _publish(job)
-    written = finished(place)
-    assert written is not None
-    return written
+        return _publish(job)
 
 
 def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) -> None:
@@ -117,11 +115,11 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
     hidden = not sys.stderr.isatty()
     with tqdm(total=len(job.source), desc="pack", unit="img", disable=hidden) as bar:
         for shard in range(job.shards):
-            if (found := job.note(shard)) is None:
+            if (note := job.note(shard)) is None:
                 todo.append(shard)
                 continue
-            _handle(job, faults, shard, found["faults"])
-            bad += len(found["faults"])
+            _handle(job, faults, shard, note["faults"])
+            bad += len(note["faults"])
             samples += len(job.numbers(shard))
         if samples:
             log.info("pack %s: %d of %d shards are done already", job.out, job.shards - len(todo), job.shards)
@@ -130,18 +128,18 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
         if todo:
             results = _on_ray(job, todo, num_workers, bar) if on == "ray" else _local(job, todo, num_workers, bar)
             try:
-                for shard, found_faults in results:
-                    bad += len(found_faults)
+                for shard, shard_faults in results:
+                    bad += len(shard_faults)
                     bar.set_postfix(bad=bad, refresh=False)
-                    _handle(job, faults, shard, found_faults)
+                    _handle(job, faults, shard, shard_faults)
             finally:
                 results.close()
     faults.end_of_epoch(0, rescued=0, truncated=0)
 
 
-def _handle(job: Job, faults: Faults, shard: int, found: Sequence[Sequence[Any]]) -> None:
+def _handle(job: Job, faults: Faults, shard: int, bad: Sequence[Sequence[Any]]) -> None:
     numbers = job.numbers(shard)
-    listed = [Fault(row, stage, reason, size, bytes.fromhex(head)) for row, stage, reason, size, head in found]
+    listed = [Fault(row, stage, reason, size, bytes.fromhex(head)) for row, stage, reason, size, head in bad]
     indices = numbers.tolist() if listed else []
     try:
         faults.handle(listed, indices=indices, epoch=0, samples=len(numbers), key_of=job.source.key)
@@ -199,9 +197,9 @@ def _on_ray(job: Job, todo: list[int], num_workers: int | None, bar: Any) -> Res
         cores = sum(machines) or 1
         workers = max(1, min(cores if num_workers is None else num_workers, len(todo)))
         log.info("pack on ray: %d processes on %d machines with %d cores", workers, len(machines), cores)
-        for shard, found in on_ray.results(ray, partial(_packing, job), todo, workers=workers):
+        for shard, faults in on_ray.results(ray, partial(_packing, job), todo, workers=workers):
             bar.update(len(job.numbers(shard)))
-            yield shard, found
+            yield shard, faults
 
 
 def _packing(job: Job) -> Callable[[int], list[Any]]:
@@ -301,7 +299,7 @@ def _label_dtype(labels: list[Any]) -> Any:
     return np.int64 if all(isinstance(label, int) for label in labels) else np.float32
 
 
-def _publish(job: Job) -> None:
+def _publish(job: Job) -> dict[str, Any]:
     """Move every file to its place, the manifest last. The next run completes a move that was killed half-way."""
     for name in [*map(str, job.what.names), "index", MANIFEST]:
         if (job.work / name).exists():
@@ -313,3 +311,4 @@ def _publish(job: Job) -> None:
         finally:
             os.close(folder)
     shutil.rmtree(job.work)
+    return parse_manifest(read_file(str(job.out / MANIFEST)))

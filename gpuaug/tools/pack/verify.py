@@ -61,12 +61,12 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
 def _problem(path: Path, bar: Any, size: int, digest: str) -> str | None:
     """What is wrong with a file; None if nothing is."""
     try:
-        found = file_digest(path, bar.update)
+        read_bytes, read_digest = file_digest(path, bar.update)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    if found[0] != size:
-        return f"has {found[0]} bytes instead of {size}"
-    return None if found[1] == digest else "its content does not fit its checksum"
+    if read_bytes != size:
+        return f"has {read_bytes} bytes instead of {size}"
+    return None if read_digest == digest else "its content does not fit its checksum"
 
 
 def _damaged_samples(place: Path, name: str, manifest: dict[str, Any]) -> str:

@@ -70,15 +70,15 @@ def spans(op: Prepared, size: Size) -> list[Span]:
     if op.seeded is not None:
         drawn = np.zeros((SEEDED, op.count), dtype=np.float32)
         return [Span(type(op.op).__name__, 0, 0, drawn, [f"draw {n + 1}" for n in range(SEEDED)])]
-    found: list[Span] = []
+    ranges: list[Span] = []
     earlier: set[Any] = set()
     for slot, modules in enumerate(op.slots):
         kinds = [(type(module), getattr(module, "_fixed_order", None)) for module in modules]
         for alternative, module in enumerate(modules):
             if kinds[alternative] not in earlier:  # later slots mostly repeat the first one
-                found += _spans_of(op, size, slot, alternative, module)
+                ranges += _spans_of(op, size, slot, alternative, module)
         earlier.update(kinds)
-    return found
+    return ranges
 
 
 def _spans_of(op: Prepared, size: Size, slot: int, alternative: int, module: Any) -> list[Span]:
@@ -177,7 +177,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
         for op in view.augment.prepared:
             of = {k: v for k, v in settings(op.op).items() if k != "p"}
             shared.setdefault(json.dumps([op.name, of], sort_keys=True), []).append((number, op))
-    found = []
+    made_rows = []
     for users in shared.values():
         number, op = users[0]
         kind = FusedBackend if views[number].augment.backend == "fused" else ReferenceBackend
@@ -190,8 +190,8 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
             chances = _chances(users, views)
             if len(notes) > 1:  # the probability is that of the whole choice
                 notes, chances = [notes[0], *chances, *notes[1:]], []
-            found.append(Row(op.name, [*notes, *chances], span.captions, pictures))
-    return found
+            made_rows.append(Row(op.name, [*notes, *chances], span.captions, pictures))
+    return made_rows
 
 
 def _notes(op: Prepared, span: Span) -> list[str]:

@@ -153,8 +153,8 @@ class Training:
         file = Path(self.settings.out) / "last.pt"
         if self.first:
             output(str(file), "out")
-        if (found := self._resume_from(file)) is not None:
-            self.load(found)
+        if (checkpoint_file := self._resume_from(file)) is not None:
+            self.load(checkpoint_file)
             if self.loader.epoch >= self.settings.epochs:
                 log.info("nothing is left to train: `epochs=%d` are done", self.settings.epochs)
         elif self.first and file.exists():
@@ -336,26 +336,26 @@ class Training:
         Raises:
             StateError: if the file is not a checkpoint, or of another model or other classes.
         """
-        found = checkpoint.read(file)
+        parts = checkpoint.read(file)
         classes = self.loader.source.classes
-        if found["classes"] is not None and found["classes"] != (None if classes is None else list(classes)):
-            raise StateError(f"{file} was trained on the classes {found['classes']}. Found here: {classes}.")
+        if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
+            raise StateError(f"{file} was trained on the classes {parts['classes']}. Found here: {classes}.")
         try:
-            self.model.load_state_dict(found["model"])
-            self.optimizer.load_state_dict(found["optimizer"])
+            self.model.load_state_dict(parts["model"])
+            self.optimizer.load_state_dict(parts["optimizer"])
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                         raise ValueError(f"`{name}` {list(value.shape)} of a parameter {list(parameter.shape)}")
-            if found["scaler"]:
-                self.scaler.load_state_dict(found["scaler"])
+            if parts["scaler"]:
+                self.scaler.load_state_dict(parts["scaler"])
         except Exception as error:  # torch raises many types
             raise StateError(f"{file} is of another model or optimizer: {error}") from error
-        self.loader.load_state_dict(found["loader"])
+        self.loader.load_state_dict(parts["loader"])
         if self.first:  # from here on the first rank has the sums of all ranks
-            self.sums += torch.tensor(found["sums"], dtype=torch.float64, device=self.device)
-        self.steps, self.history = found["steps"], found["history"]
-        log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, found["loader"]["position"])
+            self.sums += torch.tensor(parts["sums"], dtype=torch.float64, device=self.device)
+        self.steps, self.history = parts["steps"], parts["history"]
+        log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, parts["loader"]["position"])
 
     def _resume_from(self, last: Path) -> Path | None:
         if self.settings.resume is None or (self.settings.resume == "auto" and not last.exists()):
@@ -409,10 +409,11 @@ def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callabl
     """Memory of training this model, besides the loader's batches. The first call decides the sizes."""
     _optimizer(model, settings)  # the first optimizer imports 75 MiB of torch's compiler: do it before measuring
     states = 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
-    found: list[tuple[plan.Term, ...]] = []
+    taken: tuple[plan.Term, ...] | None = None
 
     def terms(sizes: plan.Sizes) -> tuple[plan.Term, ...]:
-        if not found:
+        nonlocal taken
+        if taken is None:
             taken = plan.step(
                 model,
                 views=sizes.views,
@@ -423,8 +424,7 @@ def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callabl
                 states=states,
                 parallel=int(os.environ.get("WORLD_SIZE", "1")) > 1,
             )
-            found.append(taken)
-        return found[0]
+        return taken
 
     return terms
 
@@ -464,8 +464,10 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
         right = (sum(views[1:], views[0]).argmax(dim=1) == truth).float()
     else:
         if labels.shape != views[0].shape:
-            found = f"labels {tuple(labels.shape)}, logits {tuple(views[0].shape)}"
-            raise ConfigError(f"`loss=binary_cross_entropy` needs a label for every class of an image. Found: {found}.")
+            shapes = f"labels {tuple(labels.shape)}, logits {tuple(views[0].shape)}"
+            raise ConfigError(
+                f"`loss=binary_cross_entropy` needs a label for every class of an image. Found: {shapes}."
+            )
         truth = labels.float()
         losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
         right = ((sum(views[1:], views[0]) > 0) == (truth > 0.5)).float().mean(dim=1)
