@@ -1,4 +1,4 @@
-"""Writes augmented epochs to disk: the batches of a loader, before `mix`, for :mod:`gpuaug.source.replay`.
+"""Writes augmented epochs to disk: the batches of a loader, before `mix`, for :class:`gpuaug.MaterializedSource`.
 
 takes: a loader, and which of its epochs.
 does: iterates them, rounds pixels to uint8 before normalization or keeps the final dtype, and writes chunks.
@@ -32,8 +32,10 @@ from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.files import format_bytes
+from gpuaug.loader.arguments import DTYPES
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.loader import DTYPES, Inside, Loader
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import differences, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
@@ -52,7 +54,6 @@ from gpuaug.source.materialized import (
     read_marker,
     record,
 )
-from gpuaug.source.replay import made_of, refuse_others
 from gpuaug.tools import on_ray
 from gpuaug.tools.store import digest, file_digest, npy, npy_header, only_writer, read_json, to_json
 
@@ -356,14 +357,14 @@ class Work:
     @classmethod
     def of(cls, loader: Loader, out: Path, *, final: bool) -> Work:
         """For all samples of a loader, in order, on one rank."""
-        inside, faults = Inside(loader), loader.faults
+        cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
         arguments = {
             "source": loader.source,
             "augment": loader.augment if final else before_normalization(loader.augment),
             "batch_size": loader.batch_size,
             "order": loader.order,
-            "decode": inside.stages.settings,
-            "cache": None if inside.cached is None else inside.cached.settings,
+            "decode": loader.decode,
+            "cache": None if cache is None else cache.settings,
             "ahead": loader.ahead,
             "faults": Noted(
                 policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
@@ -376,8 +377,8 @@ class Work:
             "dtype": loader.dtype if final else torch.float32,
             "num_workers": loader.num_workers,
             "prefetch": loader.prefetch,
-            "timeout": inside.reader.timeout,
-            "start_method": inside.reader.start_method,
+            "timeout": reader.timeout,
+            "start_method": reader.start_method,
             "seed": loader.seed,
             "rank": 0,
             "world_size": 1,

@@ -36,7 +36,6 @@ from gpuaug.batch import Fault
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
-from gpuaug.parent import end_with_it
 from gpuaug.source.adapt import adapt
 from gpuaug.source.packed import KIND, MANIFEST, VERSION, checksum, parse_manifest, shard_name
 from gpuaug.source.remote.storage import read_file
@@ -212,7 +211,7 @@ _worker: tuple[Packer, Any, Any] | None = None  # of this process: packer, count
 def _start_worker(job: Job, count: Any, stop: Any) -> None:
     """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
     global _worker
-    end_with_it()
+    machine.exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _worker = Packer(job), count, stop
