@@ -650,3 +650,12 @@ def test_ray_writes_the_same_bytes(photos, final, tmp_path):
     finally:
         ray.shutdown()
     assert tree(tmp_path / "out") == tree(Path(final))
+
+
+def test_a_pipe_in_the_place_of_the_plan_is_refused_and_not_waited_for(photos, tmp_path):
+    os.mkfifo(tmp_path / materialize.PLAN)
+    with (
+        loader(photos) as live,
+        pytest.raises(ConfigError, match="`out` cannot be read.*not a regular file but a pipe"),
+    ):
+        gpuaug.Materialize(live, out=tmp_path)

@@ -553,6 +553,26 @@ def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
 # -- damaged --
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_pipes_in_the_folder_are_refused_and_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / ".partial").mkdir(parents=True)
+    os.mkfifo(out / ".partial" / "job.json")
+    with pytest.raises(SourceError, match="job.json.*not a regular file but a pipe"):
+        run(FolderSource(folder), out)
+    shutil.rmtree(out)
+    run(FolderSource(folder), out, sizes=[20], format="uint8")
+    (out / "20" / "00000.bin").unlink()
+    os.mkfifo(out / "20" / "00000.bin")
+    (damage,) = verify(out)
+    assert damage.startswith("20/00000.bin: cannot be read (not a regular file but a pipe)")
+    (out / MANIFEST).unlink()
+    os.mkfifo(out / MANIFEST)
+    for call in (verify, finished, lambda out: run(FolderSource(folder), out, sizes=[20], format="uint8")):
+        with pytest.raises(SourceError, match="not a regular file but a pipe"):
+            call(out)
+
+
 def flip(path: Path, at: int) -> None:
     with path.open("r+b") as file:
         file.seek(at)

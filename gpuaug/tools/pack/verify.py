@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from gpuaug import machine
 from gpuaug.errors import SourceError
 from gpuaug.source.index import NO_ARRAY
 from gpuaug.source.packed import ENDINGS, MANIFEST
+from gpuaug.source.remote.storage import check_regular, read_file
 from gpuaug.tools.pack.job import finished
 from gpuaug.tools.store import file_digest
 
@@ -76,12 +78,13 @@ def _damaged_samples(place: Path, name: str, manifest: dict[str, Any]) -> str:
         return ""
     size, shard = match[1], int(match[2])
     try:
+        check_regular(os.stat(place / name), place / name)
         with (place / name).open("rb") as file:
             offsets, lengths, checksums, keys = (
-                np.load(place / "index" / f, allow_pickle=False)
+                np.load(io.BytesIO(read_file(str(place / "index" / f))), allow_pickle=False)
                 for f in (f"{size}.offsets.npy", f"{size}.lengths.npy", f"{size}.checksums.npy", "keys.npy")
             )
-            blob = (place / "index" / "keys.bin").read_bytes()
+            blob = read_file(str(place / "index" / "keys.bin"))
             first = sum(manifest["shards"][:shard])
             bad = []
             for i in range(first, first + manifest["shards"][shard]):
