@@ -623,7 +623,7 @@ def test_the_command_and_its_replay(photos, tmp_path, capsys):
     assert main(["materialize", *words, "epochs=2", f"out={out}", "mix=mixup", f"json={file}"]) == 0
     printed = capsys.readouterr()
     size = 32 * 32 * 3 + 8
-    assert f"2 x 65 x {size} bytes as uint8 = {2 * 65 * size / 1e3:.1f} kB" in printed.out
+    assert f"2 x 65 x {size} bytes as uint8 = {2 * 65 * size / 2**20:.1f} MiB" in printed.out
     assert "mix is not stored" in printed.err
     assert json.loads(file.read_text())["size"] == 2 * 65 * size
     replay = ["source=materialized", f"source.root={out}", *words[1:], "num_workers=0", "device=cpu"]
