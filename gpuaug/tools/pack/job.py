@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks, files
-from gpuaug.augment.crop import Interpolation
+from gpuaug.batch import Interpolation
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.packed import FULL, MANIFEST, Size, parse_manifest, shard_name

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuaug import files
-from gpuaug.augment.crop import Boxes, Resize
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.augment.crop import Resize
+from gpuaug.batch import Boxes, EncodedBatch, Fault
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decoder, Look
 from gpuaug.errors import GpuaugError

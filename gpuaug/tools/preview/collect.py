@@ -11,9 +11,9 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from gpuaug.augment.crop import Boxes, RandomResizedCrop
+from gpuaug.augment.crop import RandomResizedCrop
 from gpuaug.augment.recipe import View
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.batch import Boxes, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
