@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from gpuaug import machine, verdicts
+from gpuaug import machine
 from gpuaug.decode.decoder import Decode, _without_engine
 from gpuaug.errors import ConfigError
+from gpuaug.files import cache_folder
 from gpuaug.tools.doctor import checks as doctor
 from gpuaug.tools.doctor import command, host, probes
+from gpuaug.tools.doctor.checks import Verdict
 from gpuaug.tools.main import main
-from gpuaug.verdicts import Verdict
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,9 +30,9 @@ ROOT = Path(__file__).parent.parent
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    verdicts._remembered.cache_clear()
+    machine.verdicts.cache_clear()
     yield tmp_path / "cache" / "gpuaug"
-    verdicts._remembered.cache_clear()
+    machine.verdicts.cache_clear()
 
 
 def python(code: str) -> list[str]:
@@ -131,12 +132,12 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
         return Verdict(name=name, good=name != "roi", text="planted", seconds=1.5)
 
     monkeypatch.setattr(doctor, "probe", planted)
-    assert verdicts.verdict("roi") is None
+    assert machine.verdict("roi") is None
     first = doctor.examine(["roi", "stream", "compiler"], cuda=True)
     assert [v.good for v in first] == [False, True, True]
-    assert verdicts.verdict("roi") is False
-    assert verdicts.verdict("stream") is True
-    assert verdicts.verdict("hardware") is None
+    assert machine.verdict("roi") is False
+    assert machine.verdict("stream") is True
+    assert machine.verdict("hardware") is None
     second = doctor.examine(["roi", "stream", "compiler"], cuda=True)
     assert asked == ["roi", "stream", "compiler", "compiler"]  # what changes from day to day is asked again
     assert [v.kept for v in second] == [True, True, False]
@@ -150,8 +151,8 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts.keep(Verdict(name="roi", good=True, text="planted"))
-    assert verdicts.verdict("roi") is True
+    doctor.keep(Verdict(name="roi", good=True, text="planted"))
+    assert machine.verdict("roi") is True
     for name, planted in (
         ("driver", lambda: "999.1"),
         ("gpus", lambda: ["NVIDIA Planted"]),
@@ -159,14 +160,14 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
     ):
         with monkeypatch.context() as here:
             here.setattr(machine, name, planted)
-            verdicts._remembered.cache_clear()
-            assert verdicts.verdict("roi") is None
+            machine.verdicts.cache_clear()
+            assert machine.verdict("roi") is None
     with monkeypatch.context() as here:
-        here.setattr(verdicts, "version", lambda package: "9.9")
-        verdicts._remembered.cache_clear()
-        assert verdicts.verdict("roi") is None
-    verdicts._remembered.cache_clear()
-    assert verdicts.verdict("roi") is True
+        here.setattr(machine, "package_version", lambda package: "9.9")
+        machine.verdicts.cache_clear()
+        assert machine.verdict("roi") is None
+    machine.verdicts.cache_clear()
+    assert machine.verdict("roi") is True
 
 
 @pytest.mark.parametrize(
@@ -187,22 +188,22 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
 )
 def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:
     cache.mkdir(parents=True)
-    verdicts.cache_file().write_text(text)
-    assert verdicts.load() == {}
-    assert verdicts.verdict("roi") is None
-    verdicts.keep(Verdict(name="roi", good=False, text="planted"))
-    assert verdicts.verdict("roi") is False
+    machine.verdicts_file().write_text(text)
+    assert doctor.load() == {}
+    assert machine.verdict("roi") is None
+    doctor.keep(Verdict(name="roi", good=False, text="planted"))
+    assert machine.verdict("roi") is False
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level("INFO", logger="gpuaug"):
-        verdicts.keep(Verdict(name="roi", good=True, text="planted"))
+        doctor.keep(Verdict(name="roi", good=True, text="planted"))
     assert "are not kept" in caplog.text
     (finding,) = [f for f in host.place() if f.name == "cache folder"]
     assert finding.status == command.SLOW
-    verdicts._remembered.cache_clear()
+    machine.verdicts.cache_clear()
 
 
 def test_a_cache_folder_that_only_its_rights_allow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +229,12 @@ def test_what_is_late_is_remembered_as_unknown(cache: Path, monkeypatch: pytest.
     monkeypatch.setattr(doctor, "probe", lambda name, **_: real(name, timeout=0.1, command=["sleep", "60"]))
     (late,) = doctor.examine(["fused_cuda"], cuda=True)
     assert doctor.is_late(late)
-    assert verdicts.verdict("fused_cuda") is None
-    verdicts.keep(Verdict(name="fused_cuda", good=True, text="planted"))
-    verdicts.keep(Verdict(name="roi", good=True, text="planted"))
+    assert machine.verdict("fused_cuda") is None
+    doctor.keep(Verdict(name="fused_cuda", good=True, text="planted"))
+    doctor.keep(Verdict(name="roi", good=True, text="planted"))
     doctor.examine(["fused_cuda"], cuda=True, fresh=True)
-    assert verdicts.verdict("fused_cuda") is None  # it was good; now nobody knows
-    assert verdicts.verdict("roi") is True
+    assert machine.verdict("fused_cuda") is None  # it was good; now nobody knows
+    assert machine.verdict("roi") is True
     (again,) = doctor.examine(["fused_cuda"], cuda=True)
     assert not again.kept  # so it is tested again
 
@@ -242,28 +243,28 @@ def test_what_is_late_is_remembered_as_unknown(cache: Path, monkeypatch: pytest.
 def test_a_bad_jpeg_engine_is_left_out(name: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = Decode(hardware_load=0.5)
     for good in (None, True):
-        verdicts.keep(Verdict(name=name, good=good, text="planted"))
+        doctor.keep(Verdict(name=name, good=good, text="planted"))
         assert _without_engine(settings) == settings
     assert not caplog.records
-    verdicts.keep(Verdict(name=name, good=False, text="planted"))
+    doctor.keep(Verdict(name=name, good=False, text="planted"))
     assert _without_engine(settings) == Decode(hardware_load=0.0)
     assert f"found {name} broken" in caplog.text
 
 
 def test_an_unknown_verdict_is_refused() -> None:
-    with pytest.raises(ConfigError, match="`rio` is no test whose verdict is kept. Those are: .*roi"):
-        verdicts.verdict("rio")
+    with pytest.raises(ConfigError, match="`rio` .*roi"):
+        machine.verdict("rio")
 
 
 def test_without_cuda_nothing_is_claimed(cache: Path) -> None:
     found = doctor.examine(doctor.CUDA, cuda=False)
     assert all(v.good is None and v.text == "not testable here: no CUDA device" for v in found)
-    assert verdicts.load() == {}
+    assert doctor.load() == {}
 
 
 def test_asking_imports_nothing_heavy(tmp_path: Path) -> None:
     heavy = "{'torch', 'nvidia.dali'} & set(sys.modules)"
-    code = f"import sys; from gpuaug.verdicts import verdict; verdict('roi'); print({heavy})"
+    code = f"import sys; from gpuaug.machine import verdict; verdict('roi'); print({heavy})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         python(code), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
@@ -345,8 +346,8 @@ def test_an_engine_that_a_container_hides_is_explained(monkeypatch: pytest.Monke
 
 def test_every_test_is_told_about() -> None:
     assert set(command.TESTS) | {"cuda", "workers"} == set(probes.TESTS)
-    assert set(verdicts.KEPT) | set(doctor.FRESH) == set(probes.TESTS)
-    assert set(doctor.CUDA) < set(verdicts.KEPT)
+    assert set(machine.VERDICTS) | set(doctor.FRESH) == set(probes.TESTS)
+    assert set(doctor.CUDA) < set(machine.VERDICTS)
 
 
 # --- the machine
@@ -460,7 +461,7 @@ def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> 
 def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     from packaging.specifiers import SpecifierSet
 
-    monkeypatch.setattr(verdicts, "version", lambda package: None if package == "kornia" else "1.0")
+    monkeypatch.setattr(machine, "package_version", lambda package: None if package == "kornia" else "1.0")
     monkeypatch.setattr(command, "required_ranges", lambda: {"torch": SpecifierSet(">=2.11,<2.14")})
     found = {f.name: f for f in command.versions()}
     assert found["kornia"].status == command.BROKEN
@@ -475,16 +476,16 @@ def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.Mon
     from packaging.specifiers import SpecifierSet
 
     there = command.DALI[cuda]
-    monkeypatch.setattr(verdicts, "version", lambda package: "2.4" if package in there else None)
+    monkeypatch.setattr(machine, "package_version", lambda package: "2.4" if package in there else None)
     monkeypatch.setattr(command, "required_ranges", lambda: {"nvidia-dali-cuda120": SpecifierSet(">=2.4,<2.6")})
     found = {f.name: f for f in command.versions()}
     assert (found["DALI"].status, found["nvImageCodec"].status) == (command.OK, command.OK)
     assert command.testable("decoder_cpu")
-    monkeypatch.setattr(verdicts, "version", lambda package: "2.3" if package in there else None)
+    monkeypatch.setattr(machine, "package_version", lambda package: "2.3" if package in there else None)
     old = {f.name: f for f in command.versions()}["DALI"]
     assert old.status == command.SLOW
     assert f"pip install '{there[0]}" in old.advice
-    monkeypatch.setattr(verdicts, "version", lambda package: None)
+    monkeypatch.setattr(machine, "package_version", lambda package: None)
     assert not command.testable("decoder_cpu")
     assert "pip install nvidia-dali-cuda120" in {f.name: f for f in command.versions()}["DALI"].advice
 
@@ -503,7 +504,7 @@ def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.Mon
 def test_dali_stands_beside_torchs_cuda(
     there: str, build: str, driver: str | None, status: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdicts, "version", lambda package: "2.4" if package == there else None)
+    monkeypatch.setattr(machine, "package_version", lambda package: "2.4" if package == there else None)
     pair = command.dali_and_torch(build, driver)
     assert pair is not None
     assert pair.text == f"DALI for CUDA {there[-3:-1]}, torch for CUDA {build}"
@@ -511,7 +512,7 @@ def test_dali_stands_beside_torchs_cuda(
     assert words in pair.advice
     assert bool(pair.advice) == (status != command.OK)
     assert command.dali_and_torch(None, driver) is None
-    monkeypatch.setattr(verdicts, "version", lambda package: None)
+    monkeypatch.setattr(machine, "package_version", lambda package: None)
     assert command.dali_and_torch(build, driver) is None
 
 
@@ -548,10 +549,10 @@ def test_devices_that_are_there(verdict: Verdict, status: str, monkeypatch: pyte
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("nvidia.dali")
     (tmp_path / "gpuaug").mkdir(mode=0o700)
-    for built in verdicts.folder().glob("augment-*.so"):
+    for built in cache_folder().glob("augment-*.so"):
         shutil.copy(built, tmp_path / "gpuaug")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    verdicts._remembered.cache_clear()
+    machine.verdicts.cache_clear()
     status = main(["doctor", f"json={tmp_path}/d.json"])
     printed = capsys.readouterr().out
     values = json.loads((tmp_path / "d.json").read_text())
@@ -566,8 +567,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             assert finding["advice"]
     if not machine.gpus():
         assert found["ROI decode on GPU"]["text"] == "not testable here: no CUDA device"
-    assert verdicts.verdict("decoder_cpu") is True
-    verdicts._remembered.cache_clear()
+    assert machine.verdict("decoder_cpu") is True
+    machine.verdicts.cache_clear()
 
 
 def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
@@ -595,7 +596,7 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
     assert "no effect of source.root=/data, augment=simclr" in capsys.readouterr().err
-    verdicts._remembered.cache_clear()
+    machine.verdicts.cache_clear()
     assert main(["doctor", "agument=simclr"]) == 2
     assert "agument" in capsys.readouterr().err
 
@@ -635,5 +636,5 @@ def test_on_a_gpu(name: str, cache: Path) -> None:
     if name in ("decoder_mixed", "stream", "fused_cuda"):
         assert found.good is True, found.text
     elif name != "roi" and found.good is False:  # no pipeline decodes parts; the JPEG engine is then left out
-        verdicts.keep(found)
+        doctor.keep(found)
         assert Decode(hardware_load=1.0).open("cuda").settings.hardware_load == 0.0

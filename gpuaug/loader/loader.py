@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from gpuaug import size
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
+from gpuaug.files import parse_bytes
 from gpuaug.loader import distributed
 from gpuaug.loader.arguments import (
     DTYPES,
@@ -151,7 +151,7 @@ class Loader:
         chosen = default_workers(self.source) if num_workers is None else num_workers
         self.num_workers = at_least("num_workers", chosen, 0)
         self.prefetch = at_least("prefetch", prefetch, 0)
-        self.ahead = None if ahead is None else size.parse(ahead, key="ahead")
+        self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.seed = seed
         self.limit_batches = None if limit_batches is None else at_least("limit_batches", limit_batches, 1)
         self.waited = 0.0

@@ -131,13 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def conf_dir() -> Path:
-    """The folder of the shipped YAML: in an installed package, or next to the package in a checkout."""
-    package = Path(__file__).parent.parent
-    inside = package / "conf" / "gpuaug"
-    return inside if inside.is_dir() else package.parent / "conf" / "gpuaug"
-
-
 def _help(name: str, parser: argparse.ArgumentParser) -> str:
     keys = (conf_folder() / "gpuaug" / "command" / f"{name}.yaml").read_text(encoding="utf-8")
     indented = "\n".join(f"  {line}" for line in keys.splitlines())

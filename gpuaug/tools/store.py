@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import ConfigError
-from gpuaug.source.remote.storage import check_regular, read_file
+from gpuaug.source.local import check_regular, read_file
 
 DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 22

@@ -1,7 +1,7 @@
 """Runs each test of :mod:`gpuaug.tools.doctor.probes` in a process of its own, because tests may crash or hang.
 
 A test fails if it says so, if its process crashes, or if it does not answer in time. Results of the tests in
-:data:`gpuaug.verdicts.KEPT` are remembered for this machine and these versions.
+:data:`gpuaug.machine.VERDICTS` are remembered for this machine and these versions.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def examine(names: Sequence[str], *, cuda: bool, fresh: bool = False, timeout: f
     """Run tests one after the other, except those whose results are remembered.
 
     Args:
-        names: of tests, from :data:`gpuaug.verdicts.KEPT` and :data:`FRESH`.
+        names: of tests, from :data:`gpuaug.machine.VERDICTS` and :data:`FRESH`.
         cuda: whether there is a CUDA device. Without one its tests are not run, and ``good`` is None.
         fresh: ignore remembered results.
         timeout: seconds for each test.
     """
-    known = {} if fresh else verdicts.load()
+    known = {} if fresh else load()
     results = []
     for name in names:
         if name in CUDA and not cuda:
@@ -88,9 +88,9 @@ def examine(names: Sequence[str], *, cuda: bool, fresh: bool = False, timeout: f
             results.append(known[name])
         else:
             results.append(probe(name, timeout=timeout))
-            if name in KEPT and results[-1].good is not None:
+            if name in machine.VERDICTS and results[-1].good is not None:
                 # a timeout says that the machine is slow today: forget the earlier result, and remember none
-                verdicts.keep(replace(results[-1], good=None) if is_late(results[-1]) else results[-1])
+                keep(replace(results[-1], good=None) if is_late(results[-1]) else results[-1])
     return results
 
 

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from gpuaug import checks, files, machine
+from gpuaug import checks, machine
 from gpuaug.errors import ConfigError
 from gpuaug.tools.doctor import checks as doctor
 from gpuaug.tools.doctor import host
+from gpuaug.tools.doctor.checks import Verdict
 from gpuaug.tools.doctor.findings import (
     BROKEN,
     NOTE,
@@ -37,7 +38,6 @@ from gpuaug.tools.doctor.findings import (
 from gpuaug.tools.memory import gib
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
-from gpuaug.tools.doctor.checks import Verdict
 
 log = logging.getLogger("gpuaug")
 
@@ -137,7 +137,9 @@ def versions() -> Iterator[Finding]:
 
 def _dali_cuda() -> int:
     """The version of CUDA of the installed DALI; 12 if none is installed."""
-    return 13 if machine.package_version(DALI[12][0]) is None and machine.package_version(DALI[13][0]) is not None else 12
+    return (
+        13 if machine.package_version(DALI[12][0]) is None and machine.package_version(DALI[13][0]) is not None else 12
+    )
 
 
 def required_ranges() -> dict[str, Any]:

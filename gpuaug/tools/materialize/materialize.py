@@ -30,6 +30,7 @@ from tqdm import tqdm
 from gpuaug import checks, files, machine
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
+from gpuaug.decode.dali import choose_backend
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.files import format_bytes
 from gpuaug.loader.arguments import DTYPES
@@ -388,7 +389,6 @@ class Work:
     @property
     def decoder(self) -> str:
         """The decoder's backend: pixels of DALI and Pillow differ."""
-        from gpuaug.decode.decoder import _backend
 
         return choose_backend(self.loader["decode"].backend)
 

@@ -17,9 +17,9 @@ from gpuaug import checks, files
 from gpuaug.batch import Interpolation
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, MANIFEST, Size, parse_manifest, shard_name
 from gpuaug.source.protocol import Source
-from gpuaug.source.remote.storage import read_file
 from gpuaug.tools.store import digest, read_json, to_json
 
 Format = Literal["jpeg", "uint8"]

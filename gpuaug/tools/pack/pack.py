@@ -37,8 +37,8 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
+from gpuaug.source.local import read_file
 from gpuaug.source.packed import KIND, MANIFEST, VERSION, checksum, parse_manifest, shard_name
-from gpuaug.source.remote.storage import read_file
 from gpuaug.tools import on_ray
 from gpuaug.tools.pack.job import Job, Pack, finished, prepare_out
 from gpuaug.tools.pack.shards import GO_ON, Packer

@@ -22,7 +22,8 @@ from gpuaug import files
 from gpuaug.augment.crop import Resize
 from gpuaug.batch import Boxes, EncodedBatch, Fault
 from gpuaug.decode import header
-from gpuaug.decode.decoder import Decoder, Look
+from gpuaug.decode.decoder import Decoder
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import GpuaugError
 from gpuaug.read.reader import Reader
 from gpuaug.source.packed import Size, shard_name
@@ -118,7 +119,7 @@ class Packer:
     def _encode(self, batch: EncodedBatch) -> tuple[dict[int, Encoded], list[Fault]]:
         """What to write for each good row; and the bad rows."""
         what = self.job.what
-        look = self._decoder.look(batch)
+        look = self._decoder.read_headers(batch)
         faults = {fault.row: fault for fault in [*look.faults, *batch.faults]}
         rows = [row for row in range(len(batch)) if row not in faults]
         boxes = {
@@ -129,7 +130,7 @@ class Packer:
         for group in self._groups(rows, boxes):
             part = _rows(batch, group)
             views = [_joined([boxes[row][k] for row in group]) for k in range(len(what.names))]
-            images, bad = self._decoder.pixels(part, self._decoder.look(part), views)
+            images, bad = self._decoder.pixels(part, self._decoder.read_headers(part), views)
             for fault in bad:
                 faults[group[fault.row]] = replace(fault, row=group[fault.row])
             for at, row in enumerate(group):
@@ -209,7 +210,7 @@ def _joined(boxes: list[Boxes]) -> Boxes:
     )
 
 
-def _shape_to_copy(data: NDArray[np.uint8], look: Look, row: int) -> tuple[int, int] | None:
+def _shape_to_copy(data: NDArray[np.uint8], look: HeaderInfo, row: int) -> tuple[int, int] | None:
     """(height, width) of a JPEG that may be copied as it is; None if the image has to be encoded again."""
     if look.orientation[row] != 1 or row in look.replaced or header.sniff(data[:16].tobytes()) != "jpeg":
         return None

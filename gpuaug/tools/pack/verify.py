@@ -17,8 +17,8 @@ from tqdm import tqdm
 from gpuaug import machine
 from gpuaug.errors import SourceError
 from gpuaug.source.index import NO_ARRAY
+from gpuaug.source.local import check_regular, read_file
 from gpuaug.source.packed import ENDINGS, MANIFEST
-from gpuaug.source.remote.storage import check_regular, read_file
 from gpuaug.tools.pack.job import finished
 from gpuaug.tools.store import file_digest
 

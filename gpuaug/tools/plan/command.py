@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuaug import machine, size
+from gpuaug import machine
 from gpuaug.errors import ConfigError
+from gpuaug.files import format_bytes
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.plan.predict import Machine, Plan
@@ -65,15 +66,15 @@ def main(request: Request) -> int:
 
 def _images(sizes: plan.Sizes) -> str:
     return (
-        f"{sizes.sampled} looked at: {size.text(sizes.encoded)} encoded, {size.text(sizes.whole)} of pixels, "
-        f"{size.text(sizes.decoded)} of them decoded for the views"
+        f"{sizes.sampled} looked at: {format_bytes(sizes.encoded)} encoded, {format_bytes(sizes.whole)} of pixels, "
+        f"{format_bytes(sizes.decoded)} of them decoded for the views"
     )
 
 
 def _say(report: Report, planned: Plan, here: Machine, *, measured_worker: bool) -> None:
-    lines = [f"{'this process':<26} {'host':<7} {size.text(planned.base.host):>11}   measured: Python, torch, DALI"]
+    lines = [f"{'this process':<26} {'host':<7} {format_bytes(planned.base.host):>11}   measured: Python, torch, DALI"]
     for term in planned.terms:
-        lines.append(f"{term.name:<26} {term.place:<7} {size.text(term.bytes):>11}   = {term.formula}")
+        lines.append(f"{term.name:<26} {term.place:<7} {format_bytes(term.bytes):>11}   = {term.formula}")
     report.add("terms", [asdict(term) for term in planned.terms], "\n".join(["", *lines]))
     report.values["base"] = planned.base.host
     ranks = machine.local_world_size()
@@ -83,10 +84,10 @@ def _say(report: Report, planned: Plan, here: Machine, *, measured_worker: bool)
         if not total:
             continue
         there = left[place]
-        has = "" if there is None else f", {size.text(there)} left here"
+        has = "" if there is None else f", {format_bytes(there)} left here"
         by = f" ({here.host_by})" if place == "host" and here.host_by else ""
         each = f" in each of {ranks} ranks" if ranks > 1 else ""
-        report.add(title.replace(" ", "_"), total, f"{size.text(total)}{each}{has}{by}")
+        report.add(title.replace(" ", "_"), total, f"{format_bytes(total)}{each}{has}{by}")
     if not measured_worker and any(t.name == "workers" for t in planned.terms):
         report.add("note", "worker", "the size of a worker is what was measured elsewhere")
 
@@ -97,12 +98,12 @@ def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -
     def told(name: str, found: int, predicted: int) -> None:
         off = predicted / max(found, 1) - 1
         report.add(name, {"measured": found, "planned": predicted, "off": off},
-                   f"{size.text(found)}, planned {size.text(predicted)} ({off:+.0%})")  # fmt: skip
+                   f"{format_bytes(found)}, planned {format_bytes(predicted)} ({off:+.0%})")  # fmt: skip
 
     told("measured_host", peak.host, planned.total("host"))
     parts = {part: {"planned": planned.part(part), "measured": getattr(peak.parts, part)} for part in plan.PARTS}
     shown = ", ".join(
-        f"{plan.PARTS[part]} {size.text(of['measured'])} (planned {size.text(of['planned'])})"
+        f"{plan.PARTS[part]} {format_bytes(of['measured'])} (planned {format_bytes(of['planned'])})"
         for part, of in parts.items()
         if any(of.values())
     )

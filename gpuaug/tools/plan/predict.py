@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpuaug import machine, size
+from gpuaug import machine
 from gpuaug.augment.fused import backend as fused
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode import dali
 from gpuaug.decode.plan import Route, num_parts
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.files import cache_folder
+from gpuaug.files import cache_folder, format_bytes
 from gpuaug.loader.loader import Loader
 from gpuaug.machine import package_version
 from gpuaug.read.reader import Reader
@@ -319,7 +319,7 @@ def predict(
     if s.cache is not None:
         held_there = min(float(s.cache), (sizes.encoded + 24) * len(loader.source))
         add("cache", "host", held_there,
-            f"min(max_bytes {size.text(s.cache)}, {len(loader.source)} samples x {sizes.encoded:.0f} B)")  # fmt: skip
+            f"min(max_bytes {format_bytes(s.cache)}, {len(loader.source)} x {sizes.encoded:.0f} B)")  # fmt: skip
     _reading(loader, sizes, s, rows=rows, worker=worker, add=add)
     views = sum(h * w * 3 for h, w in sizes.views)
     shapes = _shapes(sizes.views)
@@ -336,12 +336,17 @@ def predict(
                 pool * _decoded(loader, sizes, rows),
                 f"{text} x {rows} x {sizes.decoded:.0f} B",
             )
-            add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {size.text(encoded)}")
+            add("encoded, copied by DALI", "pinned", 2 * encoded, f"2 x {format_bytes(encoded)}")
             decoder: Any = loader.pipeline.stage.decoder
             if decoder.backend == "dali":  # nvJPEG's buffers, allocated with the pipeline
                 each, pinned, threads = dali.DEVICE_PADDING, 2 * dali.PINNED_PADDING, decoder.num_threads
-                add("decoder's buffers", "device", threads * each, f"{threads} threads x {size.text(each)}")
-                add("decoder's buffers, pinned", "pinned", threads * pinned, f"{threads} threads x {size.text(pinned)}")
+                add("decoder's buffers", "device", threads * each, f"{threads} threads x {format_bytes(each)}")
+                add(
+                    "decoder's buffers, pinned",
+                    "pinned",
+                    threads * pinned,
+                    f"{threads} threads x {format_bytes(pinned)}",
+                )
         else:
             _decoding(loader, sizes, rows=rows, add=add)
     if not stored or (len(sizes.views) > 1 and sizes.stored == 1):  # else they are read where they lie
@@ -351,7 +356,7 @@ def predict(
     if flight.made < s.prefetch + 2:
         text = f"{flight.made} ({'1 in the making + 1 in use' if batches > flight.made else 'all of an epoch'})"
     add("finished batches", where, flight.made * out,
-        f"{text} x {rows} x {views} x {element} B = {flight.made} x {size.text(out)}")  # fmt: skip
+        f"{text} x {rows} x {views} x {element} B = {flight.made} x {format_bytes(out)}")  # fmt: skip
     rest = _rest(loader, samples, rows)
     if rest and not cuda:
         kept = views * ((0 if stored else 1) + element)
@@ -360,15 +365,15 @@ def predict(
     if unfused:
         one = rows * max(h * w * 3 for h, w in sizes.views) * 4
         add("between operations", where, BETWEEN * one,
-            f"{BETWEEN} x {size.text(one)}, a view's float32, for {', '.join(unfused)}")  # fmt: skip
+            f"{BETWEEN} x {format_bytes(one)}, a view's float32, for {', '.join(unfused)}")  # fmt: skip
     if loader.mix is not None:
         blends = loader.mix.mixup_alpha > 0
         beside = BLEND if blends else PASTE
         text = "unmixed, both of each pair, and their sum" if blends else "unmixed, and what is pasted"
-        add("mix", where, beside * out, f"{beside} x {size.text(out)}: {text}")
+        add("mix", where, beside * out, f"{beside} x {format_bytes(out)}: {text}")
     _heaps(loader, sizes, s, rows=rows, add=add)
     if cuda:
-        add("CUDA context", "device", CONTEXT, f"about {size.text(CONTEXT)} per process")
+        add("CUDA context", "device", CONTEXT, f"about {format_bytes(CONTEXT)} per process")
     return Plan(terms=tuple(terms), base=held() if base is None else base)
 
 
@@ -421,13 +426,13 @@ def _reading(
     if s.num_workers:
         method = reader.start_method or multiprocessing.get_start_method()
         each = fresh_worker(method) if worker is None else worker
-        text = f"{s.num_workers} workers x ({size.text(each)} by {method}"
-        text += f" + {size.text(groups)} of row groups)" if groups else ")"
+        text = f"{s.num_workers} workers x ({format_bytes(each)} by {method}"
+        text += f" + {format_bytes(groups)} of row groups)" if groups else ")"
         # out of mapped files nothing is copied but into the batch; of the others as many are packed as there are cores
         packing = 0 if getattr(reader.source, "mapped", False) else min(s.num_workers, machine.usable_cpus())
-        text += f" + {packing} x {size.text(encoded)}, batches being packed" if packing else ""
+        text += f" + {packing} x {format_bytes(encoded)}, batches being packed" if packing else ""
         inherited = INHERITED if method == "fork" else 0
-        text += f" + {size.text(inherited)} that this process has changed since" if inherited else ""
+        text += f" + {format_bytes(inherited)} that this process has changed since" if inherited else ""
         add("workers", "host", s.num_workers * (each + groups) + packing * encoded + inherited, text)
     else:
         text = f"{getattr(loader.source, 'row_groups', 0)} kept, {READING} while one is read"
@@ -447,7 +452,7 @@ def _reading(
         left = max(0, batches - flight.made - behind + 1)  # one of them is counted in both
         whole = left * rows * sizes.encoded
         add("ahead", "host", min(s.ahead, whole),
-            f"min(ahead {size.text(s.ahead)}, {left} batches of an epoch {size.text(whole)})")  # fmt: skip
+            f"min(ahead {format_bytes(s.ahead)}, {left} batches of an epoch {format_bytes(whole)})")  # fmt: skip
         value, text = of(behind)
         add("encoded, behind ahead", "host", value, f"{behind} in decode {text}")
         behind, why = (1 if s.num_workers else 0), " being copied"
@@ -484,12 +489,12 @@ def _decoding(loader: Loader, sizes: Sizes, *, rows: int, add: Callable[..., Non
         text = f"{rows} / {parts} parts x {sizes.decoded:.0f} B"
         add("decoded pixels", "host", piece, text)
         if piece < MAPPED:
-            text = f"2 threads x min({PIECES} x {size.text(piece)}, {size.text(PIECES_MOST)})"
+            text = f"2 threads x min({PIECES} x {format_bytes(piece)}, {format_bytes(PIECES_MOST)})"
             add("kept of decoded pixels", "host", 2 * min(PIECES * piece, PIECES_MOST), text)
         encoded = sizes.batch(-(-rows // parts))
-        add("encoded, copied by DALI", "host", encoded, f"{size.text(encoded)}, of a part")
+        add("encoded, copied by DALI", "host", encoded, f"{format_bytes(encoded)}, of a part")
     add("images at work", "host", AT_WORK * threads * sizes.largest,
-        f"{AT_WORK} x {threads} threads x {size.text(sizes.largest)}, the largest image")  # fmt: skip
+        f"{AT_WORK} x {threads} threads x {format_bytes(sizes.largest)}, the largest image")  # fmt: skip
 
 
 def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callable[..., None]) -> None:
@@ -497,9 +502,11 @@ def _heaps(loader: Loader, sizes: Sizes, s: Settings, *, rows: int, add: Callabl
     encoded = sizes.batch(rows)
     lent = s.ahead is None and bool(getattr(loader.pipeline.reader.source, "zero_copy", False))
     if not s.num_workers and not lent and encoded < MAPPED:
-        add("kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {size.text(encoded)}, made in this process")
+        add(
+            "kept of encoded batches", "host", HEAP * encoded, f"{HEAP} x {format_bytes(encoded)}, made in this process"
+        )
     threads = int(getattr(loader.pipeline.stage.decoder, "num_threads", 1))
-    text = f"{size.text(KEPT)} + {threads} threads that decode x {size.text(KEPT_BY_THREAD)}"
+    text = f"{format_bytes(KEPT)} + {threads} threads that decode x {format_bytes(KEPT_BY_THREAD)}"
     add("threads, malloc", "host", KEPT + threads * KEPT_BY_THREAD, text)
 
 
@@ -579,16 +586,16 @@ def step(
     terms = [
         Term("model", "device", every, "its parameters and buffers") if where == "device" else None,
         Term("gradients", where, (2 if parallel else 1) * trained,
-             f"{'2 x, with buckets, ' if parallel else ''}{size.text(trained)} of parameters"),
-        Term("optimizer", where, states * trained, f"{states} x {size.text(trained)}"),
+             f"{'2 x, with buckets, ' if parallel else ''}{format_bytes(trained)} of parameters"),
+        Term("optimizer", where, states * trained, f"{states} x {format_bytes(trained)}"),
     ]  # fmt: skip
     if amp is torch.float32 and given is not torch.float32:
         pixels = sum(h * w * 3 for h, w in views)
         terms.append(Term("images, float32", where, rows * pixels * 4, f"{rows} x {pixels} x 4 B"))
-    text = f"{size.text(saved)}, what autograd saves in a forward pass of {rows} x {len(views)} views"
+    text = f"{format_bytes(saved)}, what autograd saves in a forward pass of {rows} x {len(views)} views"
     terms.append(Term("activations", where, saved, text))
     factor = BACKWARD + (BACKWARD_KEPT if largest < MAPPED and where == "host" else 0)
-    text = f"{factor} x {size.text(largest)}, the largest of them"
+    text = f"{factor} x {format_bytes(largest)}, the largest of them"
     terms.append(Term("going back", where, factor * largest, text))
     return tuple(t for t in terms if t is not None and t.bytes)
 
@@ -713,7 +720,7 @@ def shortage(
             ("device", "device ", sum(p.total("device") for p in planned), here.device, "the device"),
         ]
         return {
-            place: f"{size.text(need)} of {kind}memory, and {by} has {size.text(left)}"
+            place: f"{format_bytes(need)} of {kind}memory, and {by} has {format_bytes(left)}"
             for place, kind, need, left, by in needs
             if left is not None and need > share * left
         }
@@ -727,7 +734,7 @@ def shortage(
         smaller = _smaller(smaller, lacking, batch=found.batch(loader.batch_size))
     overrides = () if smaller is None else tuple(prefix + text for text in _overrides(wanted, smaller))
     step = max(more.more, more.total("device"))
-    of_it = f" A step of the model takes {size.text(step)} of it." if step else ""
+    of_it = f" A step of the model takes {format_bytes(step)} of it." if step else ""
     remedy = f"Make `{prefix}batch_size` smaller, now {loader.batch_size}: nothing else suffices"
     if overrides:
         remedy = f"Set `{' '.join(overrides)}`, which fits"

@@ -71,7 +71,7 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
     """
     encoded = _read(loader, indices)
     decoder = decode.open(loader.device)
-    seen = decoder.look(encoded)
+    seen = decoder.read_headers(encoded)
     _check_whole(loader, indices, [*encoded.faults, *seen.faults])
     made: list[list[Tensor]] = []
     for view in views:
@@ -111,7 +111,7 @@ def _originals(loader: Loader, decode: Decode, indices: Sequence[int]) -> list[A
     """Whole images, uint8 [H, W, 3] on the CPU; of a bad sample an array without pixels."""
     encoded = _read(loader, indices)
     decoder = decode.open("cpu")
-    images = [torch.as_tensor(image).numpy() for image in decoder.full(encoded, decoder.look(encoded))]
+    images = [torch.as_tensor(image).numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
     decoder.close()
     return images
 
