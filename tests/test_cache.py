@@ -19,7 +19,6 @@ import torch
 import gpuaug
 from gpuaug import machine
 from gpuaug.errors import ConfigError
-from gpuaug.files import parse_bytes
 from gpuaug.read.reader import Reader
 from gpuaug.source import adapt, shared_memory
 from gpuaug.source.cache import RamCache
@@ -80,18 +79,6 @@ def batches(numbers, size=4):
     return [
         (c, torch.zeros_like(c), torch.ones(len(c), dtype=torch.bool)) for c in torch.as_tensor(numbers).split(size)
     ]
-
-
-@pytest.mark.parametrize("value", [("2GiB", 2 << 30), ("1.5 M", 3 << 19), (7, 7), ("10MB", 10_000_000), ("9b", 9),
-                                   ("4096", 4096), (2.0, 2)])  # fmt: skip
-def test_sizes_are_read_as_people_write_them(value):
-    assert parse_bytes(value[0], key="x") == value[1]
-
-
-@pytest.mark.parametrize("value", ["", "GiB", "-1", 0, "2XB", True, None, "1e9", float("inf"), float("nan"), [1]])
-def test_what_is_no_size_is_refused(value):
-    with pytest.raises(ConfigError, match="`cache.max_bytes` must be a size of memory"):
-        parse_bytes(value, key="cache.max_bytes")
 
 
 @pytest.mark.parametrize("label", [lambda i: i, lambda i: float(i), lambda i: None, lambda i: [0.5, i],

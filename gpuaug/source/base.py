@@ -88,11 +88,11 @@ class ListedSource:
         return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
 
     def key(self, index: int) -> str:
-        """Path of the sample below ``root``, with ``/``; bytes that are not UTF-8 as ``surrogateescape``."""
+        """Path of sample number ``index`` below ``root``, with ``/``; other bytes than UTF-8 by ``surrogateescape``."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:
-        """Label of the sample (int, float, floats) without reading its bytes; None without labels."""
+        """Label of sample number ``index`` (int, float, floats) without reading its bytes; None without labels."""
         return self._label_of(self._check(index))
 
     def digest(self) -> str:

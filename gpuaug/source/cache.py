@@ -71,7 +71,7 @@ class RamCache:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
-        """Put a cache with these settings in front of a source."""
+        """Put a cache with these settings in front of ``source``."""
         return CachedSource(source, self)
 
 

@@ -126,7 +126,7 @@ class PackedSource(ListedSource):
         return self.at_size(self.size_of(epoch))
 
     def at_size(self, size: Size) -> PackedSource:
-        """The same samples at one of `used_sizes`; shares the maps of the files."""
+        """The same samples at ``size``, one of `used_sizes`; shares the maps of the files."""
         view = copy.copy(self)
         view._schedule = [(0, size)]
         return view

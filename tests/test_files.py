@@ -1,0 +1,46 @@
+"""Files that appear whole or not at all; sizes of memory."""
+
+import os
+
+import pytest
+
+from gpuaug import files
+from gpuaug.errors import ConfigError
+from gpuaug.files import parse_bytes
+
+
+def test_a_file_is_replaced_whole_or_stays_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    path = tmp_path / "a" / "b.json"
+    files.write(path, "one")
+    files.write(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def fail(*names):
+        assert b"".join(p.read_bytes() for p in path.parent.iterdir() if p != path) == b"three"
+        raise OSError("full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        files.write(path, b"three")
+    assert [p.read_bytes() for p in path.parent.iterdir()] == [b"two"]
+
+
+def test_the_cache_folder_follows_xdg(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / "gpuaug"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / ".cache" / "gpuaug"
+
+
+@pytest.mark.parametrize("value", [("2GiB", 2 << 30), ("1.5 M", 3 << 19), (7, 7), ("10MB", 10_000_000), ("9b", 9),
+                                   ("4096", 4096), (2.0, 2)])  # fmt: skip
+def test_sizes_are_read_as_people_write_them(value):
+    assert parse_bytes(value[0], key="x") == value[1]
+
+
+@pytest.mark.parametrize("value", ["", "GiB", "-1", 0, "2XB", True, None, "1e9", float("inf"), float("nan"), [1]])
+def test_what_is_no_size_is_refused(value):
+    with pytest.raises(ConfigError, match="`cache.max_bytes` must be a size of memory"):
+        parse_bytes(value, key="cache.max_bytes")
