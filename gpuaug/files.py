@@ -39,7 +39,8 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
         OSError: if the folder cannot be created or written.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
+    # compiled code is kept in the cache folder, and loaded only if no other user can write there
+    os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
         with open(part, "xb") as file:  # not tempfile: its files can be read by their owner only

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpuaug import machine
-from gpuaug.decode.decoder import Decode, _without_engine
+from gpuaug.decode.decoder import Decode, _without_broken_engine
 from gpuaug.errors import ConfigError
 from gpuaug.files import cache_folder
 from gpuaug.tools.doctor import checks as doctor
@@ -244,10 +244,10 @@ def test_a_bad_jpeg_engine_is_left_out(name: str, cache: Path, caplog: pytest.Lo
     settings = Decode(hardware_load=0.5)
     for good in (None, True):
         doctor.keep(Verdict(name=name, good=good, text="planted"))
-        assert _without_engine(settings) == settings
+        assert _without_broken_engine(settings) == settings
     assert not caplog.records
     doctor.keep(Verdict(name=name, good=False, text="planted"))
-    assert _without_engine(settings) == Decode(hardware_load=0.0)
+    assert _without_broken_engine(settings) == Decode(hardware_load=0.0)
     assert f"found {name} broken" in caplog.text
 
 

@@ -80,7 +80,7 @@ def test_prefetch_changes_no_pixel(photos, expected, prefetch):
 
 def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_augmented(photos, monkeypatch):
     """Every stage waits for the one before it to begin with the next batch: in fewer threads nothing would come."""
-    begun, changed = {"look": 0, "pixels": 0}, threading.Condition()
+    begun, changed = {"headers": 0, "pixels": 0}, threading.Condition()
 
     def waiting(name, behind, work):
         number = 0
@@ -100,8 +100,8 @@ def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_a
 
     with loader(photos) as ours:
         decoder = ours.pipeline.stage.decoder
-        monkeypatch.setattr(decoder, "look", waiting("look", None, decoder.look))
-        monkeypatch.setattr(decoder, "pixels", waiting("pixels", "look", decoder.pixels))
+        monkeypatch.setattr(decoder, "read_headers", waiting("headers", None, decoder.read_headers))
+        monkeypatch.setattr(decoder, "pixels", waiting("pixels", "headers", decoder.pixels))
         monkeypatch.setattr(ours.augment, "apply", waiting("apply", "pixels", ours.augment.apply))
         assert len(list(ours)) == 10
 

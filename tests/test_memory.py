@@ -29,7 +29,7 @@ def private(pid):
 COUNTED = """
 import json, multiprocessing, sys
 import numpy as np
-from gpuaug.tools.main import memory
+from gpuaug.tools import memory
 
 def hold(size, ready, done):
     block = b"x" * size

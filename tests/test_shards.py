@@ -19,6 +19,7 @@ from servers import bucket_of, files, options, proxied, s3
 from test_remote import METHODS, read_all
 
 import gpuaug
+import gpuaug.files
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source import Remote, ShardSource
 from gpuaug.source.paths import expand_braces
@@ -340,16 +341,14 @@ def test_a_suffix_never_makes_the_name_of_another_sample(tmp_path):
 
 
 def test_index_of_a_read_only_folder_goes_to_the_cache(shards, caplog, home, monkeypatch):
-    import tempfile
+    real = gpuaug.files.write
 
-    real = tempfile.NamedTemporaryFile
-
-    def refuse(dir, **more):
-        if Path(dir) == shards:
+    def refuse(path, *parts, **more):
+        if Path(path).parent == shards:
             raise PermissionError(13, "read-only")
-        return real(dir=dir, **more)
+        real(path, *parts, **more)
 
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)  # root may write anywhere
+    monkeypatch.setattr(gpuaug.files, "write", refuse)  # root may write anywhere
     assert looked_at(caplog, shards)[0] == 3
     assert looked_at(caplog, shards)[0] == 0
     assert len(list(home.glob("*.index"))) == 1
