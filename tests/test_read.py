@@ -546,26 +546,30 @@ def test_a_worker_that_dies_raises_nothing_in_the_main_thread(reading):
 
     for _ in DataLoader(range(4), num_workers=1):  # installs DataLoader's signal handler
         pass
-
-    def act(i):
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    source = Bytes(20, act)
-    reader = reading(source, num_workers=2)
-    found = []
+    source, others = Bytes(40), set(multiprocessing.active_children())
+    reader = reading(source, num_workers=1)
+    found, begun, go_on = [], threading.Event(), threading.Event()
 
     def consume():
+        batches = reader.batches(plan(source, 2, order=Sequential))
+        next(batches)
+        begun.set()
+        go_on.wait(100)
         try:
-            list(reader.batches(plan(source, 2, order=Sequential)))
+            list(batches)
         except ReadError as error:
             found.append(error)
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    deadline = time.monotonic() + 100
-    while consumer.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert begun.wait(100)
+    (victim,) = set(multiprocessing.active_children()) - others
+    os.kill(victim.pid, signal.SIGKILL)
+    # ended, and nobody has asked how: DataLoader's signal handler would still find it
+    os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.1)
+    go_on.set()
+    consumer.join(100)
     assert "signal 9" in str(found[0])
 
 
