@@ -123,7 +123,7 @@ def feed() -> Any:
         boxes = augment.boxes(drawn, look.height, look.width)
         images, _ = decoder.pixels(batch, look, boxes)
         stages: dict[str, Callable[[], Any]] = {
-            "headers": partial(decoder.look, batch),
+            "headers": partial(decoder.read_headers, batch),
             "draws": partial(augment.draw, seed=0, epoch=0, indices=np.arange(BATCH)),
             "boxes": partial(augment.boxes, drawn, look.height, look.width),
             "pixels": partial(decoder.pixels, batch, look, boxes),

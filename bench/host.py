@@ -69,7 +69,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
     if hasattr(graph, "_copied"):  # the CPU moves the pixels itself, where CUDA queues a copy: no part of the sum
         graph._copied = timed("copy", graph._copied)
     for k in range(rounds + 3):
-        look = timed("headers", decoder.look)(batch)
+        look = timed("headers", decoder.read_headers)(batch)
         drawn = timed("draw", lambda: augment.draw(seed=0, epoch=k, indices=np.arange(batch_size)))()  # noqa: B023
         boxes = timed("boxes", augment.boxes)(drawn, look.height, look.width)
         images, _ = timed("plan", decoder.pixels)(batch, look, boxes)
