@@ -112,7 +112,7 @@ def _out_of_resources(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def _not_allowed(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    raise PermissionError(13, "Permission denied", "/root/.triton")
+    raise PermissionError(13, "Permission denied", "~/.triton")
 
 
 @triton.jit
