@@ -223,14 +223,15 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
 
     def tests(file: Path) -> Part:
         name = file.stem.removeprefix("test_")
+        place = str(file.relative_to(ROOT))
         # Where there is no GPU, those of test_gpu.py that need none are run all the same.
-        command = [python, "-m", "pytest", *PYTEST, f"tests/{file.name}"]
+        command = [python, "-m", "pytest", *PYTEST, place]
         command += [] if small and name == "gpu" else ["-m", "gpu"]
-        expected, asks = TESTS.get(name, 25), f"Do the tests of tests/{file.name} pass on CUDA?"
+        expected, asks = TESTS.get(name, 25), f"Do the tests of {place} pass on CUDA?"
         reads = "Yes, but for what its log calls skipped."
         return Part(f"tests_{name}", command, asks, expected, 3 * expected + 30, reads)
 
-    gpu_tests = [p for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
+    gpu_tests = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text()]
     gpu_tests.sort(key=lambda p: p.stem not in ("test_gpu", "test_decode"))  # these two say most
     train = [python, "-m", "gpuaug.tools", "train", f"device={device}"]
     few = ["--count", "60"] if small else []
@@ -279,7 +280,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         Part(
             "cases",
             # without a GPU by Triton's interpreter, which takes minutes for all of them
-            [*(["env", "TRITON_INTERPRET=1"] * small), python, "-m", "pytest", *PYTEST, "tests/triton_cases.py",
+            [*(["env", "TRITON_INTERPRET=1"] * small), python, "-m", "pytest", *PYTEST, "tests/augment/triton_cases.py",
              *(["-k", "chains or share or no_operations"] * small)],
             "Do the kernels equal Kornia, whatever the program?", 90, 240,
         ),
@@ -358,7 +359,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         ),
         Part(
             "compile",
-            [python, "-m", "pytest", *PYTEST, "tests/test_triton_kernels.py", "-k",
+            [python, "-m", "pytest", *PYTEST, "tests/augment/test_triton_kernels.py", "-k",
              "every_gpu and 80" if small else "every_gpu or without_a_device"],
             "Do the kernels compile for every GPU with the Triton that is installed?", 90, 300,
         ),

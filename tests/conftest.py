@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from pictures import photographs
 from PIL import Image
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
@@ -24,21 +25,12 @@ hypothesis_settings.register_profile(
 hypothesis_settings.load_profile("busy")
 
 
+ROOT = Path(__file__).resolve().parent.parent  # of the repository
+SHARED = [
+    ROOT,
+    *(ROOT / "tests" / name for name in (".", "source", "decode", "augment", "loader")),
+]  # for child processes
 TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, out of the way of other packages
-
-
-def photographs() -> dict[str, np.ndarray]:
-    """Name to uint8 [H, W, 3]."""
-    from skimage import data
-    from sklearn.datasets import load_sample_image
-
-    return {
-        "astronaut": data.astronaut(),
-        "chelsea": data.chelsea(),
-        "china": load_sample_image("china.jpg"),
-        "coffee": data.coffee(),
-        "flower": load_sample_image("flower.jpg"),
-    }
 
 
 def window(photo: np.ndarray, rng: np.random.Generator) -> Image.Image:

@@ -30,8 +30,9 @@ from pathlib import Path
 
 import hostile
 import torch
-from hostile import BAD, EITHER, GOOD, encode, photograph
+from hostile import BAD, EITHER, GOOD, window
 from hostile_tars import tar
+from pictures import encode
 
 import gpuaug
 from gpuaug.tools.plan import predict as plan
@@ -150,7 +151,7 @@ class Slots:
         self.good = []
         for k in range(BATCH - count):
             kind, options = kinds[k % len(kinds)]
-            self.good.append(encode(photograph(50 + k, 70 + k, seed=k), kind, **options))
+            self.good.append(encode(window(50 + k, 70 + k, seed=k), kind, **options))
         self.files, self.turn = [self.good[0]] * count, 0
 
     def __len__(self) -> int:
@@ -488,7 +489,7 @@ BAD_FILES: dict[str, Callable[[], bytes]] = {
     "no_bits.bmp": lambda: hostile.bmp(0, body=bytes(4000)),
     "palette.bmp": lambda: hostile.bmp(8, colors=2**31 - 1),
     **{
-        f"precision_{p}.jpg": lambda p=p: hostile.with_frame(encode(photograph(), "JPEG"), precision=p)
+        f"precision_{p}.jpg": lambda p=p: hostile.with_frame(encode(window(), "JPEG"), precision=p)
         for p in (7, 9, 16, 255)
     },
     "idle_lines.bmp": hostile.idle_lines,

@@ -1,6 +1,5 @@
 """Hostile image files, generated. `good` ones must decode, `bad` ones must be refused, others may do either."""
 
-import io
 import random
 import struct
 import zlib
@@ -8,25 +7,19 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
+from pictures import encode
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 GOOD, BAD, EITHER = "good", "bad", "either"
 
 
-def photograph(height: int = 96, width: int = 128, seed: int = 0) -> Image.Image:
+def window(height: int = 96, width: int = 128, seed: int = 0) -> Image.Image:
     """A window of a real photograph."""
     from skimage import data
 
     y, x = 40 + 7 * seed % 100, 60 + 11 * seed % 120
     return Image.fromarray(data.astronaut()[y : y + height, x : x + width])
-
-
-def encode(image: Image.Image, kind: str, **options) -> bytes:
-    """The image as a file of this kind."""
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def segments(jpeg: bytes) -> list[tuple[int, int, int]]:
@@ -188,7 +181,7 @@ def bmp(
 
 def webp_canvas(width: int, height: int) -> bytes:
     """An extended WebP that claims this canvas and holds a small frame."""
-    inner = encode(photograph(32, 32), "WEBP")[12:]
+    inner = encode(window(32, 32), "WEBP")[12:]
     header = b"\0\0\0\0" + struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
     body = b"WEBP" + b"VP8X" + struct.pack("<I", 10) + header + inner
     return b"RIFF" + struct.pack("<I", len(body)) + body
@@ -197,7 +190,7 @@ def webp_canvas(width: int, height: int) -> bytes:
 def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]]:
     """(file name, bytes, expectation) of more than 400 files; ``share`` of the repeated kinds."""
     rng = random.Random(seed)
-    photo = photograph()
+    photo = window()
     bases = {
         "jpg444": encode(photo, "JPEG", quality=90, subsampling=0),
         "jpg420": encode(photo, "JPEG", quality=85, subsampling=2),
@@ -330,7 +323,7 @@ def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]
     yield "png_text_bomb.png", png(128, 96, good_data, extra=chunk(b"zTXt", b"Comment\0\0" + text)), EITHER
     for size in some([16383, 16384, 2**24]):
         yield f"webp_canvas_{size}.webp", webp_canvas(size, size), BAD
-    frames = [photograph(64, 80, seed=k) for k in range(4)]
+    frames = [window(64, 80, seed=k) for k in range(4)]
     yield "animated.gif", encode(frames[0], "GIF", save_all=True, append_images=frames[1:]), GOOD
     yield "animated.webp", encode(frames[0], "WEBP", save_all=True, append_images=frames[1:]), EITHER
     yield "animated.png", encode(frames[0], "PNG", save_all=True, append_images=frames[1:]), EITHER
@@ -407,10 +400,10 @@ def tiff(channels: int, bits: int = 8, *, sample: int = 1, size: tuple[int, int]
 
 def originals() -> dict[str, bytes]:
     """Valid files, the first word their codec: what encoders write, and what they do differently."""
-    photo, small = photograph(), photograph(40, 56, seed=3)
+    photo, small = window(), window(40, 56, seed=3)
     gray, turned = small.convert("L"), Image.Exif()
     turned[274] = 6
-    frames = [photograph(24, 32, seed=k) for k in range(3)]
+    frames = [window(24, 32, seed=k) for k in range(3)]
     animated = {"save_all": True, "append_images": frames[1:]}
     deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
     texts = PngInfo()
@@ -463,7 +456,7 @@ def originals() -> dict[str, bytes]:
 
 def odd() -> dict[str, bytes]:
     """Files that are pixels or faults: fields with every value, other codecs' files, and small files of much work."""
-    jpeg, small = encode(photograph(40, 56), "JPEG", quality=90), photograph(40, 56, seed=3)
+    jpeg, small = encode(window(40, 56), "JPEG", quality=90), window(40, 56, seed=3)
     files = {f"jpeg precision {p}": with_frame(jpeg, precision=p) for p in range(256)}
     files |= {
         f"jpeg extended of 12 bits, {k}": with_frame(jpeg, marker=m, precision=12)
@@ -536,7 +529,7 @@ def many_entries(count: int, each: int) -> bytes:
 def sized_bombs(side: int) -> dict[str, bytes]:
     """Small files that claim ``side`` x ``side`` pixels."""
     square, lines = {"height": side, "width": side}, b"\x01\x01\0\0" * min(side, 10_000) + b"\0\x01"
-    jpeg, progressive = (encode(photograph(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
+    jpeg, progressive = (encode(window(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
     scans = 12 * 178_000_000 // side**2 - 10
     files = {
         "bmp RLE8 of lines": bmp(8, **square, compression=1, body=lines),
@@ -557,7 +550,7 @@ def sized_bombs(side: int) -> dict[str, bytes]:
             with_size(many_scans(progressive, max(0, scans)), side, side), marker=0xCA
         ),
         "jpeg lossless that is all missing": with_frame(with_size(jpeg, side, side), marker=0xC3),
-        "jpeg of CMYK that is all missing": with_size(encode(photograph(40, 56).convert("CMYK"), "JPEG"), side, side),
+        "jpeg of CMYK that is all missing": with_size(encode(window(40, 56).convert("CMYK"), "JPEG"), side, side),
     }
     if side < 8_000:
         flat = Image.new("L", (side, side))
@@ -572,12 +565,12 @@ def sized_bombs(side: int) -> dict[str, bytes]:
 
 def bombs() -> dict[str, bytes]:
     """Small files, each below 1 MiB, that ask for much work or memory."""
-    jpeg, progressive = (encode(photograph(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
+    jpeg, progressive = (encode(window(40, 56), "JPEG", quality=90, progressive=how) for how in (False, True))
     pixels, half = zlib.compress(bytes(200)), zeros(960 << 20)
     text = chunk(b"zTXt", b"Comment\0\0" + zeros(16 << 20))
     small_text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(1 << 18), 9))
     long_title = chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zeros(16 << 20))
-    gif = encode(photograph(40, 56), "GIF")
+    gif = encode(window(40, 56), "GIF")
     exif = b"".join(
         segment(0xE1, b"Exif\0\0" + piece)
         for data in (many_entries(20_000, 600_000),)

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 
 import gpuaug
 from gpuaug.tools.main import COMMANDS
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -263,8 +263,8 @@ def test_contributing_names_the_tables_of_the_tests() -> None:
     tables = {"test_recipes": ("INTERPOLATION", "SHAPES"), "test_parameters": ("OPS",)}
     tables["test_fused"] = ("POINTWISE", "JUMPS", "SPATIAL")
     for test, names in tables.items():
-        source = (ROOT / "tests" / f"{test}.py").read_text(encoding="utf-8")
-        assert f"tests/{test}.py" in text
+        source = (ROOT / "tests/augment" / f"{test}.py").read_text(encoding="utf-8")
+        assert f"tests/augment/{test}.py" in text
         assert all(f"`{name}`" in text and f"\n{name} = {{" in source for name in names)
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpuaug
 
-FOLDER = Path(__file__).parent.parent / "examples"
+FOLDER = ROOT / "examples"
 
 
 def example(name: str) -> Any:

@@ -4,7 +4,6 @@ What needs no device runs on the CPU too, by the same lines.
 """
 
 import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -14,7 +13,9 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from hostile import lossless_jpeg
+from pictures import encode, photograph
 from PIL import Image
 from test_decode import by_pillow, close_enough, failing_in_decode, pack, uniforms, views
 from test_distributed import run, seen
@@ -25,7 +26,6 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.tools.pack.job import Pack
 from gpuaug.tools.pack.pack import pack as pack_source
 
-ROOT = Path(__file__).resolve().parent.parent
 HAVE = torch.cuda.is_available()
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAVE, reason="needs a CUDA device")]
 cuda = pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
@@ -59,12 +59,6 @@ def no_waiting(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def encoded(image, kind="JPEG", **options):
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
 @pytest.fixture(scope="module")
 def plain(photos, tmp_path_factory):
     """The photographs without orientation or gray: what the decoder takes without a detour."""
@@ -72,7 +66,7 @@ def plain(photos, tmp_path_factory):
     for path in sorted(photos.rglob("*.jpg")):
         target = root / path.relative_to(photos)
         target.parent.mkdir(exist_ok=True)
-        target.write_bytes(encoded(Image.open(path).convert("RGB"), quality=90))
+        target.write_bytes(encode(Image.open(path).convert("RGB"), quality=90))
     return root
 
 
@@ -152,15 +146,13 @@ def test_chunks_change_no_pixel(photos, device):
 
 def kinds():
     """Images that take ways of their own in nvJPEG, or past it."""
-    from test_decode import photograph
-
     large = photograph("flower", (1600, 1100)).convert("RGB")
     return {
-        "more than a megapixel": encoded(large, quality=85),  # Huffman decoding on the GPU
-        "more than a megapixel, progressive": encoded(large, quality=85, progressive=True),
-        "CMYK": encoded(large.resize((300, 200)).convert("CMYK"), quality=90),
+        "more than a megapixel": encode(large, quality=85),  # Huffman decoding on the GPU
+        "more than a megapixel, progressive": encode(large, quality=85, progressive=True),
+        "CMYK": encode(large.resize((300, 200)).convert("CMYK"), quality=90),
         "lossless (SOF3)": lossless_jpeg(np.asarray(large.resize((120, 90)).convert("L"))),
-        "restart intervals": encoded(large.resize((300, 200)), quality=85, restart_marker_rows=1),
+        "restart intervals": encode(large.resize((300, 200)), quality=85, restart_marker_rows=1),
     }
 
 

@@ -9,10 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import gpuaug
-
-ROOT = Path(__file__).parent.parent
 
 APPLICATION = """\
 import sys

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 import gpuaug
 from gpuaug.read.reader import Reader
@@ -58,7 +59,7 @@ def test_what_a_worker_holds_is_counted_and_shared_pages_only_once():
     """In a process of its own: what others allocate and free meanwhile is not counted."""
     size = 64 << 20
     done = subprocess.run([sys.executable, "-c", COUNTED, str(size)], capture_output=True, text=True, timeout=600,
-                          cwd=Path(__file__).parents[1])  # fmt: skip
+                          cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["held"]) == 2

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import TORCHVISION
+from conftest import ROOT, TORCHVISION
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FIRST = "compose_augmentations"  # the others take up to two minutes each
 PARAMETERS = [pytest.param(p, id=p.stem, marks=() if p.stem == FIRST else pytest.mark.long) for p in NOTEBOOKS]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode, _without_broken_engine
@@ -22,8 +23,6 @@ from gpuaug.tools.doctor import checks as doctor
 from gpuaug.tools.doctor import command, host, probes
 from gpuaug.tools.doctor.checks import Verdict
 from gpuaug.tools.main import main
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture

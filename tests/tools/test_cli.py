@@ -13,6 +13,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -21,8 +22,6 @@ from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.tools.main import COMMANDS, main
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture

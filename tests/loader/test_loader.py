@@ -9,31 +9,12 @@ import time
 import kornia.augmentation as K
 import pytest
 import torch
+from common import loader, recipe
 
 import gpuaug
 from gpuaug.augment.mix import Mix
 from gpuaug.errors import ConfigError, DataError, GpuaugError, StateError
 from gpuaug.read.prefetch import Producer
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def recipe(**more):
-    ops = {
-        "vflip": K.RandomVerticalFlip(p=0.5),
-        "flip": K.RandomHorizontalFlip(p=0.5),
-        "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8),
-        "gray": K.RandomGrayscale(p=0.1),
-        **more,
-    }
-    return gpuaug.Augment(
-        crop=gpuaug.RandomResizedCrop(48), ops=ops, normalize=gpuaug.Normalize(mean=MEAN, std=STD), backend="kornia"
-    )
-
-
-def loader(photos, **settings):
-    settings = {"augment": recipe(), "batch_size": 7, "num_workers": 0, "seed": 3, "device": "cpu", **settings}
-    return gpuaug.Loader(gpuaug.FolderSource(photos), **settings)
 
 
 def pixels(batches):
@@ -205,7 +186,7 @@ def test_a_batch_is_images_and_labels(photos):
     with loader(photos, dtype="bfloat16", memory_format="channels_last", order="sequential") as ours:
         batch = next(iter(ours))
         images, labels = batch
-    assert images.shape == (7, 3, 48, 48)
+    assert images.shape == (7, 3, 32, 32)
     assert images.dtype == torch.bfloat16
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert labels.tolist() == [0] * 7
@@ -218,13 +199,13 @@ def test_a_batch_is_images_and_labels(photos):
 def test_multi_view(photos):
     views = gpuaug.MultiView(
         views={
-            "global": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(48), copies=2, backend="kornia"),
+            "global": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), copies=2, backend="kornia"),
             "local": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24), copies=3, backend="kornia"),
         }
     )
     with loader(photos, augment=views) as ours:
         images, _ = next(iter(ours))
-    assert [tuple(view.shape) for view in images] == [(7, 3, 48, 48)] * 2 + [(7, 3, 24, 24)] * 3
+    assert [tuple(view.shape) for view in images] == [(7, 3, 32, 32)] * 2 + [(7, 3, 24, 24)] * 3
     assert not torch.equal(images[0], images[1])
 
 
@@ -590,7 +571,7 @@ def test_ranks_have_equally_many_batches_by_default(photos, caplog):
 def test_mix_gives_soft_labels(photos):
     with loader(photos, mix=Mix(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1)) as ours:
         images, labels = next(iter(ours))
-    assert images.shape == (7, 3, 48, 48)
+    assert images.shape == (7, 3, 32, 32)
     assert labels.shape == (7, 5)
     assert torch.allclose(labels.sum(1), torch.ones(7))
 

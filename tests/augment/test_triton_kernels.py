@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, SHARED
 from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows
 
 import gpuaug
@@ -32,7 +33,7 @@ from triton.runtime import build  # noqa: E402
 
 from gpuaug.augment.fused import cuda as triton_kernels  # noqa: E402
 
-RECIPES = sorted(p.stem for p in (Path(__file__).parents[1] / "conf" / "gpuaug" / "augment").glob("*.yaml"))
+RECIPES = sorted(p.stem for p in (ROOT / "conf" / "gpuaug" / "augment").glob("*.yaml"))
 # Compute capabilities of the GPUs to compile for: T4, A100, RTX 30, L4 and RTX 40, H100 and H200, B200, RTX 50
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 KERNELS = ("_mean_kernel", "_points_kernel", "_blur_kernel")
@@ -44,12 +45,17 @@ TYPES = {
 
 def test_the_kernels_equal_the_reference() -> None:
     """In a process of its own: Triton decides for its interpreter when it is first imported."""
-    folder = Path(__file__).parent
     environment = dict(os.environ) if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "triton_cases.py")]
-    done = subprocess.run(
-        command, cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=1800, check=False
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(ROOT / "tests/augment/triton_cases.py"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -233,8 +239,7 @@ def test_a_broken_context_is_named_as_such() -> None:
         "except torch.AcceleratorError:\n"
         "    print('the device')\n"
     )
-    folder = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SHARED))}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -4,11 +4,9 @@ import json
 import random
 import subprocess
 import sys
-from pathlib import Path
 
+from conftest import ROOT
 from hostile import find, segments, with_frame, with_size
-
-ROOT = Path(__file__).parents[1]
 
 
 def without(data: bytes, marker: int) -> bytes:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 try:
     import gpu as bench
@@ -80,7 +80,7 @@ def test_every_part_has_a_question_and_time(tmp_path: Path) -> None:
         names = [p.name for p in parts]
         assert len(set(names)) == len(names)
         assert all(p.asks.endswith("?") and p.expected < p.limit <= 400 for p in parts)
-        files = {f"tests_{p.stem.removeprefix('test_')}" for p in (ROOT / "tests").glob("test_*.py")}
+        files = {f"tests_{p.stem.removeprefix('test_')}" for p in (ROOT / "tests").rglob("test_*.py")}
         assert {n for n in names if n.startswith("tests_")} <= files
         assert {"tests_gpu", "tests_decode", "tests_doctor"} < set(names)
         assert {n.removeprefix("hazard_") for n in names if n.startswith("hazard_")} == set(hazards.HAZARDS)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import kornia.augmentation as K
 import pytest
+from conftest import ROOT
 from kornia.augmentation._2d.geometric.base import GeometricAugmentationBase2D
 from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
 from test_fused import KNOWN
@@ -15,7 +15,7 @@ from test_parameters import OPS
 from gpuaug.augment.ops import ENTRIES, by_class, entry_of
 from gpuaug.augment.prepare import prepare
 
-AUGMENT = Path(__file__).parent.parent / "gpuaug" / "augment"
+AUGMENT = ROOT / "gpuaug" / "augment"
 
 
 def test_every_entry_stands_in_the_table_of_tests() -> None:

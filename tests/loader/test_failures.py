@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import gpuaug
 
-ROOT = Path(__file__).parents[1]
 SHM = Path("/dev/shm")
 
 BUILD = """

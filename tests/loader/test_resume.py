@@ -5,22 +5,11 @@ import json
 import random
 from collections import Counter
 
-import kornia.augmentation as K
 import pytest
 import torch
+from common import loader
 
 import gpuaug
-
-
-def augment():
-    ops = {"flip": K.RandomHorizontalFlip(p=0.5), "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8)}
-    return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops=ops, backend="kornia")
-
-
-def loader(photos, order, **settings):
-    return gpuaug.Loader(
-        gpuaug.FolderSource(photos), augment=augment(), order=order, seed=11, device="cpu", faults=None, **settings
-    )
 
 
 def consume(batches, steps=None):
@@ -40,7 +29,7 @@ def consume(batches, steps=None):
 def whole(photos):
     found = {}
     for name, order in [("shuffle", gpuaug.Shuffle()), ("repeated", gpuaug.Repeated(repeats=3))]:
-        with loader(photos, order, num_workers=0, batch_size=13) as ours:
+        with loader(photos, order=order, seed=11, faults=None, num_workers=0, batch_size=13) as ours:
             ours.set_epoch(2)
             found[name] = order, consume(ours)
     return found
@@ -59,7 +48,9 @@ def stop_and_resume(photos, order, expected, rng):
                 "prefetch": rng.choice([0, 1, 3]),
                 "last": "uneven",
             }
-            with loader(photos, order, rank=rank, world_size=world_size, **settings) as ours:
+            with loader(
+                photos, order=order, seed=11, faults=None, rank=rank, world_size=world_size, **settings
+            ) as ours:
                 if state is None:
                     ours.set_epoch(2)
                 else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
@@ -31,7 +32,6 @@ from gpuaug.tools.train import command as train
 from gpuaug.tools.train import training
 from gpuaug.tools.train.model import SmallNet
 
-ROOT = Path(__file__).parent.parent
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
 HELD_OUT = ("val.augment=none", "val.augment.crop.size=[32,32]")
 

@@ -8,17 +8,15 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 import gpuaug
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import ConfigError
 from gpuaug.read.prefetch import LOW, buffered
-
-ROOT = Path(__file__).parents[1]
 
 
 def batch(number, size):

@@ -12,32 +12,31 @@ import pytest
 from hostile import bmp, with_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictures import encode
 from PIL import Image, ImageOps
 
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
 
 
-def encode(form: str, size: tuple[int, int] = (37, 21), **options) -> bytes:
-    out = io.BytesIO()
-    Image.linear_gradient("L").resize(size).convert("RGB").save(out, form, **options)
-    return out.getvalue()
+def gradient(form: str, size: tuple[int, int] = (37, 21), **options) -> bytes:
+    return encode(Image.linear_gradient("L").resize(size).convert("RGB"), form, **options)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
 @pytest.mark.parametrize("size", [(1, 1), (37, 21), (300, 2), (2, 1000)])
 def test_sizes(form, size):
-    found = header.read(encode(form, size))
+    found = header.read(gradient(form, size))
     assert found == Header(form.lower(), size[1], size[0], scans=found.scans)
 
 
 @pytest.mark.parametrize(("options", "scans"), [({}, 1), ({"progressive": True}, 10)])
 def test_scans(options, scans):
-    assert header.read(encode("JPEG", **options)).scans == scans
+    assert header.read(gradient("JPEG", **options)).scans == scans
 
 
 def test_scans_of_arithmetic_coding_count_twice():
-    progressive = encode("JPEG", progressive=True)
+    progressive = gradient("JPEG", progressive=True)
     arithmetic = progressive.replace(b"\xff\xc2", b"\xff\xca", 1)
     assert header.read(arithmetic).scans == 2 * header.read(progressive).scans
 
@@ -45,13 +44,13 @@ def test_scans_of_arithmetic_coding_count_twice():
 @pytest.mark.parametrize("lossless", [False, True])
 def test_webp_of_both_kinds(lossless):
     for extra in ({}, {"exif": b"Exif\0\0"}):
-        found = header.read(encode("WEBP", lossless=lossless, **extra))
+        found = header.read(gradient("WEBP", lossless=lossless, **extra))
         assert (found.height, found.width) == (21, 37)
 
 
 @pytest.mark.parametrize("form", ["TIFF", "JPEG2000"])
 def test_size_left_to_the_decoder(form):
-    assert header.read(encode(form)) == Header(form.lower(), 0, 0)
+    assert header.read(gradient(form)) == Header(form.lower(), 0, 0)
 
 
 def block(order: str, orientation: int, *, kind: int = 3, count: int = 1, others: int = 3) -> bytes:
@@ -88,7 +87,7 @@ def test_orientation_of_files(form, orientation):
     exif = Image.Exif()
     exif[0x112] = orientation
     exif[0x10E] = "a description, so that the block is longer"
-    assert header.read(encode(form, exif=exif)).orientation == orientation
+    assert header.read(gradient(form, exif=exif)).orientation == orientation
 
 
 @pytest.mark.parametrize(
@@ -102,9 +101,9 @@ def test_orientation_of_files(form, orientation):
         (b"\xff\xd8\xff\xda\x00\x02", "without a frame header"),
         (b"\xff\xd8" + b"\xff" * 100_000, "junk"),
         (b"\xff\xd8\xff\xe0\x00\x02" + b"a" * 100_000, "without a scan"),
-        (encode("JPEG")[:-2], "truncated"),
+        (gradient("JPEG")[:-2], "truncated"),
         (b"\x89PNG\r\n\x1a\n" + b"a" * 30, "IHDR"),
-        (encode("PNG")[:33] + b"\0\0\0\0abcdcrc!" * 140_000, "chunks"),
+        (gradient("PNG")[:33] + b"\0\0\0\0abcdcrc!" * 140_000, "chunks"),
         (b"RIFF\0\0\0\0WEBPVP8 " + b"a" * 20, "key frame"),
         (b"RIFF\0\0\0\0WEBPABCD" + b"a" * 20, "unknown first chunk"),
     ],
@@ -117,7 +116,7 @@ def test_bytes_that_are_refused(data, text):
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF"]), st.data())
 def test_any_bytes_give_a_header_or_its_own_error(form, data):
-    encoded = bytearray(encode(form, **({} if form in ("BMP", "GIF") else {"exif": block("<", 6)})))
+    encoded = bytearray(gradient(form, **({} if form in ("BMP", "GIF") else {"exif": block("<", 6)})))
     for _ in range(data.draw(st.integers(1, 6))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     encoded = encoded[: data.draw(st.integers(0, len(encoded)))]
@@ -151,7 +150,7 @@ def test_raw_is_its_size_and_its_pixels(size):
             header.read(wrong)
         with pytest.raises(HeaderError, match="raw"):
             header.read_raw(memoryview(wrong))
-    assert header.read_raw(memoryview(encode("PNG"))) is None
+    assert header.read_raw(memoryview(gradient("PNG"))) is None
     assert header.read_raw(memoryview(b"")) is None
 
 
@@ -162,7 +161,7 @@ def test_orientation_in_imagemagicks_raw_profile(kind, orientation):
     text = b"\0" + zlib.compress(text) if kind == b"zTXt" else text
     payload = b"Raw profile type exif\0" + text
     chunk = struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
-    plain = encode("PNG")
+    plain = gradient("PNG")
     data = plain[:33] + chunk + plain[33:]
     assert header.read(data).orientation == orientation
     assert ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == ((37, 21) if orientation < 5 else (21, 37))
@@ -173,7 +172,7 @@ def test_orientation_in_imagemagicks_raw_profile(kind, orientation):
 def test_a_raw_profile_is_inflated_only_in_part():
     payload = b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n 9\n" + b"00" * 50_000_000)
     chunk = struct.pack(">I", len(payload)) + b"zTXt" + payload + b"crc!"
-    plain = encode("PNG")
+    plain = gradient("PNG")
     tracemalloc.start()
     assert header.read(plain[:33] + chunk + plain[33:]).orientation == 1
     peak = tracemalloc.get_traced_memory()[1]
@@ -191,7 +190,7 @@ def test_a_raw_profile_is_inflated_only_in_part():
     ],
 )
 def test_a_gif_is_as_large_as_its_screen_and_first_frame(screen, at, size):
-    data = bytearray(encode("GIF", comment=b"a comment " * 60))
+    data = bytearray(gradient("GIF", comment=b"a comment " * 60))
     data[6:10] = struct.pack("<HH", *screen)
     frame = data.index(b"\x2c" + struct.pack("<HHHH", 0, 0, 37, 21))
     data[frame + 1 : frame + 5] = struct.pack("<HH", *at)
@@ -220,7 +219,7 @@ def test_ppm(kind):
 
 
 def test_only_what_dali_is_known_to_decode_is_plain():
-    jpeg = encode("JPEG")
+    jpeg = gradient("JPEG")
     for marker in (0xC0, 0xC1, 0xC2):
         assert header.read(with_frame(jpeg, marker=marker)).plain
     for marker in (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF):
@@ -242,7 +241,7 @@ def test_only_what_dali_is_known_to_decode_is_plain():
 
 
 def test_the_pixels_of_a_png_are_kept():
-    data = encode("PNG", dpi=(99, 99), icc_profile=bytes(3000), exif=block("<", 6))
+    data = gradient("PNG", dpi=(99, 99), icc_profile=bytes(3000), exif=block("<", 6))
     found = header.png_pixels(data)
     assert len(found) < len(data)
     assert Image.open(io.BytesIO(found)).tobytes() == Image.open(io.BytesIO(data)).tobytes()

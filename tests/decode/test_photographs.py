@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from PIL import Image, ImageChops, ImageOps
 
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
 from bench import photographs
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-BENCH = Path(__file__).parent.parent / "bench"
+BENCH = ROOT / "bench"
 
 
 @pytest.fixture(scope="module")

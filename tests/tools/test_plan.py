@@ -12,6 +12,7 @@ from typing import Any
 import planted
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
 import gpuaug
@@ -25,7 +26,6 @@ from gpuaug.tools.plan.predict import MIB, Machine, Settings
 from gpuaug.tools.train import training
 from gpuaug.tools.train.model import SmallNet
 
-ROOT = Path(__file__).parent.parent
 MARGIN = 1.01 / (1 - plan.SPARE)  # of what has to be there over what is needed
 ROOMY = Machine(host=1 << 40, host_by="test", shared=1 << 40)
 

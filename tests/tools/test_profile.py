@@ -21,6 +21,7 @@ import numpy as np
 import planted
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 
 import gpuaug
@@ -47,7 +48,6 @@ from gpuaug.tools.profile.bottleneck import (
 )
 from gpuaug.tools.profile.measure import Profiler
 
-ROOT = Path(__file__).parent.parent
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
 
 

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import photographs, window
+from conftest import ROOT, window
 from omegaconf import OmegaConf
+from pictures import photographs
 from PIL import Image, ImageOps
 
 import gpuaug
@@ -40,7 +41,6 @@ from gpuaug.tools.pack.job import Pack, finished
 from gpuaug.tools.pack.pack import pack
 from gpuaug.tools.pack.verify import verify
 
-ROOT = Path(__file__).parent.parent
 PILLOW = Decode(backend="pillow")  # starts at once
 DROP = {"policy": "drop"}
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import loader
 from PIL import Image
 
 import gpuaug
@@ -47,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8)).save(file)
     lines = [f"{p.relative_to(root)},{n}" for n, p in enumerate(sorted((root / "images").rglob("*.png")))]
     (root / "table.csv").write_text("path,label\n" + "\n".join(lines) + "\n")
-    with loader(root) as live:
+    with small(root) as live:
         gpuaug.Materialize(live, out=root / "epochs", epochs=1).run()
     return root
 
@@ -56,15 +57,13 @@ def source(place: Path) -> gpuaug.FolderSource:
     return gpuaug.FolderSource(place / "images")
 
 
-def loader(place: Path, **given: Any) -> gpuaug.Loader:
-    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
-    usual = {"augment": augment, "batch_size": 2, "num_workers": 0, "prefetch": 0, "device": "cpu"}
-    images = given.pop("source") if "source" in given else source(place)
-    return gpuaug.Loader(images, **{**usual, **given})
+def small(place: Path, **given: Any) -> gpuaug.Loader:
+    usual = {"augment": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8)), "batch_size": 2, "prefetch": 0}
+    return loader(given.pop("source", place / "images"), **{**usual, **given})
 
 
 def one_batch(place: Path, **given: Any) -> None:
-    with loader(place, **given) as made:
+    with small(place, **given) as made:
         len(made)
         made.fingerprint()
         next(iter(made), None)
@@ -191,7 +190,7 @@ IMAGES = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
 
 @pytest.mark.parametrize("name", CALLS)
 def test_methods(name: str, place: Path) -> None:
-    with loader(place) as made:
+    with small(place) as made:
 
         def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             for value in [*VALUES, [999], [-1], [0, 0], [10**20], 999, torch.zeros(2, 3, 0, 8, dtype=torch.uint8)]:
@@ -207,7 +206,7 @@ def test_materialize(parameter: str, place: Path, tmp_path: Path, monkeypatch: p
     def made(live: gpuaug.Loader, number: int, value: Any) -> None:
         gpuaug.Materialize(live, **{"out": tmp_path / f"out{number}", parameter: value})
 
-    with loader(place) as live:
+    with small(place) as live:
 
         def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             for number, value in enumerate(VALUES):

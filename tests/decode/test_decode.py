@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import struct
 import subprocess
 import sys
 import zlib
 from functools import cache
-from pathlib import Path
 
 import hostile
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT, SHARED
+from pictures import encode, photograph
 from PIL import Image, ImageOps
 
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
@@ -26,30 +28,11 @@ from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.errors import ConfigError, GpuaugError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CHILD = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SHARED))}
 BACKENDS = ["dali", "pillow"]
 
 
 # -- images --
-
-
-@cache
-def photograph(name: str = "china", size: tuple[int, int] = (251, 187)) -> Image.Image:
-    """A real photograph, at (width, height)."""
-    if name == "astronaut":
-        from skimage import data
-
-        image = Image.fromarray(data.astronaut())
-    else:
-        from sklearn.datasets import load_sample_image
-
-        image = Image.fromarray(load_sample_image(f"{name}.jpg"))
-    return image.resize(size)
-
-
-def encode(image: Image.Image, form: str = "JPEG", **options) -> bytes:
-    out = io.BytesIO()
-    image.save(out, form, **options)
-    return out.getvalue()
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -833,7 +816,7 @@ def test_pillow_too_decodes_within_max_bytes():
         "print(peak() - before)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT / "tests", env=CHILD, capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 200_000  # kB
 
@@ -1007,7 +990,7 @@ print([line for line in Path("/proc/self/maps").read_text().splitlines() if "lib
 def test_decoding_on_the_cpu_loads_no_codec_of_the_gpu(dali):
     """nvJPEG's opens a CUDA context as it is loaded, on a device that nobody asked for."""
     done = subprocess.run(
-        [sys.executable, "-c", ON_CPU], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ON_CPU], cwd=ROOT / "tests", env=CHILD, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -18,6 +18,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,7 +36,6 @@ from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.native import buffers as recycled
 from gpuaug.native import build as compiled
 
-ROOT = Path(__file__).parent.parent
 NORMALIZE = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 POINT, SPACE = 2e-5, 2e-3  # normalised units: pointwise; with resampling or a convolution
 

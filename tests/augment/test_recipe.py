@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -272,7 +273,7 @@ def test_without_indices_ranks_draw_for_themselves(group: str, tmp_path: Path) -
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir", str(tmp_path / "log")]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [*map(str, SHARED), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words, "--redirects=3", str(script), group]
     subprocess.run(command, check=True, timeout=300, env=environment)
@@ -456,7 +457,7 @@ def test_a_fingerprint_has_no_trace_of_use_process_or_backend(name: str) -> None
 
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     script = (
-        f"import json, sys; sys.path.append({str(Path(__file__).parent)!r}); from test_recipe import changes;"
+        f"import json, sys; sys.path += {list(map(str, SHARED))}; from test_recipe import changes;"
         "print(json.dumps({k: v.fingerprint() for k, v in changes().items()}))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

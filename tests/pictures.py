@@ -1,0 +1,35 @@
+"""Real photographs, and images as the bytes of a file."""
+
+import io
+from functools import cache
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+@cache
+def photographs() -> dict[str, np.ndarray]:
+    """Name to uint8 [H, W, 3]."""
+    from skimage import data
+    from sklearn.datasets import load_sample_image
+
+    return {
+        "astronaut": data.astronaut(),
+        "chelsea": data.chelsea(),
+        "china": load_sample_image("china.jpg"),
+        "coffee": data.coffee(),
+        "flower": load_sample_image("flower.jpg"),
+    }
+
+
+def photograph(name: str = "china", size: tuple[int, int] = (251, 187)) -> Image.Image:
+    """One of them, at (width, height)."""
+    return Image.fromarray(photographs()[name]).resize(size)
+
+
+def encode(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
+    """The image as a file of this form; `options` are those of Pillow's writer."""
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
