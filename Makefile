@@ -1,6 +1,8 @@
-# Everything runs in .venv, which any of these commands makes first.
+# Everything runs in .venv, which any of these commands makes first: with what the package needs for `make demo`, with
+# what its tests need for the others.
 PYTHON ?= python3
 BIN := .venv/bin
+PACKAGE := .venv/.package
 READY := .venv/.ready
 PHOTOS := demo/photographs
 # `gpuaug parity` compares with torchvision. PyPI has it for CUDA only: beside torch for a CPU, other packages that import
@@ -9,7 +11,7 @@ TORCHVISION := .venv/torchvision
 
 .PHONY: demo test test-long fuzz notebooks lint clean
 
-demo: $(READY)  ## train on real photographs, and preview two recipes: all into demo/
+demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all into demo/
 	$(BIN)/python bench/photographs.py $(PHOTOS)
 	$(BIN)/gpuaug train source.root=$(PHOTOS)/train val.source.root=$(PHOTOS)/val augment=standard \
 		epochs=10 batch_size=32 memory_format=channels_last out=demo/train json=demo/train.json
@@ -39,10 +41,16 @@ clean:  ## what demo and installation made
 	rm -rf .venv demo
 
 # Once, and again when the dependencies change.
-$(READY): pyproject.toml
+$(PACKAGE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpuaug needs Python 3.11 or newer; found: $$($(PYTHON) --version 2>&1). Set PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --progress-bar on --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on --editable .
+	# for the photographs inside, which are read by path: what these packages import themselves is not needed
+	$(BIN)/python -m pip install --quiet --no-deps 'scikit-image>=0.24' 'scikit-learn>=1.5'
+	touch $@
+
+$(READY): $(PACKAGE)
+	$(BIN)/python -m pip install --quiet --progress-bar on --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHVISION) 'torchvision>=0.26,<0.29'
 	touch $@
