@@ -68,7 +68,9 @@ def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.I
         below = [cell.picture.height + LINE * len(text) for cell, text in zip(row.cells, captions, strict=True)]
         texts.append((notes, captions))
         heights.append(max(20 + LINE * len(notes), *below) + 3 * GAP)
-    page = blank(width, y + sum(heights) + MARGIN)
+    height = y + sum(heights) + MARGIN
+    check_pixels(width * height)
+    page = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(page)
     pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
     pen.multiline_text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small, spacing=4)
@@ -98,12 +100,6 @@ def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> str:
         body.append("</div>")
     text = PAGE.format(heading=html.escape(heading), body="\n".join(body))
     return text.encode("utf-8", "replace").decode()  # names of files need not be UTF-8
-
-
-def blank(width: int, height: int) -> Image.Image:
-    """An empty page; ConfigError if it would have more than ``MOST_PIXELS``."""
-    check_pixels(width * height)
-    return Image.new("RGB", (width, height), PAPER)
 
 
 def check_pixels(count: int) -> None:

@@ -175,7 +175,7 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
 def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:
     cache.mkdir(parents=True)
     machine.verdicts_file().write_text(text)
-    assert doctor.load() == {}
+    assert machine.verdicts() == {}
     assert machine.verdict("stream") is None
     doctor.keep(Verdict(name="stream", good=False, text="planted"))
     assert machine.verdict("stream") is False
@@ -242,7 +242,7 @@ def test_an_unknown_verdict_is_refused() -> None:
 def test_without_cuda_nothing_is_claimed(cache: Path) -> None:
     found = [doctor.examine(name, cuda=False) for name in doctor.CUDA]
     assert all(v.good is None and v.text == "not testable here: no CUDA device" for v in found)
-    assert doctor.load() == {}
+    assert machine.verdicts() == {}
 
 
 def test_asking_imports_nothing_heavy(tmp_path: Path) -> None:

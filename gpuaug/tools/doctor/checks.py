@@ -33,22 +33,14 @@ OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result of one test.
-
-    Attributes:
-        good: None where it cannot be tested here.
-        text: what was seen.
-        value: more of it, as JSON.
-        seconds: how long it took; 0.0 where it was not run.
-        kept: whether it is remembered from an earlier run.
-    """
+    """The result of one test."""
 
     name: str
-    good: bool | None
-    text: str
-    value: Any = None
-    seconds: float = 0.0
-    kept: bool = False
+    good: bool | None  # None where it cannot be tested here
+    text: str  # what was seen
+    value: Any = None  # more of it, as JSON
+    seconds: float = 0.0  # how long it took; 0.0 where it was not run
+    kept: bool = False  # whether it is remembered from an earlier run
 
     @property
     def late(self) -> bool:
@@ -58,21 +50,13 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: what was checked.
-        status: ok, note (worth knowing), warning (works, but worse than it could), BROKEN or untested.
-        text: what was seen.
-        advice: what it means and what to do; "" where nothing has to be done.
-        value: what was seen, as JSON.
-    """
+    """One thing that was checked."""
 
     name: str
-    status: str
-    text: str
-    advice: str = ""
-    value: Any = None
+    status: str  # ok, note (worth knowing), warning (works, but worse than it could), BROKEN or untested
+    text: str  # what was seen
+    advice: str = ""  # what it means and what to do; "" where nothing has to be done
+    value: Any = None  # what was seen, as JSON
 
     def __str__(self) -> str:
         lines = [folded(self.text, first=f"  {self.name:<19} {self.status:<9} ", indent=32)]
@@ -84,12 +68,6 @@ class Finding:
 def judged(name: str, text: str, *, bad: str | None, advice: str, value: Any = None) -> Finding:
     """A finding of status ``bad`` with its advice; if ``bad`` is None, one that is ok and needs no advice."""
     return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
-
-
-def load() -> dict[str, Verdict]:
-    """The verdicts that are remembered, read anew."""
-    machine.verdicts.cache_clear()
-    return {name: Verdict(name=name, kept=True, **entry) for name, entry in machine.verdicts().items()}
 
 
 def keep(verdict: Verdict) -> None:
@@ -118,8 +96,9 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
     """
     if name in CUDA and not cuda:
         return Verdict(name=name, good=None, text="not testable here: no CUDA device")
-    if not fresh and name in (known := load()):
-        return known[name]
+    machine.verdicts.cache_clear()
+    if not fresh and name in machine.verdicts():
+        return Verdict(name=name, kept=True, **machine.verdicts()[name])
     verdict = probe(name, timeout=timeout)
     if name in machine.VERDICTS and verdict.good is not None:
         # a timeout says that the machine is slow today: forget the earlier result, and remember none

@@ -99,7 +99,7 @@ def table(parity: Parity) -> list[str]:
             )
         for why in dict.fromkeys(d.why for d in differences if d.why):
             names = dict.fromkeys(d.name for d in differences if d.why == why)
-            lines.append(textwrap.indent(textwrap.fill(f"{', '.join(names)}: {why}.", 108), "    "))
+            lines += textwrap.wrap(f"{', '.join(names)}: {why}.", 112, initial_indent="    ", subsequent_indent="    ")
     return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
 
 

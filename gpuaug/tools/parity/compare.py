@@ -1,10 +1,7 @@
 """Our pixels compared with Pillow's and torchvision's, on the user's own images: by stage and by operation.
 
-takes: a loader, and numbers of samples.
-does: both sides of each stage get the same input, so that a difference belongs to the stage that shows it. Decoding,
-crop and resize are compared with Pillow, each operation of the recipe with torchvision's function and the same drawn
-parameters, normalization and MixUp and CutMix with torchvision's. Then the whole path of an image with the whole path.
-gives: :class:`Parity`.
+Both sides of each stage get the same input, so that a difference belongs to the stage that shows it. Then the whole
+path of an image is compared with the whole path.
 
 Differences are in levels: 1/255 of the range of a pixel. torchvision is asked in float and in uint8, which differ.
 """
@@ -16,7 +13,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +20,6 @@ import PIL.Image
 import torch
 from numpy.typing import NDArray
 from PIL import ImageOps
-from torch import nn
 from tqdm import tqdm
 
 from gpuaug.augment.fused.backend import FusedBackend
@@ -46,16 +41,15 @@ EPOCHS = 32  # searched for samples that an operation is drawn for
 INTERPOLATIONS: tuple[Interpolation, ...] = ("bilinear", "bicubic")
 EQUAL, LEVEL = 0.05, 1.001  # float32 on one side, float64 on the other; one level, and what float32 leaves of it
 CLOSE = 4.0  # cutting off fractions costs half a level a step, and recipes have up to eight
-_DECODE = "two decoders' inverse DCT and colour conversion round differently"
-_DEEP = (
+DECODE = "two decoders' inverse DCT and colour conversion round differently"
+DEEP = (
     "Pillow's convert('RGB'), which torchvision's ImageFolder takes, cuts 16-bit gray off at 255, so that nearly all "
     "of it is white; here it is scaled to 8 bits"
 )
-_RESIZE = (
-    "both take antialiased filters with half-pixel centres; Pillow and torch round to uint8, and cut off beyond it, "
-    "between columns and rows, and releases differ in which of them comes first"
+RESIZE = (
+    "both take antialiased filters with half-pixel centres; Pillow and torch round to uint8 between columns and rows, "
+    "and releases differ in which of them comes first"
 )
-_ADDED = "the sum of the above; a threshold (solarize, posterize, equalize) turns one level into many"
 
 Image = NDArray[Any]
 
@@ -72,55 +66,34 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Worst:
-    """The image with the largest difference of a comparison.
-
-    Attributes:
-        key, index, epoch: which sample, with which draws; epoch None where nothing is drawn.
-        y, x: where the difference is largest.
-        ours, theirs: float32 [H, W, 3] in levels.
-        what: what was done, with its parameters.
-    """
+    """The image with the largest difference of a comparison, and where in it."""
 
     key: str
     index: int
-    epoch: int | None
+    epoch: int | None  # None where nothing is drawn
     y: int
     x: int
-    ours: Image
+    ours: Image  # float32 [H, W, 3] in levels
     theirs: Image
-    what: str
+    what: str  # what was done, with its parameters
 
 
 @dataclass(eq=False)
 class Difference:
-    """One comparison over all images; all numbers in levels of 1/255.
+    """One comparison over all images; all numbers in levels of 1/255."""
 
-    Attributes:
-        stage: one of STAGES.
-        name: which of them; an operation's key in the recipe, and after a colon the alternative that was chosen.
-        reference: what ours is compared with.
-        view: name of the view in a MultiView; "" without one.
-        why: where the difference comes from, in words; "" where it is none.
-        images: how many.
-        largest: of all values.
-        mean: of the absolute differences.
-        bias: mean of ours minus theirs.
-        off: share of pixels with a channel off by more than one level.
-        worst: the image with the largest one.
-    """
-
-    stage: str
-    name: str
-    reference: str
-    view: str = ""
-    why: str = ""
+    stage: str  # one of STAGES
+    name: str  # which of them; an operation's key in the recipe, and after a colon the alternative that was chosen
+    reference: str  # what ours is compared with
+    view: str = ""  # its name in a MultiView
+    why: str = ""  # where the difference comes from; "" where there is none
     images: int = 0
+    pixels: int = 0
     largest: float = 0.0
-    mean: float = 0.0
-    bias: float = 0.0
-    off: float = 0.0
+    mean: float = 0.0  # of the absolute differences
+    bias: float = 0.0  # mean of ours minus theirs
+    off: float = 0.0  # share of pixels with a channel off by more than one level
     worst: Worst | None = None
-    _pixels: int = 0
 
     @property
     def verdict(self) -> str:
@@ -141,8 +114,8 @@ class Difference:
         ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
         gap = ours - theirs
         size = np.abs(gap).max(axis=2)
-        self._pixels, self.images = self._pixels + size.size, self.images + 1
-        part = size.size / self._pixels
+        self.pixels, self.images = self.pixels + size.size, self.images + 1
+        part = size.size / self.pixels
         self.mean += (float(np.abs(gap).mean(dtype=np.float64)) - self.mean) * part
         self.bias += (float(gap.mean(dtype=np.float64)) - self.bias) * part
         self.off += (float((size > LEVEL).mean()) - self.off) * part
@@ -153,27 +126,21 @@ class Difference:
 
     def plain(self) -> dict[str, Any]:
         """Everything but the pixels, for JSON."""
-        values = {k: v for k, v in vars(self).items() if k not in ("worst", "_pixels")} | {"verdict": self.verdict}
+        values = {**vars(self), "verdict": self.verdict}
         if (w := self.worst) is not None:
-            values["worst"] = vars(w) | {"ours": w.ours[w.y, w.x].tolist(), "theirs": w.theirs[w.y, w.x].tolist()}
+            at = {"ours": w.ours[w.y, w.x].tolist(), "theirs": w.theirs[w.y, w.x].tolist()}
+            values["worst"] = {**vars(w), **at}
         return values
 
 
 @dataclass(eq=False)
 class Parity:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        differences: in the order of the stages.
-        notes: what could not be compared, and what a reader should know.
-        samples: images that were compared.
-        torchvision: its version.
-    """
-
-    differences: list[Difference]
-    notes: list[str]
-    samples: int
-    torchvision: str
+    differences: list[Difference]  # in the order of the stages
+    notes: list[str]  # what could not be compared, and what a reader should know
+    samples: int  # images that were compared
+    torchvision: str  # its version
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "") -> Difference:
         """The comparison of that name; a new one where there is none yet."""
@@ -212,7 +179,6 @@ def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: in
     if samples:
         for view in views:
             _operations(parity, loader, view, samples, epoch=epoch)
-            _normalize(parity, loader, view, samples)
             _whole(parity, loader, view, samples, epoch=epoch)
         _mixed(parity, loader, views, samples, epoch=epoch)
     for difference in parity.differences:
@@ -236,35 +202,28 @@ def summary(parity: Parity) -> str:
     if not inputs:
         return "Nothing could be compared."
     first = max(inputs, key=lambda d: d.mean)
-    lines = [
+    text = (
         "A model that was trained on torchvision's pipeline (Pillow's decode and resize) gets inputs here that differ "
         f"by {first.mean:.3f} levels of 255 on average, {first.off:.2%} of the pixels by more than one level, at most "
-        f"{first.largest:.2f}:"
-    ]
+        f"{first.largest:.2f}: "
+    )
     if first.mean <= 1 and first.off <= 0.02:
-        lines.append("the size of rounding. Expect the same accuracy; one evaluation with augment=eval confirms it.")
+        text += "the size of rounding. Expect the same accuracy; one evaluation with augment=eval confirms it."
     else:
-        lines.append(
-            "more than rounding. Evaluate the model with augment=eval before relying on it; the table and the picture "
-            "say which stage it comes from."
-        )
-    darker = max((d.bias for d in parity.differences if d.stage == "all" and d.reference.endswith("uint8")), default=0)
+        text += "more than rounding. Evaluate the model with augment=eval before relying on it; the table and the "
+        text += "picture say which stage it comes from."
+    darker = max((d.bias for d in parity.differences if d.reference == f"Pillow, then {UINT8}"), default=0)
     if darker > 0.75:
-        lines.append(
-            f"torchvision's uint8 arithmetic cuts off fractions and leaves augmented images {darker:.1f} levels darker "
-            "than its float arithmetic, which ours equals."
-        )
+        text += f" torchvision's uint8 arithmetic cuts off fractions and leaves augmented images {darker:.1f} levels "
+        text += "darker than its float arithmetic, which ours equals."
     ops = [d for d in nearest(parity) if d.stage == "operation"]
     other = dict.fromkeys(f"`{d.name}`" for d in ops if d.verdict not in ("equal", "rounding"))
-    same = dict.fromkeys(f"`{d.name}`" for d in ops if f"`{d.name}`" not in other)
-    if same:
-        lines.append(f"{', '.join(same)} {'follow' if len(same) > 1 else 'follows'} torchvision's functions.")
+    if same := dict.fromkeys(f"`{d.name}`" for d in ops if f"`{d.name}`" not in other):
+        text += f" {', '.join(same)} {'follow' if len(same) > 1 else 'follows'} torchvision's functions."
     if other:
-        lines.append(
-            f"{', '.join(other)} {'do' if len(other) > 1 else 'does'} something else than torchvision's of that name: "
-            "fine for training from scratch, but not the same recipe."
-        )
-    return " ".join(lines)
+        text += f" {', '.join(other)} {'do' if len(other) > 1 else 'does'} something else than torchvision's of that "
+        text += "name: fine for training from scratch, but not the same recipe."
+    return text
 
 
 # --- decode, crop, resize
@@ -299,19 +258,19 @@ def _decoded(
             parity.note("decoding is not compared: these pixels were packed, and need none")
         else:
             name = f"{decoder.backend}, 16 bits" if deep else decoder.backend
-            parity.at("decode", name, "Pillow", _DEEP if deep else _DECODE).add(image, theirs, sample=sample)
+            parity.at("decode", name, "Pillow", DEEP if deep else DECODE).add(image, theirs, sample=sample)
         drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[index])
         boxes = loader.augment.boxes(drawn, headers.height, headers.width)
         for view, box in zip(loader.augment.views, boxes, strict=True):
             if view not in views:
                 continue
             scaled = bool((box.resized[0] != box.box[0, 2:]).any())
+            what = f"(top, left, height, width) {box.box[0].tolist()} to {box.resized[0].tolist()}"
             for interpolation in INTERPOLATIONS if scaled else (box.interpolation,):
                 part = replace(box, interpolation=interpolation)
                 ours = decoder.pixels(encoded, headers, [part])[0][0][0].cpu().numpy()
                 name = f"crop, {interpolation}" if scaled else "crop"
-                difference = parity.at("resize", name, "Pillow", _RESIZE, view=view.name)
-                what = f"(top, left, height, width) {box.box[0].tolist()} to {box.resized[0].tolist()}, {interpolation}"
+                difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
                 difference.add(ours, _canvas(image, part), sample=sample, epoch=epoch, what=what)
                 if interpolation == box.interpolation:
                     sample.ours[view.name] = ours
@@ -320,9 +279,8 @@ def _decoded(
     decoder.close()
     if turned:
         parity.note(
-            f"{turned} of {len(samples)} images have an EXIF orientation and are turned, here and by Pillow's "
-            "exif_transpose. torchvision's ImageFolder leaves images as they are stored: a model trained with it saw "
-            "these lying."
+            f"{turned} of {len(samples)} images have an EXIF orientation and are turned here. torchvision's "
+            "ImageFolder leaves them as they are stored: a model trained with it saw them lying"
         )
     return samples
 
@@ -374,7 +332,7 @@ def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample
                     continue
                 part = Chosen(chosen.choice[:, slots], tuple(chosen.params[s] for s in slots), chosen.keys)
                 one = replace(op, slots=tuple(op.slots[s] for s in slots))
-                ours = _ours(view, [one], image, [part], loader.device) * 255
+                ours = _ours(loader, view, image, [one], [part]) * 255
                 for reference in REFERENCES:
                     difference = parity.at("operation", name, reference, why(kinds, reference), view=view.name)
                     theirs = _theirs(image, calls, reference)
@@ -419,17 +377,10 @@ def _calls(op: Prepared, chosen: Chosen, slots: Iterable[int], image: Image) -> 
     return calls, kinds
 
 
-def _ours(
-    view: View,
-    ops: Sequence[Prepared],
-    image: Image,
-    chosen: Sequence[Chosen],
-    device: torch.device,
-    normalize: nn.Module | None = None,
-) -> Image:
+def _ours(loader: Loader, view: View, image: Image, ops: Any = (), chosen: Any = (), normalize: Any = None) -> Image:
     """float32 [H, W, 3] of uint8 [H, W, 3], by the backend that trains."""
     kind = ReferenceBackend if view.augment.backend == "kornia" else FusedBackend
-    x = kind(ops, normalize)(torch.from_numpy(image)[None].to(device), chosen)
+    x = kind(ops, normalize)(torch.from_numpy(image)[None].to(loader.device), chosen)
     return np.asarray(x[0].permute(1, 2, 0).float().cpu())
 
 
@@ -452,16 +403,6 @@ def _levels(image: Image, view: View) -> Image:
     return image * 255
 
 
-def _normalize(parity: Parity, loader: Loader, view: View, samples: list[Sample]) -> None:
-    normalize = view.augment.normalize
-    for sample in samples if normalize is not None else ():
-        image = sample.ours[view.name]
-        x = torch.from_numpy(image).permute(2, 0, 1).float() / 255
-        theirs = torchvision()[0].functional.normalize(x, **normalize.settings).permute(1, 2, 0).numpy()
-        pair = (_levels(v, view) for v in (_ours(view, (), image, (), loader.device, normalize), theirs))
-        parity.at("normalize", "normalize", FLOAT, view=view.name).add(*pair, sample=sample)
-
-
 def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Sample], *, epoch: int) -> None:
     """MixUp and CutMix of the views as one batch; torchvision gets each image with the one that ours mixes it with."""
     mix = loader.mix
@@ -472,65 +413,66 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
     if len(samples) < 2 or any(image.shape != batch[0].shape for batch in batches for image in batch):
         parity.note("mix is not compared: that takes two images of one size at least")
         return
-    count = len(samples)
+    count, device = len(samples), loader.device
     images = [torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).float() / 255 for batch in batches]
     numbers = [torch.arange(count, dtype=x.dtype).view(-1, 1, 1, 1).expand_as(x) for x in images]
-    valid, labels, first = torch.ones(count, dtype=torch.bool), torch.eye(count), samples[0].index
     for kind in kinds:
         other = "cutmix" if kind == "mixup" else "mixup"
         alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
-        batch: dict[str, Any] = {"seed": loader.seed, "epoch": epoch, "first_index": first, "num_classes": None}
-        run = partial(alone, labels=labels.to(loader.device), valid=valid, **batch)
-        ours, shares = run([x.to(loader.device) for x in images])
-        marked, _ = run([x.to(loader.device) for x in numbers])  # which image each pixel of a CutMix comes from
+        (ours, shares), (marked, _) = (  # marked: which image each pixel of a CutMix comes from
+            alone(
+                [x.to(device) for x in batch],
+                torch.eye(count, device=device),
+                valid=torch.ones(count, dtype=torch.bool),
+                num_classes=None,
+                seed=loader.seed,
+                epoch=epoch,
+                first_index=samples[0].index,
+            )
+            for batch in (images, numbers)
+        )
         transform = getattr(torchvision()[0], "MixUp" if kind == "mixup" else "CutMix")(num_classes=count)
         for (n, view), (row, sample) in itertools.product(enumerate(views), enumerate(samples)):
-            lam = float(shares[row, row])
-            mate = int((shares[row].cpu() - labels[row]).argmax())
+            lam, mates = float(shares[row, row]), shares[row].clone()
+            mates[row] = 0
             ys, xs = (marked[n][row, 0] != row).nonzero(as_tuple=True)
             box = (int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1) if len(ys) else (0, 0, 0, 0)
             given = {"lam": lam} if kind == "mixup" else {"box": box, "lam_adjusted": lam}
-            pair = images[n][[mate, row]]  # torchvision mixes each image with the one before it
+            pair = images[n][[int(mates.argmax()), row]]  # torchvision mixes each image with the one before it
             theirs = transform.transform(pair, {"batch_size": 2, "labels": torch.arange(2), **given})[1]
-            parity.at("mix", kind, FLOAT, view=view.name).add(
-                *(x.permute(1, 2, 0).cpu().numpy() * 255 for x in (ours[n][row], theirs)),
-                sample=sample,
-                epoch=epoch,
-                what=f"lambda {lam:.3g}" if kind == "mixup" else f"box {box}",
-            )
-        parity.note(
-            f"{kind}: torchvision pairs each image with the one before it in the batch, here the pairs are drawn; the "
-            "same ones were given to both"
-        )
+            levels = (x.permute(1, 2, 0).cpu().numpy() * 255 for x in (ours[n][row], theirs))
+            what = f"lambda {lam:.3g}" if kind == "mixup" else f"box {box}"
+            parity.at("mix", kind, FLOAT, view=view.name).add(*levels, sample=sample, epoch=epoch, what=what)
+        parity.note(f"{kind}: torchvision pairs neighbours of the batch, here pairs are drawn; both got the same ones")
     if mix.label_smoothing:
         parity.note("mix: torchvision leaves label smoothing to the loss (CrossEntropyLoss(label_smoothing=...))")
 
 
 def _whole(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
-    """From the bytes to the normalized view, everything ours on one side and theirs on the other."""
+    """Normalization alone; then from the bytes to the normalized view, everything ours and everything theirs."""
     ops, normalize = view.augment.prepared, view.augment.normalize
     drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[s.index for s in samples])
-    left_out = 0
     for row, sample in enumerate(samples):
         image, theirs = sample.ours[view.name], sample.theirs[view.name]
-        ours = _levels(_ours(view, (), image, (), loader.device, normalize), view)
+        ours = _levels(_ours(loader, view, image, normalize=normalize), view)
+        if normalize is not None:
+            x = torch.from_numpy(image).permute(2, 0, 1).float() / 255
+            x = torchvision()[0].functional.normalize(x, **normalize.settings).permute(1, 2, 0)
+            parity.at("normalize", "normalize", FLOAT, view=view.name).add(
+                ours, _levels(x.numpy(), view), sample=sample
+            )
         difference = parity.at("all", BARE, "Pillow, then torchvision's normalize", view=view.name)
         difference.add(ours, theirs, sample=sample, epoch=epoch)
         if not ops or any(op.seeded is not None for op in ops):
             continue
         chosen = [_chosen(op, drawn, view, row, image) for op in ops]
-        calls: list[Call] = []
-        for op, c in zip(ops, chosen, strict=True):
-            made, _ = _calls(op, c, range(len(op.slots)), image)
-            if isinstance(made, str):
-                left_out += 1
-                break
-            calls += made
-        else:
-            ours = _levels(_ours(view, ops, image, chosen, loader.device, normalize), view)
-            for reference in REFERENCES:
-                difference = parity.at("all", WHOLE, f"Pillow, then {reference}", _ADDED, view=view.name)
-                result = _theirs(theirs, calls, reference)
-                difference.add(ours, result, sample=sample, epoch=epoch, what=text(calls))
-    if left_out:
-        parity.note(f"`{WHOLE}` leaves out {left_out} images: an operation of theirs has no counterpart")
+        made = [_calls(op, c, range(len(op.slots)), image)[0] for op, c in zip(ops, chosen, strict=True)]
+        calls = [call for part in made if not isinstance(part, str) for call in part]
+        if any(isinstance(part, str) for part in made):
+            parity.note(f"`{WHOLE}` leaves out sample {sample.index}: an operation of it has no counterpart")
+            continue
+        ours = _levels(_ours(loader, view, image, ops, chosen, normalize), view)
+        for reference in REFERENCES:
+            why = "the sum of the above; a threshold (solarize, posterize, equalize) turns one level into many"
+            difference = parity.at("all", WHOLE, f"Pillow, then {reference}", why, view=view.name)
+            difference.add(ours, _theirs(theirs, calls, reference), sample=sample, epoch=epoch, what=text(calls))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from gpuaug.augment.ops import by_class
@@ -57,24 +58,17 @@ def call(one: Call, image: Tensor) -> Tensor:
     name, given = one
     whole = image.dtype == torch.uint8
     if name == "gaussian_noise":  # torchvision's draws by itself: the same sum, with the field that was drawn here
-        noise = given["noise"]
-        return (
-            ((image + (noise * 255).to(torch.int16)).clamp(0, 255).to(torch.uint8))
-            if whole
-            else ((image + noise).clamp(0, 1))
-        )
+        field = given["noise"]
+        return (image + (field * 255).to(torch.int16)).clamp(0, 255).byte() if whole else (image + field).clamp(0, 1)
     if name == "jpeg":  # torchvision's needs its compiled operators; both are libjpeg
-        from PIL import Image
-
-        file = io.BytesIO()
-        pixels = image if whole else (image * 255).round().to(torch.uint8)
+        file, pixels = io.BytesIO(), image if whole else (image * 255).round().byte()
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", **given)
         made = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)
         return made if whole else made.float() / 255
-    if whole and "threshold" in given:
-        given = {"threshold": given["threshold"] * 255}
     if name == "erase":
         given = {**given, "v": torch.tensor(given["v"] * (255 if whole else 1)).to(image.dtype)}
+    elif whole and name == "solarize":
+        given = {"threshold": given["threshold"] * 255}
     out: Tensor = getattr(torchvision()[0].functional, name)(image, **given)
     return out
 
@@ -82,10 +76,7 @@ def call(one: Call, image: Tensor) -> Tensor:
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
     """torchvision's functions that a Kornia operation corresponds to, or why there are none.
 
-    Args:
-        module: Kornia's.
-        params: its parameters for one sample; values per pixel as [channels, H, W]. {}: of an operation that draws by
-            itself; "" where only that keeps it from having a counterpart.
+    ``params`` are its parameters for one sample; values per pixel as [channels, H, W].
     """
     make = by_class(TABLE, module)
     if make is None:
@@ -94,15 +85,10 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 
 
 def why(kinds: Iterable[str], reference: str) -> str:
-    """Where the difference between Kornia's classes and torchvision's functions comes from, in words.
-
-    Args:
-        kinds: names of the classes.
-        reference: names torchvision's arithmetic, float or uint8.
-    """
-    tables = (_ALWAYS, _UINT8 if reference.endswith("uint8") else _FLOAT)
-    reasons = [table[kind] for table in tables for kind in sorted(kinds) if kind in table]
-    return reasons[0] if reasons else _CUT if reference.endswith("uint8") else ""
+    """Where Kornia's classes differ from torchvision's functions in float or uint8, as the ``reference`` says."""
+    cut = reference.endswith("uint8")
+    reasons = [table[kind] for table in (_ALWAYS, _UINT8 if cut else _FLOAT) for kind in sorted(kinds) if kind in table]
+    return next(iter(reasons), _CUT if cut else "")
 
 
 def text(calls: list[Call]) -> str:
@@ -147,11 +133,6 @@ def _blur(op: Any, p: dict[str, Any]) -> list[Call] | str:
     return [("gaussian_blur", {"kernel_size": [kx, ky], "sigma": [p["sigma"]] * 2})]
 
 
-def _erase(op: Any, p: dict[str, Any]) -> list[Call]:
-    box = {"i": p["ys"], "j": p["xs"], "h": p["heights"], "w": p["widths"]}
-    return [("erase", {**{k: int(v) for k, v in box.items()}, "v": p["values"]})]
-
-
 def _elastic(op: Any, p: dict[str, Any]) -> list[Call] | str:
     from kornia.filters import gaussian_blur2d
 
@@ -167,10 +148,8 @@ def _warp(function: str, arguments: Callable[[dict[str, Any]], dict[str, Any]]) 
     """A geometric function, for bilinear resampling with zeros outside."""
 
     def make(op: Any, p: dict[str, Any]) -> list[Call] | str:
-        padding = op.flags["padding_mode"].name if "padding_mode" in op.flags else "ZEROS"
-        if op.flags["resample"].name != "BILINEAR" or padding != "ZEROS":
-            how = f"{op.flags['resample'].name.lower()} with {padding.lower()} outside"
-            return f"{how} has no counterpart written out here"
+        if op.flags["resample"].name != "BILINEAR" or ("padding_mode" in op.flags and op.flags["padding_mode"].value):
+            return "torchvision's is compared as bilinear with zeros outside"
         if "scale" in p and p["scale"][0] != p["scale"][1]:
             return "torchvision scales both axes alike"
         return [(function, {**arguments(p), "interpolation": "bilinear"})]
@@ -178,7 +157,16 @@ def _warp(function: str, arguments: Callable[[dict[str, Any]], dict[str, Any]]) 
     return make
 
 
-_STILL = {"angle": 0.0, "translate": [0.0, 0.0], "scale": 1.0, "shear": [0.0, 0.0]}
+def _affine(p: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "angle": p.get("angle", 0.0),
+        "translate": p.get("translations") or [p.get("translate_x", 0.0), p.get("translate_y", 0.0)],
+        "scale": p.get("scale", [1.0])[0],
+        "shear": [p.get("shear_x", 0.0), p.get("shear_y", 0.0)],
+    }
+
+
+_BOX = {"i": "ys", "j": "xs", "h": "heights", "w": "widths"}
 TABLE: dict[str, Make] = {
     "RandomHorizontalFlip": _same("horizontal_flip"),
     "RandomVerticalFlip": _same("vertical_flip"),
@@ -201,22 +189,12 @@ TABLE: dict[str, Make] = {
     "ColorJiggle": _jitter,
     "RandomSolarize": _solarize,
     "RandomGaussianBlur": _blur,
-    "RandomErasing": _erase,
+    "RandomErasing": lambda op, p: [("erase", {k: int(p[v]) for k, v in _BOX.items()} | {"v": p["values"]})],
     "RandomElasticTransform": _elastic,
     "RandomRotation": _warp("rotate", lambda p: {"angle": p["degrees"]}),
-    "RandomShear": _warp("affine", lambda p: {**_STILL, "shear": [p["shear_x"], p["shear_y"]]}),
-    "RandomTranslate": _warp("affine", lambda p: {**_STILL, "translate": [p["translate_x"], p["translate_y"]]}),
+    **dict.fromkeys(("RandomAffine", "RandomShear", "RandomTranslate"), _warp("affine", _affine)),
     "RandomPerspective": _warp(
         "perspective", lambda p: {"startpoints": p["start_points"], "endpoints": p["end_points"]}
-    ),
-    "RandomAffine": _warp(
-        "affine",
-        lambda p: {
-            "angle": p["angle"],
-            "translate": p["translations"],
-            "scale": p["scale"][0],
-            "shear": [p["shear_x"], p["shear_y"]],
-        },
     ),
 }
 

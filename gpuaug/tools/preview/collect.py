@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from gpuaug.augment.crop import RandomResizedCrop
 from gpuaug.augment.recipe import View
-from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
@@ -110,31 +108,19 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
     Raises:
         ConfigError: if a sample cannot be decoded.
     """
-    encoded = _read(loader, indices)
-    decoder = decode.open(loader.device)
-    headers = decoder.read_headers(encoded)
-    faults: list[Fault] = [*encoded.faults, *headers.faults]
-    made: list[list[Tensor]] = []
-    for view in views if not faults else ():
+    originals = _originals(loader, decode, indices)
+    for index, image in zip(indices, originals, strict=True):
+        if not image.size:
+            raise ConfigError(
+                "`indices` must name samples that can be decoded, with show=operations. Found: sample "
+                f"{index} ({loader.source.key(index)!r}), which cannot."
+            )
+    made = []
+    for view in views:
         crop = view.augment.crop
-        if crop is None:
-            made.append([torch.as_tensor(image).to(loader.device) for image in decoder.full(encoded, headers)])
-            continue
-        u = None
-        if crop.count:  # a random crop, of which no draw fits: it falls back to the middle
-            height, width = crop.size
-            crop = RandomResizedCrop(crop.size, scale=(1, 1), ratio=(width / height,) * 2)
-            u = np.full((len(indices), crop.count), 0.5, dtype=np.float32)
-        images, failed = decoder.pixels(encoded, headers, [crop.boxes(u, headers.height, headers.width)])
-        faults += failed
-        made.append(list(images[0]))
-    decoder.close()
-    if faults:
-        index = indices[faults[0].row]
-        raise ConfigError(
-            "`indices` must name samples that can be decoded, with show=operations. Found: sample "
-            f"{index} ({loader.source.key(index)!r}), {faults[0].reason}."
-        )
+        images = [Image.fromarray(image) for image in originals]
+        fitted = [image if crop is None else ImageOps.fit(image, crop.size[::-1]) for image in images]
+        made.append([torch.from_numpy(np.array(image)).to(loader.device) for image in fitted])
     return made
 
 
@@ -147,13 +133,9 @@ def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
 
 def _originals(loader: Loader, decode: Decode, indices: Sequence[int]) -> list[Any]:
     """Whole images, uint8 [H, W, 3] on the CPU; of a bad sample an array without pixels."""
-    encoded = _read(loader, indices)
+    number = torch.tensor(list(indices))
+    encoded = next(Reader(loader.source).batches([(number, number * 0, number == number)]))
     decoder = decode.open("cpu")
     images = [image.numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
     decoder.close()
     return images
-
-
-def _read(loader: Loader, indices: Sequence[int]) -> EncodedBatch:
-    number = torch.tensor(list(indices))
-    return next(Reader(loader.source).batches([(number, number * 0, number == number)]))

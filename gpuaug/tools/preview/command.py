@@ -76,13 +76,13 @@ def main(request: Request) -> int:
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
-        above = {"heading": named[-1], "lines": _lines(loader, len(indices))}
+        lines = _lines(loader, len(indices))
     if is_page:
-        text = page(made, **above)
+        text = page(made, heading=named[-1], lines=lines)
         save(out, "out", text)
         report.add("preview", str(out), f"{out} ({len(text) / 1e6:.1f} MB)")
     else:
-        stream, picture = io.BytesIO(), sheet(made, **above)
+        stream, picture = io.BytesIO(), sheet(made, heading=named[-1], lines=lines)
         picture.save(stream, "PNG", optimize=True)
         save(out, "out", stream.getvalue())
         report.add("preview", str(out), f"{out} ({picture.width} x {picture.height})")

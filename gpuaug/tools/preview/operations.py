@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,22 +31,14 @@ STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_facto
 EXAMPLES = 3  # of an operation whose range is not known
 
 
-@dataclass(frozen=True, eq=False)
-class Span:
-    """The range of one parameter of an operation, or of several that change together.
+class Span(NamedTuple):
+    """The range of one parameter of an operation, or of several that change together."""
 
-    Attributes:
-        what: the Kornia class, and the parameter where there is one.
-        slot, alternative: the module of the prepared operation.
-        uniforms: float32 [n, count], the draws of n values, from one end to the other.
-        captions: the n values, as texts.
-    """
-
-    what: str
-    slot: int
+    what: str  # the Kornia class, and the parameter where there is one
+    slot: int  # with `alternative`: the module of the prepared operation
     alternative: int
-    uniforms: Float
-    captions: list[str]
+    uniforms: Float  # float32 [n, count], the draws of n values, from one end to the other
+    captions: list[str]  # the n values
 
 
 def spans(op: Prepared, size: Size) -> list[Span]:
