@@ -6,7 +6,7 @@ import math
 import tempfile
 
 from gpuaug import files, machine
-from gpuaug.tools.doctor.checks import BROKEN, NOTE, OK, SLOW, Finding, judged
+from gpuaug.tools.doctor.checks import BROKEN, NOTE, SLOW, Finding, judged
 from gpuaug.tools.memory import gib
 
 # What the machine should have. Files: torch passes every batch in flight between processes as one, and Python with DALI
@@ -51,17 +51,17 @@ def open_files(limits: tuple[int, int] | None) -> Finding:
 def cpus(count: int, quota: float | None) -> Finding:
     """CPUs of this process, and the number of CPUs whose time a control group allows it; None: all."""
     text = f"{count} CPUs for this process ({machine.cpu_model()})"
-    value = {"cpus": count, "quota": quota}
-    if quota is None or quota >= count:
-        return Finding(name="CPUs", status=OK, text=text, value=value)
-    threads, workers = max(1, min(8, int(quota))), max(1, min(4, int(quota // 2)))
-    return Finding(
-        name="CPUs",
-        status=SLOW,
-        text=f"{text}, of which a control group allows the time of {quota:g}",
-        advice=f"Threads and workers are counted by CPUs, and too many of them are throttled together: set "
+    few = count if quota is None else min(count, quota)
+    if few < count:
+        text += f", of which a control group allows the time of {few:g}"
+    threads, workers = max(1, min(8, int(few))), max(1, min(4, int(few // 2)))
+    return judged(
+        "CPUs",
+        text,
+        bad=SLOW if few < count else None,
+        advice="Threads and workers are counted by CPUs, and too many of them are throttled together: set "
         f"decode.num_threads={threads} num_workers={workers}, and OMP_NUM_THREADS={threads}.",
-        value=value,
+        value={"cpus": count, "quota": quota},
     )
 
 

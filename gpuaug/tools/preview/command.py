@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuaug import checks
-from gpuaug.augment.recipe import View
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
@@ -93,7 +91,10 @@ def main(request: Request) -> int:
 def _samples(
     loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report, *, is_page: bool
 ) -> list[Row]:
-    views = [title(view, loader.augment.views) for view in loader.augment.views]
+    views = []
+    for view in loader.augment.views:  # below a picture: the view's name, and its number where there are several of it
+        several = view.augment.copies > 1
+        views.append(f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}")
     draws = settings.draws or max(1, WIDE // len(views))
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later ones show them again
@@ -124,13 +125,6 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
         {"name": row.title, "notes": row.notes, "values": [cell.caption for cell in row.cells[1:]]} for row in made
     ]
     return made
-
-
-def title(view: View, views: Sequence[View]) -> str:
-    """What a view is called below its picture: its name, and its number where there are several of it."""
-    copies = sum(v.name == view.name for v in views)
-    number = f" {view.copy + 1}" if copies > 1 else ""
-    return f"{view.name or ('view' if copies > 1 else '')}{number}"
 
 
 def _lines(loader: Loader, count: int) -> list[str]:

@@ -137,13 +137,9 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
         for span in spans(op, (images[number][0].shape[0], images[number][0].shape[1])):
             notes = _notes(op, span, {views[n].name: getattr(user.op, "p", None) for n, user in users})
             for image in images[number]:
-                pictures = [image[None].cpu().numpy(), _applied(kind((op,), None), op, span, image, seed=seed)]
-                scale = cell / max(image.shape)
-                cells = [
-                    Cell(scaled(Image.fromarray(picture), scale), caption)
-                    for picture, caption in zip(np.concatenate(pictures), ("before", *span.captions), strict=True)
-                ]
-                made_rows.append(Row(op.name, notes, cells))
+                arrays = [image.cpu().numpy(), *_applied(kind((op,), None), op, span, image, seed=seed)]
+                pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
+                made_rows.append(Row(op.name, notes, [*map(Cell, pictures, ("before", *span.captions))]))
     return made_rows
 
 
