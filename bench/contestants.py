@@ -372,15 +372,14 @@ def _pipeline(spec: Spec, graph: Any, *, depth: int) -> Any:
 
 def _crop(fn: Any, encoded: Any, spec: Spec, views: int) -> list[Any]:
     """Random resized crops of DALI; of several views each image is decoded once."""
+    from hazards import ask
     from nvidia.dali import types
-
-    from gpuaug.machine import verdict
 
     gpu = spec.device != "cpu"
     way = types.INTERP_CUBIC if spec.recipe == "simclr" else types.INTERP_LINEAR
     mixed: dict[str, Any] = {"device": "mixed", "hw_decoder_load": spec.engine} if gpu else {"device": "cpu"}
-    # Some GPUs crash where parts of images are decoded (nvImageCodec 0.9): only where `gpuaug doctor` saw it go well.
-    if views == 1 and (not gpu or verdict("roi")):
+    # Some GPUs crash where parts of images are decoded (nvImageCodec 0.9): only where a test shows that it goes well.
+    if views == 1 and (not gpu or ask("parts").get("answer")):
         image = fn.decoders.image_random_crop(
             encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **mixed
         )

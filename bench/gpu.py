@@ -285,6 +285,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
             "Do the kernels equal Kornia, whatever the program?", 90, 240,
         ),
         hazard("batch", 30, 100, "Does the batch change a sample?", "0 is promised of `fused`, 2e-6 of `kornia`."),
+        hazard("parts", 20, 80, "Can DALI decode parts of images here?", "If not, DALI decodes whole ones."),
         *map(tests, gpu_tests),
         Part("data", [python, "bench/gpu.py", str(work), "--make-data", str(data)], "Are there files to load?", 25, 120,
              needs_gpu=True),  # the rehearsal's are few, and made by bench/loader.py

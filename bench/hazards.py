@@ -293,7 +293,7 @@ def engine() -> Any:
 
     if REHEARSE:
         return {"cpu": probes._order(0.0, 0, device="cpu")}
-    return {"an engine": probes._engine(), "without": probes.stream(), "with": probes.stream_hardware()}
+    return {"an engine": probes._engine(), "without": probes._order(0.0, 0), "with": probes.hardware()}
 
 
 def paging() -> Any:
@@ -347,9 +347,35 @@ def batch() -> Any:
     return found
 
 
+def parts() -> bool:
+    """Whether DALI decodes parts of images as Pillow does; decoding them on a GPU crashes some (nvImageCodec 0.9)."""
+    import numpy as np
+    import torch
+    from nvidia.dali import Pipeline, fn, types
+
+    from gpuaug.tools.doctor.probes import _gap, _images, _truth
+
+    images = [data for name, data in _images() if name.startswith("jpeg")]
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        (y, x), (h, w) = rng.integers(0, 75, 2).tolist(), rng.integers(1, 75, 2).tolist()  # images have 150 pixels
+        pipeline: Any = Pipeline(len(images), 2, device_id=None if REHEARSE else 0, prefetch_queue_depth=1)
+        with pipeline:
+            encoded = fn.external_source(source=lambda: [np.frombuffer(data, dtype=np.uint8) for data in images])
+            part = {"start": (y, x), "shape": (h, w), "axes": (0, 1), "output_type": types.DALIImageType.RGB}
+            gpu = {"hw_decoder_load": 0.0, "jpeg_fancy_upsampling": True, "device": "mixed"}
+            pipeline.set_outputs(fn.decoders.image_slice(encoded, **part, **({} if REHEARSE else gpu)))
+        pipeline.build()
+        (out,) = pipeline.run()
+        for k, data in enumerate(images):
+            if _gap(torch.from_dlpack(out[k]), _truth(data)[y : y + h, x : x + w]) > 4:
+                return False
+    return True
+
+
 # seconds that each may take
 LIMITS = {
-    context: 120, feed: 90, engine: 120, paging: 40, batch: 90, graveyard: 60, loader: 260, ceiling: 170,
+    context: 120, feed: 90, engine: 120, paging: 40, batch: 90, graveyard: 60, loader: 260, ceiling: 170, parts: 60,
 }  # fmt: skip
 HAZARDS = {f.__name__: (f, limit) for f, limit in LIMITS.items()}
 

@@ -152,15 +152,6 @@ def limit(name: str) -> tuple[int, int] | None:
     return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
 
 
-def numa_nodes(root: str = "/sys/devices/system/node") -> dict[int, str]:
-    """NUMA nodes and their CPUs, as ``{0: "0-15", 1: "16-31"}``."""
-    found = {}
-    for folder in Path(root).glob("node[0-9]*"):
-        if text := read(folder / "cpulist"):
-            found[int(folder.name[4:])] = text
-    return dict(sorted(found.items()))
-
-
 def gpus(root: str = "/proc/driver/nvidia") -> list[str]:
     """Models of the NVIDIA devices that the driver shows, without starting CUDA."""
     found = []
@@ -187,13 +178,11 @@ def driver(root: str = "/proc/driver/nvidia") -> str | None:
 VERDICTS = {  # check: what a good verdict allows
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
-    "roi": "DALI decodes a part of an image on the GPU (ROI) as the CPU does",
-    "hardware": "the GPU's JPEG engine decodes as the CPU does",
+    "hardware": "the GPU's JPEG engine decodes as the CPU does, and keeps its order on a busy device",
     "stream": "decoding keeps its order with a busy consumer's stream",
-    "stream_hardware": "the same with the JPEG engine",
     "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
 }
-VERDICTS_VERSION = 2  # of the file; larger whenever a check becomes stricter
+VERDICTS_VERSION = 3  # of the file; larger whenever a check becomes stricter
 PACKAGES = (
     "torch",
     "kornia",

@@ -1,26 +1,105 @@
-"""Drawing that commands share: colours, fonts, text that fits, scaled images."""
+"""Drawing that commands share: rows of captioned pictures as a PNG or an HTML page, text that fits, scaled images."""
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+import html
+import io
+from collections.abc import Sequence
+from itertools import accumulate, zip_longest
+from typing import Any, NamedTuple
 
-from PIL import Image, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 from gpuaug.errors import ConfigError
 from gpuaug.tools.report import printable
 
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
 MOST_PIXELS = 200_000_000  # 600 MB; viewers show no more
+GAP, MARGIN, NOTES, NARROWEST, LINE = 8, 20, 190, 64, 16  # pixels
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{heading}: gpuaug</title>
+<style>
+  :root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }}
+  h1, h2, p {{ margin: 8px; overflow-wrap: anywhere; }} h2 {{ font-size: 16px; }} p, figcaption {{ font-size: 13px; }}
+  div {{ display: flex; flex-wrap: wrap; }} figure {{ margin: 8px; }} figcaption {{ border-top: 4px solid; }}
+</style></head><body>
+<h1>{heading}</h1>
+{body}
+</body></html>
+"""
 
 
-def blank(width: int, height: int) -> Image.Image:
-    """An empty page.
+class Cell(NamedTuple):
+    """A picture, the text below it, and the color of the text."""
+
+    picture: Image.Image
+    caption: str
+    color: tuple[int, int, int] = INK
+
+
+class Row(NamedTuple):
+    """A title, notes below it, and the pictures beside them."""
+
+    title: str
+    notes: list[str]
+    cells: list[Cell]
+
+
+def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.Image:
+    """Draw rows of pictures below a heading and lines of text.
 
     Raises:
-        ConfigError: if it would have more than ``MOST_PIXELS``.
+        ConfigError: if the sheet would have more than ``MOST_PIXELS``.
     """
+    big, bold, small = font(22), font(15), font(12)
+    columns = zip_longest(*(row.cells for row in rows))
+    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    starts = [*accumulate([MARGIN + NOTES, *widths], lambda x, width: x + width + GAP)]
+    width = max(480, starts[-1] + MARGIN)
+    intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
+    y = MARGIN + 32 + LINE * len(intro) + GAP
+    texts, heights = [], []
+    for row in rows:
+        notes = [part for note in row.notes for part in wrapped(note, small, NOTES - GAP)]
+        captions = [wrapped(cell.caption, small, room) for cell, room in zip(row.cells, widths, strict=False)]
+        below = [cell.picture.height + LINE * len(text) for cell, text in zip(row.cells, captions, strict=True)]
+        texts.append((notes, captions))
+        heights.append(max(20 + LINE * len(notes), *below) + 3 * GAP)
+    height = y + sum(heights) + MARGIN
     check_pixels(width * height)
-    return Image.new("RGB", (width, height), PAPER)
+    page = Image.new("RGB", (width, height), PAPER)
+    pen = ImageDraw.Draw(page)
+    pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
+    pen.multiline_text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small, spacing=4)
+    for row, (notes, captions), height in zip(rows, texts, heights, strict=True):
+        pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
+        pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
+        pen.multiline_text((MARGIN, y + GAP + 20), "\n".join(notes), FAINT, small, spacing=4)
+        for cell, text, x in zip(row.cells, captions, starts, strict=False):
+            page.paste(cell.picture, (x, y + GAP))
+            pen.multiline_text((x, y + GAP + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
+        y += height
+    return page
+
+
+def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> str:
+    """The same as one HTML file. It makes no requests and runs no script; pictures are embedded without loss."""
+    body = [f"<p>{html.escape(line)}</p>" for line in lines]
+    for row in rows:
+        body += [f"<h2>{html.escape(row.title)}</h2>", *(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
+        for cell in row.cells:
+            stream = io.BytesIO()
+            cell.picture.save(stream, "WEBP", lossless=True, method=2, exact=True)
+            uri = f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
+            caption, color = html.escape(cell.caption), "#{:02x}{:02x}{:02x}".format(*cell.color)
+            body.append(f'<figure><img src="{uri}" alt=""><figcaption style="border-color:{color}">{caption}')
+            body.append("</figcaption></figure>")
+        body.append("</div>")
+    text = PAGE.format(heading=html.escape(heading), body="\n".join(body))
+    return text.encode("utf-8", "replace").decode()  # names of files need not be UTF-8
 
 
 def check_pixels(count: int) -> None:
@@ -39,18 +118,13 @@ def font(size: int) -> Any:
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
     """The text, shortened at its end or in its ``middle`` to at most ``width`` pixels."""
-    text = printable(text)
-    if face.getlength(text) <= width:
-        return text
+    short = text = printable(text)
     keep = len(text)
-    while keep > 2 and face.getlength(_left(text, keep, middle)) > width:
+    while keep > 2 and face.getlength(short) > width:
         keep -= 1
-    return _left(text, keep, middle)
-
-
-def _left(text: str, keep: int, middle: bool) -> str:
-    behind = keep - keep // 2 if middle else 0
-    return f"{text[: keep - behind]}...{text[len(text) - behind :]}"
+        behind = keep - keep // 2 if middle else 0
+        short = f"{text[: keep - behind]}...{text[len(text) - behind :]}"
+    return short
 
 
 def wrapped(text: str, face: Any, width: float) -> list[str]:
@@ -65,6 +139,7 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
     return [fitting(line, face, width, middle=True) for line in lines]
 
 
-def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image resized to (width, height): smoothed if it shrinks, its pixels as squares if it grows."""
-    return image.resize(size, Image.Resampling.LANCZOS if size[0] < image.width else Image.Resampling.NEAREST)
+def scaled(image: Image.Image, scale: float) -> Image.Image:
+    """The image times ``scale``: smoothed if it shrinks, its pixels as squares if it grows."""
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

@@ -96,9 +96,6 @@ def test_the_fraction_that_uint8_cuts_off_is_seen(following: dict[str, Parity]) 
     jitter = found(following["fused"], "jitter", ", uint8")
     assert 0.5 < jitter.bias < 4
     assert "cut off" in jitter.why
-    steps = [d for d in following["fused"].differences if d.name.startswith("jitter: ")]
-    assert {d.name for d in steps} <= {f"jitter: adjust_{x}" for x in ("brightness", "contrast", "saturation", "hue")}
-    assert all(d.step for d in steps)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +125,8 @@ def test_another_formula_is_named(op: torch.nn.Module, word: str, photos: Path) 
         (K.RandomSolarize(0.1, 0.1, p=1.0), "adds nothing"),
         (K.RandomPlanckianJitter(p=1.0), "no counterpart"),
         (K.RandomMedianBlur((3, 3), p=1.0), "no counterpart"),
-        (K.RandomMotionBlur((3, 5), 35.0, 0.5, p=1.0), "torchvision has no motion blur"),
-        (K.RandomMotionBlur(5, 35.0, 0.5, p=1.0), "torchvision has no motion blur"),
+        (K.RandomMotionBlur((3, 5), 35.0, 0.5, p=1.0), "draws by itself"),
+        (K.RandomMotionBlur(5, 35.0, 0.5, p=1.0), "no counterpart"),
         (K.RandomElasticTransform(padding_mode="border", p=1.0), "zeros outside"),
         (K.RandomInvert(p=0.0), "not drawn"),
     ],
@@ -333,23 +330,14 @@ def test_the_picture_shows_both_and_the_difference() -> None:
     theirs[20, 5] = 110
     difference = Difference("operation", "op", "another", why="planted")
     difference.add(ours, theirs, sample=Sample(0, "a.jpg"), what="planted")
-    ((_, worst),) = command.worst_cases(Parity([difference], [], 1, "0"), 5)
-    assert (worst.y, worst.x) == (20, 5)
-    shown = command.pictures(worst, 4)
-    assert [p.size for p in shown] == [(command.CELL,) * 2] * 5
-    gap, near_ours, near_theirs = (np.asarray(p).astype(int) for p in shown[2:])
-    assert set(np.unique(gap)) == {128 - 40, 128}
-    assert (near_ours == 100).all()
-    assert set(np.unique(near_theirs)) == {100, 110}
-
-
-def test_numbers_below_a_picture_stay_below_it() -> None:
-    ours = np.full((30, 30, 3), 4.627e-07)
-    ours[3, 4] = (1.455e-06, 195.3333, 12)
-    difference = Difference("operation", "op", "another", why="planted")
-    difference.add(ours, np.zeros_like(ours), sample=Sample(0, "a.jpg"), what="planted")
-    assert difference.worst is not None
-    assert command._values(difference.worst.ours, difference.worst) == "0 195.3 12"
+    (worst,) = command.worst_cases(Parity([difference], [], 1, "0"), 5)
+    assert worst.worst is not None
+    assert (worst.worst.y, worst.worst.x) == (20, 5)
+    cells = command.row(worst).cells
+    assert [cell.caption for cell in cells] == ["ours", "theirs", "difference x 8, signed"]
+    assert all(cell.picture.size == (command.CELL,) * 2 for cell in cells)
+    shown = [set(np.unique(np.asarray(cell.picture)).tolist()) for cell in cells]
+    assert shown == [{100}, {100, 110}, {128 - 80, 128}]
 
 
 def test_sixteen_bits_of_gray_are_told_apart_from_what_pillow_makes_of_them(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.tools import sheet
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import command as preview
-from gpuaug.tools.preview import operations, page
+from gpuaug.tools.preview import operations
 from gpuaug.tools.samples import Sample
 
 
@@ -53,7 +53,7 @@ def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
                 break
     chosen = sorted(trained)[:3]
     with compose(photos, f"augment={recipe}", "seed=3") as loader:
-        samples = preview.look(loader, gpuaug.Decode(), indices=chosen, epochs=range(2, 4))
+        samples = preview.samples_of(loader, gpuaug.Decode(), indices=chosen, epochs=range(2, 4))
         views = loader.augment.views
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     for sample in samples:
@@ -66,7 +66,7 @@ def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
 def test_boxes_are_what_was_cut_out_of_the_original(photos: Path) -> None:
     more = ["augment=flip", "augment.ops.flip.p=0.0", "augment.crop.interpolation=bilinear"]
     with compose(photos, *more) as loader:
-        samples = preview.look(loader, gpuaug.Decode(), indices=[0, 11, 30], epochs=[5])
+        samples = preview.samples_of(loader, gpuaug.Decode(), indices=[0, 11, 30], epochs=[5])
     for sample in samples:
         assert sample.original is not None
         part = sample.original.crop(sample.boxes[0]).resize((224, 224), Image.Resampling.BILINEAR)
@@ -79,7 +79,7 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
 
     with compose(photos) as loader:
         indices = list(range(len(loader.source)))
-        samples = preview.look(loader, gpuaug.Decode(), indices=indices, epochs=[0])
+        samples = preview.samples_of(loader, gpuaug.Decode(), indices=indices, epochs=[0])
     for sample in samples:
         with Image.open(photos / sample.key) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
@@ -192,35 +192,40 @@ def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_
     more = ["indices=[3,17]", "epoch=4", "draws=3", f"augment={recipe}", "seed=5"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.html", *more]) == 0
     text = (tmp_path / "p.html").read_text()
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    data = json.loads(found[1])
-    assert data["epochs"] == [4, 5, 6]
+    data = iter(re.findall(r'<img src="data:image/webp;base64,([^"]+)"', text))
     with compose(photos, f"augment={recipe}", "seed=5") as loader:
-        samples = preview.look(loader, gpuaug.Decode(), indices=[3, 17], epochs=[4, 5, 6])
-    for sample, held in zip(samples, data["samples"], strict=True):
-        flat = [uri for epoch in held["pictures"] for uri in epoch]
-        assert [tuple(box) for epoch in held["boxes"] for box in epoch] == sample.boxes
-        for uri, picture in zip(flat, sample.pictures, strict=True):
-            with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
+        samples = preview.samples_of(loader, gpuaug.Decode(), indices=[3, 17], epochs=[4, 5, 6])
+    for sample in samples:
+        next(data)  # the original
+        for picture in sample.pictures:
+            with Image.open(io.BytesIO(base64.b64decode(next(data)))) as image:
                 assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(picture))
+    assert next(data, None) is None
+    assert all(text.count(f"epoch {epoch}") == text.count("epoch 4") > 1 for epoch in (5, 6))
 
 
-def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data(tmp_path: Path) -> None:
+def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data() -> None:
     evil = "</script><script>alert(1)</script>\"'&{{data}}\udcff"
     picture = Image.new("RGB", (8, 8))
-    boxes = [(0, 0, 4, 4)] * 2
-    samples = [Sample(7, evil, evil, original, boxes, [picture] * 2) for original in (picture, None)]
-    text = page.page(
-        samples, heading=evil[:-1], lines=[evil[:-1]], epochs=[0, 1], views=[evil[:-1]], color=preview.color
-    )
+    samples = [Sample(7, evil, evil, original, [(0, 0, 4, 4)] * 2, [picture] * 2, evil) for original in (picture, None)]
+    made = preview.rows(samples, epochs=[0, 1], views=[evil], cell=None)
+    text = sheet.page(made, heading=evil[:-1], lines=[evil[:-1]])
     text.encode()
-    assert "alert(1)</script>" not in text
+    assert "<script" not in text
     assert html.escape("</script><script>alert(1)") in text
-    assert text.count("</script>") == 2
     assert "default-src 'none'" in text
     assert not re.search(r"""(src|href)=["'](?!data:)""", text)
-    assert not re.search(r"https?://|url\(|@import|fetch\(", text)
+    assert not re.search(r"https?://|url\(|@import", text)
+
+
+def test_the_boxes_of_the_first_draws_are_on_the_original() -> None:
+    sample = Sample(7, "a/7.jpg", "a", Image.new("RGB", (40, 40)), [(0, 0, 20, 20)], [Image.new("RGB", (10, 10))])
+    ((original, view),) = (row.cells for row in preview.rows([sample], epochs=[3], views=[""], cell=80))
+    assert (original.picture.size, view.picture.size) == ((108, 108), (80, 80))
+    assert (original.caption, view.caption) == ("original", "epoch 3")
+    pixels = np.asarray(original.picture)
+    assert pixels[0, 30].tolist() == pixels[30, 0].tolist() == list(view.color)
+    assert not pixels[60:].any()
 
 
 OPS = {
@@ -266,9 +271,9 @@ def test_operations_are_shown_with_those_values(backend: str) -> None:
     augment = gpuaug.Augment(
         ops={"flip": K.RandomHorizontalFlip(p=0.1), "jitter": K.ColorJitter(0.5, p=0.1)}, backend=backend
     )
-    flip, jitter = operations.rows(augment.views, [[image]], seed=0)
+    flip, jitter = operations.rows(augment.views, [[image]], seed=0, cell=32)
     assert (flip.notes, jitter.notes) == (["RandomHorizontalFlip", "p 0.1"], ["ColorJitter: brightness", "p 0.1"])
-    values = [np.asarray(picture).mean() for picture in jitter.pictures[0]]
+    values = [np.asarray(cell.picture).mean() for cell in jitter.cells]
     np.testing.assert_allclose(values, [100, 50, 100, 150], atol=0.51)
 
 
@@ -279,8 +284,8 @@ def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
         "trivial": K.auto.TrivialAugment(),
         "rand": K.auto.RandAugment(n=2, m=9),
     }
-    found = operations.rows(gpuaug.Augment(ops=ops).views, [[image]], seed=0)
-    notes = {(row.name, row.notes[1] if row.name != "one" else row.notes[2]): row.notes for row in found}
+    found = operations.rows(gpuaug.Augment(ops=ops).views, [[image]], seed=0, cell=32)
+    notes = {(row.title, row.notes[1] if row.title != "one" else row.notes[2]): row.notes for row in found}
     assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "p 0.2 of its own"]
     assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
     assert notes["trivial", "RandomEqualize"][-1] == "one of 12"
@@ -293,8 +298,8 @@ def test_an_operation_of_several_views_is_shown_once_with_its_chances() -> None:
         name: gpuaug.Augment(ops={"gray": K.RandomGrayscale(p=p), "vflip": K.RandomVerticalFlip(p=0.5)})
         for name, p in (("a", 0.2), ("b", 0.9))
     }
-    rows = operations.rows(gpuaug.MultiView(views=views).views, [[image], [image]], seed=0)
-    assert [(r.name, r.notes) for r in rows] == [
+    rows = operations.rows(gpuaug.MultiView(views=views).views, [[image], [image]], seed=0, cell=32)
+    assert [(r.title, r.notes) for r in rows] == [
         ("gray", ["RandomGrayscale", "a: p 0.2", "b: p 0.9"]),
         ("vflip", ["RandomVerticalFlip", "p 0.5", "a, b"]),
     ]
@@ -315,8 +320,6 @@ def test_operations_that_cannot_be_shown_are_refused(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["preview", f"source.root={photos}", "show=operations"]
-    assert main([*words, f"out={tmp_path}/p.html"]) == 2
-    assert "`out` must be a PNG" in capsys.readouterr().err
     assert main([*words, f"out={tmp_path}/p.png", "augment=eval"]) == 2
     assert "needs a recipe with operations" in capsys.readouterr().err
     assert main([*words[:2], "show=ops"]) == 2

@@ -20,45 +20,60 @@ from pathlib import Path
 from typing import Any
 
 from gpuaug import files, machine
+from gpuaug.tools.report import folded
 
 log = logging.getLogger("gpuaug")
 
 LATE = "did not answer within"
 TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
-CUDA = ("decoder_mixed", "roi", "hardware", "stream", "stream_hardware", "fused_cuda")
-FRESH = ("cuda", "header", "compiler", "workers")  # never remembered: quick, or changing from day to day
+CUDA = ("decoder_mixed", "hardware", "stream", "fused_cuda")
+FRESH = ("cuda", "compiler", "workers")  # never remembered: quick, or changing from day to day
+OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a check found.
-
-    Attributes:
-        good: None where it cannot be checked here.
-        text: what was seen.
-        value: more of it, as JSON.
-        seconds: how long it took; 0.0 where it was not run.
-        kept: whether it is remembered from an earlier run.
-    """
+    """The result of one test."""
 
     name: str
-    good: bool | None
-    text: str
-    value: Any = None
-    seconds: float = 0.0
-    kept: bool = False
+    good: bool | None  # None where it cannot be tested here
+    text: str  # what was seen
+    value: Any = None  # more of it, as JSON
+    seconds: float = 0.0  # how long it took; 0.0 where it was not run
+    kept: bool = False  # whether it is remembered from an earlier run
+
+    @property
+    def late(self) -> bool:
+        """Whether the test did not answer in time. The machine may only be slow."""
+        return self.good is False and self.text.startswith(LATE)
 
 
-def load() -> dict[str, Verdict]:
-    """The verdicts that are kept, read anew."""
-    machine.verdicts.cache_clear()
-    return {name: Verdict(name=name, kept=True, **entry) for name, entry in machine.verdicts().items()}
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was checked."""
+
+    name: str
+    status: str  # ok, note (worth knowing), warning (works, but worse than it could), BROKEN or untested
+    text: str  # what was seen
+    advice: str = ""  # what it means and what to do; "" where nothing has to be done
+    value: Any = None  # what was seen, as JSON
+
+    def __str__(self) -> str:
+        lines = [folded(self.text, first=f"  {self.name:<19} {self.status:<9} ", indent=32)]
+        if self.advice:
+            lines.append(folded(self.advice, first=" " * 32, indent=32, width=118))
+        return "\n".join(lines)
+
+
+def judged(name: str, text: str, *, bad: str | None, advice: str, value: Any = None) -> Finding:
+    """A finding of status ``bad`` with its advice; if ``bad`` is None, one that is ok and needs no advice."""
+    return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
 
 
 def keep(verdict: Verdict) -> None:
-    """Keep a verdict beside the others of this machine; with ``good`` None an earlier one of its check is forgotten."""
-    entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
+    """Remember a verdict for this machine; with ``good`` None an earlier one of its test is forgotten."""
     machine.verdicts.cache_clear()
+    entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
     entries = {**machine.verdicts(), verdict.name: entry}
     values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
     try:
@@ -70,28 +85,25 @@ def keep(verdict: Verdict) -> None:
     machine.verdicts.cache_clear()
 
 
-def examine(names: Sequence[str], *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> list[Verdict]:
-    """Run tests one after the other, except those whose results are remembered.
+def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> Verdict:
+    """The result of a test: remembered, or by running it now.
 
     Args:
-        names: of tests, from :data:`gpuaug.machine.VERDICTS` and :data:`FRESH`.
+        name: of the test.
         cuda: whether there is a CUDA device. Without one its tests are not run, and ``good`` is None.
-        fresh: ignore remembered results.
-        timeout: seconds for each test.
+        fresh: ignore the remembered result.
+        timeout: seconds for the test.
     """
-    known = {} if fresh else load()
-    results = []
-    for name in names:
-        if name in CUDA and not cuda:
-            results.append(Verdict(name=name, good=None, text="not testable here: no CUDA device"))
-        elif name in known:
-            results.append(known[name])
-        else:
-            results.append(probe(name, timeout=timeout))
-            if name in machine.VERDICTS and results[-1].good is not None:
-                # a timeout says that the machine is slow today: forget the earlier result, and remember none
-                keep(replace(results[-1], good=None) if is_late(results[-1]) else results[-1])
-    return results
+    if name in CUDA and not cuda:
+        return Verdict(name=name, good=None, text="not testable here: no CUDA device")
+    machine.verdicts.cache_clear()
+    if not fresh and name in machine.verdicts():
+        return Verdict(name=name, kept=True, **machine.verdicts()[name])
+    verdict = probe(name, timeout=timeout)
+    if name in machine.VERDICTS and verdict.good is not None:
+        # a timeout says that the machine is slow today: forget the earlier result, and remember none
+        keep(replace(verdict, good=None) if verdict.late else verdict)
+    return verdict
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
@@ -119,50 +131,28 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was ended", seconds=timeout)
-    finally:
-        _end(process)
+    finally:  # the children may hold the device; a process that hangs in the driver gets no signal
+        with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=10)
     seconds = round(time.perf_counter() - began, 2)
-    answer = _answer(out)
-    if process.returncode == 0 and answer is not None:
+    if process.returncode == 0 and (answer := _answer(out)) is not None:
         return Verdict(name=name, good=answer["good"], text=answer["text"], value=answer.get("value"), seconds=seconds)
     if process.returncode < 0:
-        try:
-            text = f"crashed: killed by {signal.Signals(-process.returncode).name}"
-        except ValueError:
-            text = f"crashed: killed by signal {-process.returncode}"
-        if process.returncode == -signal.SIGKILL:
-            text += " (perhaps for want of memory)"
+        number = -process.returncode
+        named = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        text = f"crashed: killed by {named}{' (perhaps out of memory)' if number == signal.SIGKILL else ''}"
     else:
         last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "it said nothing")
         text = f"failed with exit status {process.returncode}: {last[:300]}"
     return Verdict(name=name, good=False, text=text, seconds=seconds)
 
 
-def is_late(verdict: Verdict) -> bool:
-    """Whether a test did not answer in time. The machine may only be slow."""
-    return verdict.good is False and verdict.text.startswith(LATE)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the test and its children, which may hold the device."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.poll() is None:
-        process.kill()
-        try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:  # it hangs in the driver, where no signal reaches it
-            log.warning("process %d of a test cannot be killed", process.pid)
-
-
 def _answer(out: str) -> dict[str, Any] | None:
     """The result in the last line of output; None if it is not one."""
-    lines = out.strip().splitlines()
     try:
-        answer = json.loads(lines[-1]) if lines else None
-    except ValueError:
+        answer = json.loads(out.strip().splitlines()[-1])
+        known = isinstance(answer["text"], str) and (answer["good"] is None or isinstance(answer["good"], bool))
+    except (ValueError, LookupError, TypeError):
         return None
-    if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
-        return None
-    good = answer.get("good")
-    return answer if good is None or isinstance(good, bool) else None
+    return answer if known else None

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
-from tqdm import tqdm
+from PIL import Image
 
+from gpuaug import checks
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.source.materialized import MaterializedSource
-from gpuaug.tools.parity.compare import Difference, Parity, Worst, compare, summary
-from gpuaug.tools.report import Report, check_text, png, printable, written
+from gpuaug.tools.parity.compare import Difference, Parity, compare, nearest, summary
+from gpuaug.tools.report import Report, png, printable, written
 from gpuaug.tools.request import Request
-from gpuaug.tools.samples import at_least, chosen, indices_of
-from gpuaug.tools.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
+from gpuaug.tools.samples import chosen, indices_of
+from gpuaug.tools.sheet import Cell, Row, scaled, sheet
 
-MARK = (230, 57, 70)
-CELL, GAP, MARGIN = 224, 10, 24
-ZOOM = 15  # pixels around the worst one, shown large
-STEPS = (1, 2, 4, 8, 16, 32, 64, 128)  # how much a difference is amplified
-WORDS = {"equal": "equal", "rounding": "rounding", "close": "close", "other": "DIFFERENT"}
+CELL = 280  # pixels of a picture's longer side
 HEADINGS = {
     "decode": "decode, on the same bytes",
     "resize": "crop and resize, on the same decoded image",
@@ -48,10 +44,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low in (("samples", 1), ("epoch", 0), ("rows", 1)):
-            at_least(name, getattr(self, name), low)
+            checks.whole_number(name, getattr(self, name), low)
         object.__setattr__(self, "indices", indices_of(self.indices))
-        check_text(self, "out")
-        check_text(self, "json", optional=True)
+        checks.text("out", self.out)
+        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:
@@ -68,17 +64,18 @@ def main(request: Request) -> int:
                 "augmented already. Compare what they were made of: source=folder source.root=DIR."
             )
         indices = chosen(loader.source, settings.indices, count=settings.samples)
-        parity = compare(loader, decode, indices=indices, epoch=settings.epoch, progress=_progress)
-    values = parity.plain()
+        parity = compare(loader, decode, indices=indices, epoch=settings.epoch)
     for line in table(parity):
         print(printable(line))
     if parity.samples:
-        picture = page(parity, rows=settings.rows)
+        rows = [row(difference) for difference in worst_cases(parity, settings.rows)]
+        heading = f"Where pixels differ most: {parity.samples} images"
+        picture = sheet(rows, heading=heading, lines=[summary(parity)])
         with written(out, "out"):
             picture.save(out, "PNG", optimize=True)
         report.add("picture", str(out), f"{out} ({picture.width} x {picture.height})")
-    print(f"\n{_folded(values['summary'], 110, '')}", flush=True)
-    report.values |= {"indices": indices, **values}
+    print(f"\n{textwrap.fill(summary(parity), 110)}", flush=True)
+    report.values |= {"indices": indices, **parity.plain()}
     report.write()
     if not parity.samples:
         raise ConfigError(f"none of the samples {indices[:5]} can be decoded. Choose others with `indices`.")
@@ -92,138 +89,45 @@ def table(parity: Parity) -> list[str]:
     lines = [f"{parity.samples} images; differences in levels of 1/255; torchvision {parity.torchvision}"]
     head = f"  {'':{wide}}  {'beside':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {'> 1 level':>10}  verdict"
     for stage, heading in HEADINGS.items():
-        found = [d for d in parity.differences if d.stage == stage]
-        if not found:
-            continue
-        lines += ["", f"{heading}:", head]
-        for n, d in enumerate(found):
-            name = d.title if n == 0 or found[n - 1].title != d.title else ""
+        differences = [d for d in parity.differences if d.stage == stage]
+        if differences:
+            lines += ["", f"{heading}:", head]
+        for d in differences:
             lines.append(
-                f"  {name:{wide}}  {d.reference:{refer}}  {d.largest:8.2f} {d.mean:8.3f} {d.bias:+8.3f} {d.off:10.3%}  "
-                f"{WORDS[d.verdict]}"
+                f"  {d.title:{wide}}  {d.reference:{refer}}  {d.largest:8.2f} {d.mean:8.3f} {d.bias:+8.3f} "
+                f"{d.off:10.3%}  {'DIFFERENT' if d.verdict == 'other' else d.verdict}"
             )
-        for why in dict.fromkeys(d.why for d in found if d.why and not d.step):
-            names = dict.fromkeys(d.name for d in found if d.why == why and not d.step)
-            lines.append(_folded(f"{', '.join(names)}: {why}.", 112, "    "))
+        for why in dict.fromkeys(d.why for d in differences if d.why):
+            names = dict.fromkeys(d.name for d in differences if d.why == why)
+            lines += textwrap.wrap(f"{', '.join(names)}: {why}.", 112, initial_indent="    ", subsequent_indent="    ")
     return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
 
 
-def page(parity: Parity, *, rows: int) -> Image.Image:
-    """The worst cases, one a row: ours, theirs, the difference amplified, and the worst place of both enlarged.
-
-    Args:
-        parity: what was found.
-        rows: at most so many; the largest differences first, each operation once.
-    """
-    cases = worst_cases(parity, rows)
-    big, bold, small = map(font, (24, 16, 13))
-    columns = ("ours", "theirs", "difference", "ours enlarged", "theirs enlarged")
-    width = 2 * MARGIN + len(columns) * CELL + (len(columns) - 1) * GAP
-    text = wrapped(summary(parity), small, width - 2 * MARGIN)
-    top = MARGIN + 40 + 19 * len(text) + 2 * GAP
-    heights = [80 + max(60, _fit(worst.ours.shape)[1]) + 3 * GAP for _, worst in cases]
-    sheet = Image.new("RGB", (width, top + sum(heights) + MARGIN), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    pen.text((MARGIN, MARGIN - 6), f"Where pixels differ most: {parity.samples} images", INK, big)
-    for n, line in enumerate(text):
-        pen.text((MARGIN, MARGIN + 34 + 19 * n), line, FAINT, small)
-    y = top
-    for (difference, worst), height in zip(cases, heights, strict=True):
-        pen.line((MARGIN, y - GAP, width - MARGIN, y - GAP), (222, 222, 226))
-        title = f"{difference.title}, beside {difference.reference}"
-        numbers = (
-            f"largest {difference.largest:.2f}, mean {difference.mean:.3f} levels, {difference.off:.2%} of the pixels "
-            "off by more than one"
-        )
-        pen.text((MARGIN, y), title, INK, bold)
-        pen.text((MARGIN + pen.textlength(title, bold) + 14, y + 2), numbers, MARK, small)
-        pen.text((MARGIN, y + 22), fitting(_caption(worst), small, width - 2 * MARGIN), FAINT, small)
-        pen.text((MARGIN, y + 40), fitting(difference.why, small, width - 2 * MARGIN), FAINT, small)
-        amplify = _amplification(worst)
-        shown = pictures(worst, amplify)
-        x = MARGIN
-        for name, picture in zip(columns, shown, strict=True):
-            label = f"difference x {amplify}, signed" if name == "difference" else name
-            if name.endswith("enlarged"):
-                label += f": {_values(worst.ours if name.startswith('ours') else worst.theirs, worst)}"
-            pen.text((x, y + 59), fitting(label, small, CELL), INK, small)
-            sheet.paste(picture, (x, y + 78))
-            x += CELL + GAP
-        for n in range(3):  # where the enlarged part is
-            _frame(pen, worst, MARGIN + n * (CELL + GAP), y + 78)
-        y += height
-    return sheet
+def worst_cases(parity: Parity, rows: int) -> list[Difference]:
+    """The comparisons that are not equal, each once, the largest difference first; one at least."""
+    ordered = sorted(nearest(parity), key=lambda d: (d.largest, d.mean), reverse=True)
+    return ([d for d in ordered if d.verdict != "equal"] or ordered[:1])[:rows]
 
 
-def worst_cases(parity: Parity, rows: int) -> list[tuple[Difference, Worst]]:
-    """The comparisons that are not equal, each (stage, name) once, the largest difference first; one at least."""
-    best: dict[tuple[str, str], Difference] = {}
-    for d in parity.differences:
-        at = d.stage, d.title
-        if d.worst is not None and not d.step and (at not in best or d.mean < best[at].mean):
-            best[at] = d  # of torchvision's two arithmetics the nearer one
-    ordered = sorted(best.values(), key=lambda d: (d.largest, d.mean), reverse=True)
-    ordered = [d for d in ordered if d.verdict != "equal"] or ordered[:1]
-    return [(d, d.worst) for d in ordered[:rows] if d.worst is not None]
-
-
-def pictures(worst: Worst, amplify: int) -> list[Image.Image]:
-    """Ours, theirs, the signed difference around gray times ``amplify``, and both enlarged around the worst pixel."""
-    size = _fit(worst.ours.shape)
-    images = [_picture(v) for v in (worst.ours, worst.theirs)]
-    gap = _picture(128 + amplify * (worst.ours - worst.theirs))
-    whole = [scaled(image, size) for image in (*images, gap)]
-    left, up, right, down = _window(worst)
-    side = min(CELL, max(size[1], 60))
-    near = [i.crop((left, up, right, down)).resize((side, side), Image.Resampling.NEAREST) for i in images]
-    return [*whole, *near]
+def row(difference: Difference) -> Row:
+    """The worst image of a comparison: ours, theirs, and the signed difference around gray, amplified."""
+    worst = difference.worst
+    assert worst is not None  # every comparison has an image
+    amplify = next((k for k in (128, 64, 32, 16, 8, 4, 2) if k * difference.largest <= 128), 1)
+    notes = [
+        f"beside {difference.reference}",
+        f"largest {difference.largest:.2f}, mean {difference.mean:.3f} levels, {difference.off:.2%} of the pixels off "
+        "by more than one",
+        f"sample {worst.index}, {worst.key}{'' if worst.epoch is None else f', epoch {worst.epoch}'}",
+        f"{worst.what or difference.name}; largest at x {worst.x}, y {worst.y}",
+        difference.why,
+    ]
+    gap = 128 + amplify * (worst.ours - worst.theirs)
+    captions = ("ours", "theirs", f"difference x {amplify}, signed")
+    pictures = zip((worst.ours, worst.theirs, gap), captions, strict=True)
+    return Row(difference.title, notes, [Cell(_picture(levels), caption) for levels, caption in pictures])
 
 
 def _picture(levels: NDArray[Any]) -> Image.Image:
-    return Image.fromarray(np.rint(np.clip(levels, 0, 255)).astype(np.uint8))
-
-
-def _fit(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Width and height of a picture in its cell."""
-    scale = CELL / max(shape[:2])
-    return max(1, round(shape[1] * scale)), max(1, round(shape[0] * scale))
-
-
-def _window(worst: Worst) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of the part that is enlarged: inside the image where that is large enough."""
-    height, width = worst.ours.shape[:2]
-    left = max(0, min(worst.x - ZOOM // 2, width - ZOOM))
-    top = max(0, min(worst.y - ZOOM // 2, height - ZOOM))
-    return left, top, left + min(ZOOM, width), top + min(ZOOM, height)
-
-
-def _frame(pen: ImageDraw.ImageDraw, worst: Worst, x: int, y: int) -> None:
-    scale = CELL / max(worst.ours.shape[:2])
-    left, top, right, bottom = (v * scale for v in _window(worst))
-    pen.rectangle((x + left - 1, y + top - 1, x + right, y + bottom), outline=MARK, width=2)
-
-
-def _amplification(worst: Worst) -> int:
-    """So much that the largest difference stays within half of the range."""
-    largest = float(np.abs(worst.ours - worst.theirs).max())
-    return max((k for k in STEPS if k * largest <= 128), default=1)
-
-
-def _caption(worst: Worst) -> str:
-    drawn = "" if worst.epoch is None else f", epoch {worst.epoch}"
-    what = f"; {worst.what}" if worst.what else ""
-    return f"sample {worst.index}, {worst.key}{drawn}{what}; largest at x {worst.x}, y {worst.y}"
-
-
-def _values(levels: NDArray[Any], worst: Worst) -> str:
-    return " ".join(f"{round(float(v), 1):g}" for v in levels[worst.y, worst.x])
-
-
-def _progress(items: Iterable[Any], what: str) -> Iterable[Any]:
-    return tqdm(items, desc=what, leave=False, disable=None)
-
-
-def _folded(text: str, width: int, indent: str) -> str:
-    import textwrap
-
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+    image = Image.fromarray(np.rint(np.clip(levels, 0, 255)).astype(np.uint8))
+    return scaled(image, CELL / max(image.size))

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
+from gpuaug.augment.ops import by_class
+from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.parameters import Params
 from gpuaug.errors import ConfigError
 
 Call = tuple[str, dict[str, Any]]  # a function of torchvision, and what to call it with, values in 0..1
+
+_operators: list[Any] = []  # torch drops what nothing refers to
 
 
 @lru_cache(maxsize=1)
@@ -49,213 +53,42 @@ def torchvision() -> tuple[Any, str]:
     return v2, str(torchvision.__version__)
 
 
-_operators: list[Any] = []  # torch forgets what nobody holds
-
-
 def call(one: Call, image: Tensor) -> Tensor:
     """The function of a call, on float32 or uint8 [3, H, W]."""
     name, given = one
-    if not image.is_floating_point():
-        given = {k: v * 255 if k in ("threshold", "v") else v for k, v in given.items()}
+    whole = image.dtype == torch.uint8
     if name == "gaussian_noise":  # torchvision's draws by itself: the same sum, with the field that was drawn here
-        field = torch.from_numpy(given["noise"]).permute(2, 0, 1)
-        if image.is_floating_point():
-            return (image + field).clamp(0, 1)
-        return (image + (field * 255).to(torch.int16)).clamp(0, 255).to(torch.uint8)
-    if name in ("affine", "rotate", "perspective"):
-        given = {**given, "interpolation": "bilinear"}
-    elif name == "rgb_to_grayscale":
-        given = {"num_output_channels": 3}
-    elif name == "elastic":
-        given = {"displacement": torch.from_numpy(given["displacement"].astype(np.float32))[None]}
-    elif name == "erase":
-        given = {**given, "v": torch.tensor(given["v"]).to(image.dtype)}
-    elif name == "jpeg":  # torchvision's needs its compiled operators; both are libjpeg
-        return _jpeg(image, **given)
+        field = given["noise"]
+        return (image + (field * 255).to(torch.int16)).clamp(0, 255).byte() if whole else (image + field).clamp(0, 1)
+    if name == "jpeg":  # torchvision's needs its compiled operators; both are libjpeg
+        file, pixels = io.BytesIO(), image if whole else (image * 255).round().byte()
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", **given)
+        made = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)
+        return made if whole else made.float() / 255
+    if name == "erase":
+        given = {**given, "v": torch.tensor(given["v"] * (255 if whole else 1)).to(image.dtype)}
+    elif whole and name == "solarize":
+        given = {"threshold": given["threshold"] * 255}
     out: Tensor = getattr(torchvision()[0].functional, name)(image, **given)
     return out
-
-
-def _jpeg(image: Tensor, quality: int) -> Tensor:
-    """What Pillow, and so libjpeg, gives back of an image at this quality."""
-    from PIL import Image
-
-    pixels = image if image.dtype == torch.uint8 else (image * 255).round().to(torch.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=quality)
-    made = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)
-    return made if image.dtype == torch.uint8 else made.float() / 255
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
     """torchvision's functions that a Kornia operation corresponds to, or why there are none.
 
-    Args:
-        module: Kornia's.
-        params: its parameters for one sample; values per pixel as [channels, H, W].
+    ``params`` are its parameters for one sample; values per pixel as [channels, H, W].
     """
-    import kornia.augmentation as K
-
-    kind: type[nn.Module] = type(module)
-    flags: dict[str, Any] = getattr(module, "flags", {})
-    if kind.__name__ in ABSENT:
-        return ABSENT[kind.__name__]
-    if kind is K.RandomGaussianNoise:
-        return [("gaussian_noise", {"noise": params["gaussian_noise"].transpose(1, 2, 0)})]
-    if kind is K.RandomElasticTransform:
-        if flags["resample"].name != "BILINEAR" or flags["padding_mode"] != "zeros" or flags["align_corners"]:
-            return "torchvision's elastic is compared as bilinear with zeros outside and align_corners=False"
-        return [("elastic", {"displacement": displacement(params["noise"], **_smoothing(flags))})]
-    p = {k: v.tolist() for k, v in params.items()}
-    if kind in (K.ColorJitter, K.ColorJiggle):
-        steps = (
-            ("adjust_brightness", "brightness_factor", 1),
-            ("adjust_contrast", "contrast_factor", 1),
-            ("adjust_saturation", "saturation_factor", 1),
-            ("adjust_hue", "hue_factor", 0),
-        )
-        order: Any = module._fixed_order
-        return [(name, {key: p[key]}) for name, key, idle in (steps[k] for k in order) if p[key] != idle]
-    if kind in _same():
-        name, keys = _same()[kind]
-        return [(name, {theirs: p[ours] for theirs, ours in keys.items()})]
-    if kind is K.RandomPosterize:
-        return [("posterize", {"bits": int(p["bits_factor"])})]
-    if kind is K.RandomSolarize:
-        if p.get("additions"):
-            return f"torchvision's solarize adds nothing before it inverts, and {p['additions']:.3g} was drawn"
-        return [("solarize", {"threshold": p["thresholds"]})]
-    if kind is K.RandomInvert:
-        return [("invert", {})] if float(flags["max_val"]) == 1 else "torchvision inverts from white only"
-    if kind is K.RandomGaussianBlur:
-        if flags["border_type"].name != "REFLECT":
-            return "torchvision's blur reflects at the edge"
-        size = flags["kernel_size"]
-        ky, kx = (size, size) if isinstance(size, int) else size
-        return [("gaussian_blur", {"kernel_size": [kx, ky], "sigma": [p["sigma"]] * 2})]
-    if kind is K.RandomErasing:
-        box = {"i": p["ys"], "j": p["xs"], "h": p["heights"], "w": p["widths"]}
-        return [("erase", {**{k: int(v) for k, v in box.items()}, "v": p["values"]})]
-    if kind is K.RandomJPEG:
-        return [("jpeg", {"quality": round(p["jpeg_quality"])})]
-    if kind in (K.RandomAffine, K.RandomRotation, K.RandomShear, K.RandomTranslate, K.RandomPerspective):
-        padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
-        if flags["resample"].name != "BILINEAR" or padding != "ZEROS":
-            return (
-                f"{flags['resample'].name.lower()} with {padding.lower()} outside has no counterpart written out here"
-            )
-        return _geometry(kind, p)
-    return f"torchvision has no counterpart of {kind.__name__} that takes the same parameters"
-
-
-def displacement(
-    noise: NDArray[Any], *, kernel_size: tuple[int, int], sigma: tuple[float, float], alpha: tuple[float, float]
-) -> NDArray[np.float64]:
-    """What Kornia's RandomElasticTransform makes of its noise: (x, y) in halves of width and height, [H, W, 2].
-
-    Args:
-        noise: [2, H, W], (x, y) in -1..1.
-        kernel_size, sigma: of the blur, (y, x); zeros outside the image.
-        alpha: factors of (x, y).
-    """
-    fields = noise.astype(np.float64)
-    for axis, size, s in ((1, kernel_size[0], sigma[0]), (2, kernel_size[1], sigma[1])):
-        weights = np.exp(-0.5 * ((np.arange(size) - size // 2) / s) ** 2)
-        pad = [(size // 2, size // 2) if a == axis else (0, 0) for a in range(3)]
-        padded, length = np.pad(fields, pad), fields.shape[axis]
-        taps = (np.take(padded, range(k, k + length), axis=axis) * w for k, w in enumerate(weights / weights.sum()))
-        fields = sum(taps, np.zeros_like(fields))
-    return (fields * np.array(alpha, dtype=np.float64)[:, None, None]).transpose(1, 2, 0)
-
-
-def _smoothing(flags: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    given = {name: flags[name] for name in ("kernel_size", "sigma", "alpha")}
-    return {k: tuple(v.tolist() if hasattr(v, "tolist") else v) for k, v in given.items()}
-
-
-def _geometry(kind: type[nn.Module], p: dict[str, Any]) -> list[Call] | str:
-    import kornia.augmentation as K
-
-    still = {"angle": 0.0, "translate": [0.0, 0.0], "scale": 1.0, "shear": [0.0, 0.0]}
-    if kind is K.RandomRotation:
-        return [("rotate", {"angle": p["degrees"]})]
-    if kind is K.RandomShear:
-        return [("affine", {**still, "shear": [p["shear_x"], p["shear_y"]]})]
-    if kind is K.RandomTranslate:
-        return [("affine", {**still, "translate": [p["translate_x"], p["translate_y"]]})]
-    if kind is K.RandomPerspective:
-        return [("perspective", {"startpoints": p["start_points"], "endpoints": p["end_points"]})]
-    if p["scale"][0] != p["scale"][1]:
-        return "torchvision scales both axes alike"
-    how = {"angle": p["angle"], "translate": p["translations"], "scale": p["scale"][0]}
-    return [("affine", {**how, "shear": [p["shear_x"], p["shear_y"]]})]
-
-
-@lru_cache(maxsize=1)
-def _same() -> dict[type, tuple[str, dict[str, str]]]:
-    """Kornia's classes whose parameters only have other names at torchvision."""
-    import kornia.augmentation as K
-
-    return {
-        K.RandomHorizontalFlip: ("horizontal_flip", {}),
-        K.RandomVerticalFlip: ("vertical_flip", {}),
-        K.RandomGrayscale: ("rgb_to_grayscale", {}),
-        K.RandomEqualize: ("equalize", {}),
-        K.RandomAutoContrast: ("autocontrast", {}),
-        K.RandomBrightness: ("adjust_brightness", {"brightness_factor": "brightness_factor"}),
-        K.RandomContrast: ("adjust_contrast", {"contrast_factor": "contrast_factor"}),
-        K.RandomSaturation: ("adjust_saturation", {"saturation_factor": "saturation_factor"}),
-        K.RandomHue: ("adjust_hue", {"hue_factor": "hue_factor"}),
-        K.RandomSharpness: ("adjust_sharpness", {"sharpness_factor": "sharpness"}),
-        K.RandomGamma: ("adjust_gamma", {"gamma": "gamma_factor", "gain": "gain_factor"}),
-    }
-
-
-ABSENT = {"RandomMotionBlur": "torchvision has no motion blur"}
-ANOTHER = {
-    "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
-    "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision moves away from the mean gray",
-    "RandomSaturation": "another formula: Kornia's RandomSaturation scales S of HSV, torchvision blends with gray",
-    "ColorJiggle": "another formula: ColorJiggle adds brightness, multiplies for contrast and saturates in HSV; "
-    "ColorJitter is torchvision's",
-    "RandomPerspective": "torchvision applies the homography at half coordinates, Kornia at whole ones",
-    "RandomJPEG": "Kornia's JPEG is a differentiable imitation, without chroma rounding; torchvision's is libjpeg",
-}
-_CUT = "torchvision's uint8 operations cut off the fraction after every step; here nothing is rounded before the end"
-_CLIPS = "torchvision clips the sum to 0..1 (clip=True), Kornia leaves what goes beyond to the next operation"
-_FLOAT = {
-    "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; ours is its uint8 one",
-    "RandomGrayscale": "torchvision's weight of red is 0.2989, Kornia's 0.299",
-    "RandomAutoContrast": "a constant channel: torchvision leaves it, Kornia makes it black",
-    "RandomGaussianNoise": _CLIPS,
-}
-_UINT8 = {
-    "RandomGaussianNoise": f"{_CLIPS}; and its uint8 noise has whole levels",
-    "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; here nothing is rounded before the end",
-    "RandomEqualize": "both through 256 levels",
-}
-_WARPS = ("RandomAffine", "RandomRotation", "RandomShear", "RandomTranslate")
-_WARP = (
-    "the same geometry, bilinear on both sides; torchvision's RandomAffine and RandomRotation take `nearest` unless "
-    "told otherwise"
-)
+    make = by_class(TABLE, module)
+    if make is None:
+        return f"torchvision has no counterpart of {type(module).__name__} that takes the same parameters"
+    return make(module, {k: v.tolist() if v.ndim < 3 else torch.from_numpy(v) for k, v in params.items()})
 
 
 def why(kinds: Iterable[str], reference: str) -> str:
-    """Where the difference between Kornia's classes and torchvision's functions comes from, in words.
-
-    Args:
-        kinds: names of the classes.
-        reference: names torchvision's arithmetic, float or uint8.
-    """
-    names = sorted(kinds)
-    for kind in names:
-        if kind in ANOTHER:
-            return ANOTHER[kind]
-        if kind in _WARPS:
-            return _WARP
-    table = _UINT8 if "uint8" in reference else _FLOAT
-    return next((table[k] for k in names if k in table), _CUT if "uint8" in reference else "")
+    """Where Kornia's classes differ from torchvision's functions in float or uint8, as the ``reference`` says."""
+    cut = reference.endswith("uint8")
+    reasons = [table[kind] for table in (_ALWAYS, _UINT8 if cut else _FLOAT) for kind in sorted(kinds) if kind in table]
+    return next(iter(reasons), _CUT if cut else "")
 
 
 def text(calls: list[Call]) -> str:
@@ -263,9 +96,130 @@ def text(calls: list[Call]) -> str:
 
     def short(value: Any) -> str:
         if isinstance(value, list):
-            return f"({', '.join(short(v) for v in value)})"
-        if isinstance(value, np.ndarray):
-            return f"a field of std {value.std():.3g}"
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
+            return f"({', '.join(map(short, value))})"
+        return "a field" if isinstance(value, Tensor) else f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    return ", ".join(f"{name}({', '.join(short(v) for v in given.values())})" for name, given in calls)
+    return ", ".join(f"{name}({', '.join(map(short, given.values()))})" for name, given in calls)
+
+
+# --- the table
+
+Make = Callable[[Any, dict[str, Any]], list[Call] | str]  # a module and its parameters, to calls
+
+
+def _same(function: str, **names: str) -> Make:
+    """A function of torchvision whose arguments are parameters of Kornia's under other names."""
+    return lambda op, p: [(function, {theirs: p[ours] for theirs, ours in names.items()})]
+
+
+def _jitter(op: Any, p: dict[str, Any]) -> list[Call]:
+    steps = ("brightness", "contrast", "saturation", "hue")
+    names = [steps[k] for k in fixed_order(op) or ()]
+    drawn = {name: p[f"{name}_factor"] for name in names}
+    return [(f"adjust_{k}", {f"{k}_factor": v}) for k, v in drawn.items() if v != (0 if k == "hue" else 1)]
+
+
+def _solarize(op: Any, p: dict[str, Any]) -> list[Call] | str:
+    if p.get("additions"):
+        return f"torchvision's solarize adds nothing before it inverts, and {p['additions']:.3g} was drawn"
+    return [("solarize", {"threshold": p["thresholds"]})]
+
+
+def _blur(op: Any, p: dict[str, Any]) -> list[Call] | str:
+    if op.flags["border_type"].name != "REFLECT":
+        return "torchvision's blur reflects at the edge"
+    size = op.flags["kernel_size"]
+    ky, kx = (size, size) if isinstance(size, int) else size
+    return [("gaussian_blur", {"kernel_size": [kx, ky], "sigma": [p["sigma"]] * 2})]
+
+
+def _elastic(op: Any, p: dict[str, Any]) -> list[Call] | str:
+    from kornia.filters import gaussian_blur2d
+
+    flags = op.flags
+    if flags["resample"].name != "BILINEAR" or flags["padding_mode"] != "zeros" or flags["align_corners"]:
+        return "torchvision's elastic is compared as bilinear with zeros outside and align_corners=False"
+    sigma, alpha = (torch.as_tensor(flags[k], dtype=torch.float32).view(-1)[:2] for k in ("sigma", "alpha"))
+    field = gaussian_blur2d(p["noise"][None], flags["kernel_size"], sigma[None], border_type="constant")
+    return [("elastic", {"displacement": field.permute(0, 2, 3, 1) * alpha})]
+
+
+def _warp(function: str, arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> Make:
+    """A geometric function, for bilinear resampling with zeros outside."""
+
+    def make(op: Any, p: dict[str, Any]) -> list[Call] | str:
+        if op.flags["resample"].name != "BILINEAR" or ("padding_mode" in op.flags and op.flags["padding_mode"].value):
+            return "torchvision's is compared as bilinear with zeros outside"
+        if "scale" in p and p["scale"][0] != p["scale"][1]:
+            return "torchvision scales both axes alike"
+        return [(function, {**arguments(p), "interpolation": "bilinear"})]
+
+    return make
+
+
+def _affine(p: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "angle": p.get("angle", 0.0),
+        "translate": p.get("translations") or [p.get("translate_x", 0.0), p.get("translate_y", 0.0)],
+        "scale": p.get("scale", [1.0])[0],
+        "shear": [p.get("shear_x", 0.0), p.get("shear_y", 0.0)],
+    }
+
+
+_BOX = {"i": "ys", "j": "xs", "h": "heights", "w": "widths"}
+TABLE: dict[str, Make] = {
+    "RandomHorizontalFlip": _same("horizontal_flip"),
+    "RandomVerticalFlip": _same("vertical_flip"),
+    "RandomGrayscale": lambda op, p: [("rgb_to_grayscale", {"num_output_channels": 3})],
+    "RandomEqualize": _same("equalize"),
+    "RandomAutoContrast": _same("autocontrast"),
+    "RandomBrightness": _same("adjust_brightness", brightness_factor="brightness_factor"),
+    "RandomContrast": _same("adjust_contrast", contrast_factor="contrast_factor"),
+    "RandomSaturation": _same("adjust_saturation", saturation_factor="saturation_factor"),
+    "RandomHue": _same("adjust_hue", hue_factor="hue_factor"),
+    "RandomSharpness": _same("adjust_sharpness", sharpness_factor="sharpness"),
+    "RandomGamma": _same("adjust_gamma", gamma="gamma_factor", gain="gain_factor"),
+    "RandomPosterize": lambda op, p: [("posterize", {"bits": int(p["bits_factor"])})],
+    "RandomInvert": lambda op, p: (
+        [("invert", {})] if float(op.flags["max_val"]) == 1 else "torchvision inverts from white only"
+    ),
+    "RandomGaussianNoise": _same("gaussian_noise", noise="gaussian_noise"),
+    "RandomJPEG": lambda op, p: [("jpeg", {"quality": round(p["jpeg_quality"])})],
+    "ColorJitter": _jitter,
+    "ColorJiggle": _jitter,
+    "RandomSolarize": _solarize,
+    "RandomGaussianBlur": _blur,
+    "RandomErasing": lambda op, p: [("erase", {k: int(p[v]) for k, v in _BOX.items()} | {"v": p["values"]})],
+    "RandomElasticTransform": _elastic,
+    "RandomRotation": _warp("rotate", lambda p: {"angle": p["degrees"]}),
+    **dict.fromkeys(("RandomAffine", "RandomShear", "RandomTranslate"), _warp("affine", _affine)),
+    "RandomPerspective": _warp(
+        "perspective", lambda p: {"startpoints": p["start_points"], "endpoints": p["end_points"]}
+    ),
+}
+
+_CUT = "torchvision's uint8 operations cut off the fraction after every step; here nothing is rounded before the end"
+_WARP = (
+    "the same geometry, bilinear on both sides; torchvision's RandomAffine and RandomRotation take `nearest` by default"
+)
+_ALWAYS = {
+    "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
+    "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision moves away from the mean gray",
+    "RandomSaturation": "another formula: Kornia's RandomSaturation scales S of HSV, torchvision blends with gray",
+    "ColorJiggle": "another formula: ColorJiggle adds brightness, multiplies for contrast and saturates in HSV; "
+    "ColorJitter is torchvision's",
+    "RandomPerspective": "torchvision applies the homography at half coordinates, Kornia at whole ones",
+    "RandomJPEG": "Kornia's JPEG is a differentiable imitation, without chroma rounding; torchvision's is libjpeg",
+    "RandomGaussianNoise": "torchvision clips the sum to 0..1 (clip=True), Kornia leaves what goes beyond to the next "
+    "operation; torchvision's uint8 noise has whole levels",
+    **dict.fromkeys(("RandomAffine", "RandomRotation", "RandomShear", "RandomTranslate"), _WARP),
+}
+_FLOAT = {
+    "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; ours is its uint8 one",
+    "RandomGrayscale": "torchvision's weight of red is 0.2989, Kornia's 0.299",
+    "RandomAutoContrast": "a constant channel: torchvision leaves it, Kornia makes it black",
+}
+_UINT8 = {
+    "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; here nothing is rounded before the end",
+    "RandomEqualize": "both through 256 levels",
+}
