@@ -67,7 +67,7 @@ def accepts(data: bytes, header: Header) -> bool:
     """Whether DALI's own parser reads in ``data`` what ``header`` says; 3 µs.
 
     DALI does not name a sample that it refuses while it sets up a batch, and its threads crash (SIGSEGV) on sample
-    types that it does not know. This check and `Header.plain` leave it the images that it is known to decode.
+    types that it does not know. This check and `Header.dali_safe` leave it the images that it is known to decode.
     """
     try:
         stream = _code_stream()(data)

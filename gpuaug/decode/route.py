@@ -113,6 +113,6 @@ class HeaderReader:
             log.info("decode scales images of more than 8 bits to 8, the largest value that can be stored to 255")
         if codec == "raw":
             return info, Route.RAW
-        if not self._with_dali or codec not in dali.CODECS or not info.plain:
+        if not self._with_dali or codec not in dali.CODECS or not info.dali_safe:
             return info, Route.PILLOW
         return info, Route.DALI if dali.accepts(data, info) else Route.REFUSED
