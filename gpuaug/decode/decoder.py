@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import machine
+from gpuaug import checks, machine
 from gpuaug.batch import Boxes, EncodedBatch, Fault, Int64
 from gpuaug.decode import dali, pillow, resize
 from gpuaug.decode.dali import Backend
@@ -75,22 +75,14 @@ class Decode:
     codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "raw")
 
     def __post_init__(self) -> None:
-        def refuse(name: str, requirement: str) -> None:
-            raise ConfigError(f"`{name}` must be {requirement}. Found: {getattr(self, name)!r}.")
-
-        if self.num_threads is not None and not (_is_count(self.num_threads) and self.num_threads <= MAX_THREADS):
-            refuse("num_threads", f"an int from 1 to {MAX_THREADS}, or None")
-        if not isinstance(self.backend, str) or self.backend not in get_args(Backend):
-            refuse("backend", "'auto', 'dali' or 'pillow'")
-        load = self.hardware_load
-        if isinstance(load, bool) or not isinstance(load, int | float) or not 0 <= load <= 1:
-            refuse("hardware_load", "a number from 0 to 1")
-        for name in ("max_pixels", "max_bytes"):
-            if not _is_count(getattr(self, name)):
-                refuse(name, "an int >= 1")
+        checks.whole_number("num_threads", self.num_threads, 1, MAX_THREADS, optional=True)
+        checks.one_of("backend", self.backend, get_args(Backend))
+        checks.number("hardware_load", self.hardware_load, 0, 1)
+        checks.whole_number("max_pixels", self.max_pixels, 1)
+        checks.whole_number("max_bytes", self.max_bytes, 1)
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
-        if not is_list or any(not isinstance(name, str) or name not in CODECS for name in self.codecs):
-            refuse("codecs", f"a list out of {', '.join(CODECS)}")
+        if not is_list or any(name not in CODECS for name in self.codecs):
+            raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
 
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
@@ -115,7 +107,7 @@ class Decoder:
 
     Attributes:
         device: where views arrive.
-        backend: ``dali`` or ``pillow``, as found.
+        backend: ``dali`` or ``pillow``.
         num_threads: of the host.
         rescued: samples that DALI refused and Pillow decoded.
         truncated: samples without their end that were decoded as far as they go.
@@ -142,12 +134,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
         self._dali = self._new_pipeline()
-        self._headers = HeaderReader(
-            codecs=settings.codecs,
-            max_pixels=settings.max_pixels,
-            accept_truncated=accept_truncated,
-            with_dali=self.backend == "dali",
-        )
+        self._headers = HeaderReader(settings, accept_truncated=accept_truncated, with_dali=self.backend == "dali")
         if settings.hardware_load and device.type == "cuda" and self.backend == "dali":
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
@@ -251,13 +238,12 @@ class Decoder:
             self._paint(part, regions, canvases)
             del regions  # before the next chunk is decoded
         rest = _left(plan, failed)
-        self._raw(rest.take(np.flatnonzero(rest.route == Route.RAW)), canvases)
+        raw = rest.take(np.flatnonzero(rest.route == Route.RAW))
+        self._paint(raw, [_raw_region(raw, k) for k in range(len(raw))], canvases)
         faults = self._by_pillow(rest.take(np.flatnonzero(rest.route != Route.RAW)), canvases)
-        good = np.zeros(count, dtype=bool)
-        good[plan.rows] = True
-        good[[fault.row for fault in faults]] = False
+        bad = np.setdiff1d(np.arange(count), plan.rows).tolist() + [fault.row for fault in faults]
         for canvas in canvases:
-            canvas[~good] = 0
+            canvas[bad] = 0
         return [buffers.to_device(x, self.device) for x in images], faults
 
     def _on_device(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
@@ -266,6 +252,8 @@ class Decoder:
         failed: list[int] = []
 
         def put(rows: Int64, views: Sequence[Tensor]) -> None:
+            if not images:
+                images.extend(view.new_zeros((count, *view.shape[1:])) for view in views)
             at = buffers.to_device(torch.from_numpy(rows), self.device)
             for image, view in zip(images, views, strict=True):
                 image.index_copy_(0, at, view)
@@ -273,21 +261,16 @@ class Decoder:
         for part, views in self._by_dali(plan, failed):
             if len(part) == count and (part.orientation == 1).all():
                 return views, []  # the whole batch as the pipeline gives it
-            images = images or self._zeros(count, plan)
             for value in np.unique(part.orientation):
                 k = np.flatnonzero(part.orientation == value)
                 at = buffers.to_device(torch.from_numpy(k), self.device)
                 put(part.rows[k], [oriented_batch(view[at], int(value)) for view in views])
-        images = images or self._zeros(count, plan)
         rest = _left(plan, failed)
-        if not len(rest):
+        if not len(rest) and images:
             return images, []
         views, faults = self._on_host(len(rest), replace(rest, rows=np.arange(len(rest))))
         put(rest.rows, views)
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
-
-    def _zeros(self, count: int, plan: Plan) -> list[Tensor]:
-        return [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
         """Make every view of the plan's rows in ``canvases[view][row]``.
@@ -298,11 +281,11 @@ class Decoder:
             canvases: uint8 [B, H, W, 3] per view.
             alone: use this thread only, which is one of several that paint.
         """
-        threads, each = (1, None) if alone else (self.num_threads, self._each)
+        threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self._each)
         for view, (boxes, canvas) in enumerate(zip(plan.boxes, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), boxes, canvas, plan.rows, threads=threads, each=each)
 
-    # -- by DALI, by Pillow, raw --
+    # -- by DALI, by Pillow --
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
         if self.backend != "dali":
@@ -321,8 +304,8 @@ class Decoder:
         pending, rebuilds = self._chunks(plan)[::-1], 0
         while pending:
             part = pending.pop()
+            assert self._dali is not None
             try:
-                assert self._dali is not None
                 result = self._dali.run(part)
             except RuntimeError as e:
                 if self.device.type == "cuda":
@@ -334,7 +317,9 @@ class Decoder:
                         raise GpuaugError(f"DALI failed while decoding on {self.device}: {message}") from e
                     rebuilds += 1
                     log.warning("decode: DALI's pipeline failed and is built again: %s", message)
-                    self._rebuild()
+                    with suppress(RuntimeError):  # it has failed already
+                        self._dali.close()
+                    self._dali = self._new_pipeline()
                     pending.append(part)
                     continue
                 rest = np.arange(len(part))
@@ -363,21 +348,6 @@ class Decoder:
         sizes, most = pixels * self._dali.bytes_per_pixel, self.settings.max_bytes
         return [plan.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
 
-    def _rebuild(self) -> None:
-        if self._dali is not None:
-            with suppress(RuntimeError):  # it has failed already
-                self._dali.close()
-        self._dali = self._new_pipeline()
-
-    def _raw(self, plan: Plan, canvases: list[Pixels]) -> None:
-        """Rows whose bytes are pixels, read where they are."""
-        regions = []
-        for encoded, (h, w), (y, x, height, width) in zip(
-            plan.encoded, plan.stored.tolist(), plan.union.tolist(), strict=True
-        ):
-            regions.append(encoded[RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width])
-        self._paint(plan, regions, canvases)
-
     def _by_pillow(self, plan: Plan, canvases: list[Pixels]) -> list[Fault]:
         faults: list[Fault | None] = [None] * len(plan)
 
@@ -401,12 +371,10 @@ class Decoder:
         """Call ``work(k)`` for every k of `rows`; one task per thread, as one per row would cost 30 µs each."""
 
         def share(first: int) -> None:
-            for k in rows[first :: self.num_threads]:
-                work(k)
+            resize.one_by_one(rows[first :: self.num_threads], work)
 
         if len(rows) < 2 or self.num_threads == 1:
-            for k in rows:
-                work(k)
+            resize.one_by_one(rows, work)
         else:
             list(self._pool.map(share, range(min(self.num_threads, len(rows)))))
 
@@ -433,13 +401,15 @@ def _left(plan: Plan, failed: list[int]) -> Plan:
     return replace(plan, route=route).take(np.flatnonzero(route != Route.DALI))
 
 
+def _raw_region(plan: Plan, k: int) -> Pixels:
+    """The needed part of row ``k``, whose bytes are pixels, where it is."""
+    (h, w), (y, x, height, width) = plan.stored[k].tolist(), plan.union[k].tolist()
+    return plan.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
+
+
 def _canvases(count: int, boxes: Sequence[Boxes], device: torch.device) -> list[Tensor]:
     """uint8 [B, H, W, 3] per view on the host, uninitialised; pinned if they go to a device."""
     if device.type == "cuda":
         return [torch.empty((count, *b.size, 3), dtype=torch.uint8, pin_memory=True) for b in boxes]
     taken = [buffers.outputs.take((count, 3, *b.size), torch.uint8, channels_last=True) for b in boxes]
     return [x.permute(0, 2, 3, 1) for x in taken]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

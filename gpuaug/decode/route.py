@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from gpuaug.batch import EncodedBatch
 from gpuaug.decode import dali, header, pillow
 from gpuaug.decode.header import Header, HeaderError, TruncatedError
 from gpuaug.decode.plan import HeaderInfo, Pixels, Route, decode_fault
+
+if TYPE_CHECKING:
+    from gpuaug.decode.decoder import Decode
 
 log = logging.getLogger("gpuaug")
 
@@ -27,25 +30,22 @@ class HeaderReader:
     """Reads the headers of batches and applies the decoder's limits.
 
     Args:
-        codecs: those that are decoded; others are faults.
-        max_pixels: an image that claims more is a fault.
+        settings: of the decoder.
         accept_truncated: complete a JPEG without its end, instead of reporting a fault.
         with_dali: whether DALI decodes what it can.
     """
 
-    def __init__(self, *, codecs: Sequence[str], max_pixels: int, accept_truncated: bool, with_dali: bool) -> None:
-        self._codecs, self._max_pixels = codecs, max_pixels
+    def __init__(self, settings: Decode, *, accept_truncated: bool, with_dali: bool) -> None:
+        self._codecs, self._max_pixels = settings.codecs, settings.max_pixels
         self._accept_truncated, self._with_dali = accept_truncated, with_dali
         self._deep_logged = False
 
     def read(self, batch: EncodedBatch) -> HeaderInfo:
         """True shapes and certain faults, from the headers alone; no pixel is decoded."""
-        count = len(batch)
-        shape = np.zeros((2, count), dtype=np.int64)
-        orientation = np.ones(count, dtype=np.int64)
-        route = np.full(count, Route.BAD, dtype=np.int8)
-        faults = []
-        truncated, replaced = 0, dict[int, Pixels]()
+        shape = np.zeros((len(batch), 2), dtype=np.int64)
+        orientation = np.ones(len(batch), dtype=np.int64)
+        route = np.full(len(batch), Route.BAD, dtype=np.int8)
+        faults, replaced, truncated = [], dict[int, Pixels](), 0
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs a sample, as a JPEG's header has to be walked
             if row in unread:
@@ -59,10 +59,11 @@ class HeaderReader:
                 replaced[row] = replacement
                 truncated += info.codec == "jpeg"
             orientation[row] = info.orientation
-            shape[:, row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
+            shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
+        height, width = shape.T.copy()
         return HeaderInfo(
-            height=shape[0],
-            width=shape[1],
+            height=height,
+            width=width,
             orientation=orientation,
             faults=faults,
             route=route,
