@@ -34,12 +34,9 @@ class Order(Protocol):
     """Decides which samples an epoch has and in which order; ``repr`` says all that decides it."""
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Numbers of samples, int64 ``[M]``, in the order of the epoch; a number may come again.
+        """Numbers of active samples of ``source``, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        Args:
-            seed: any integer.
-            epoch: 0 <= epoch < 2**32.
-            source: whose active samples are put in order.
+        A number may come again.
         """
         ...
 

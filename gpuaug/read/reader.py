@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,13 +117,13 @@ class Reader:
             SourceError: if the source gives something else than ``(bytes, label)``, or cannot be pickled.
             Exception: what else the source raises, with its own type.
         """
-        self._end()
+        _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
         return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers, and the iterator under way; a later call of ``batches`` starts new ones."""
-        self._end()
+        _advance(self._generation)
         with self._lock:
             self._stop()
 
@@ -138,7 +138,7 @@ class Reader:
         # a source with `prefetch` gets the samples of a worker's next batch with each batch: workers take turns
         lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
-        def tasks() -> Iterator[Task]:
+        def tasks() -> Generator[Task, None, None]:
             known: deque[NDArray[np.int64]] = deque()
             for order in epoch_order:
                 asked.append(order)
@@ -170,12 +170,9 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
+            todo.close()  # the workers' DataLoader keeps the first one, which would keep its epoch
             if not ended():
-                self._end()  # workers leave off what was asked ahead
-
-    def _end(self) -> None:
-        """End the present iterator and let the workers skip what it asked for."""
-        _advance(self._generation)
+                _advance(self._generation)  # workers skip what was asked ahead
 
     def _next(
         self, todo: Iterator[Task], ended: Callable[[], bool], asked: Sequence[_Order], *, begin: bool
@@ -200,11 +197,9 @@ class Reader:
             return None
         except SilentError as silent:
             self._stop(kill=True)
-            at = ""
-            if asked and len(asked[0][0]):
-                first = int(asked[0][0][0])
-                at = f" The batch that is missing begins with sample {first} ({self.source.key(first)!r})."
-            raise ReadError(f"{silent}{at}") from None
+            first = asked[0][0].tolist()[:1] if asked else []
+            at = [f" The batch that is missing begins with sample {i} ({self.source.key(i)!r})." for i in first]
+            raise ReadError(f"{silent}{''.join(at)}") from None
         except BaseException:
             self._stop(kill=True)  # an interrupted wait may have lost a batch
             raise
@@ -216,6 +211,10 @@ class Reader:
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.stop(kill=kill)
+
+
+def _advance(generation: Tensor) -> None:
+    generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
 
 
 class _Encode:
@@ -399,10 +398,6 @@ def _raised(data: bytes, text: str) -> BaseException:
         error = RuntimeError("the source raised an exception that cannot be pickled")
     error.add_note(f"raised in a worker that reads:\n{text}")
     return error
-
-
-def _advance(generation: Tensor) -> None:
-    generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
 
 
 def _may_pass(item: Any) -> bool:

@@ -39,14 +39,11 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers, with a wait that ends at once when a worker dies or the iterator is given up.
 
-    DataLoader itself notices a death after its timeout only, or by a signal handler that raises wherever the main
-    thread happens to be, and it ends no wait for a read that hangs.
+    DataLoader itself notices a death after 5 s, with a timeout only after that, or by a signal handler that raises
+    wherever the main thread happens to be; and it ends no wait for a read that hangs.
 
-    Args:
-        dataset: sent to every worker, which gives ``dataset[task]`` for its tasks; they come in order.
-        tasks: what is read.
-        ended: whether nobody waits any more; asked while waiting.
-        num_workers, timeout, prefetch_factor, start_method: as of :class:`~gpuaug.read.reader.Reader`.
+    Every worker gets ``dataset`` and gives ``dataset[task]`` for its ``tasks``; results come in order. ``ended()`` is
+    whether nobody waits any more. The other arguments are those of :class:`~gpuaug.read.reader.Reader`.
 
     Raises:
         SourceError: if the source cannot be pickled.
@@ -102,11 +99,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         self._reset(self.loader)
 
     def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
-        """One message of a worker.
-
-        Raises:
-            EndedError, SilentError: as the names say.
-        """
+        """One message of a worker; EndedError or SilentError where none comes."""
         messages = self._worker_result_queue._reader  # type: ignore[attr-defined]
         by_sentinel = {worker.sentinel: worker for worker in self._workers}
         deadline = time.monotonic() + self.timeout
@@ -144,8 +137,7 @@ class Workers(_MultiProcessingDataLoaderIter):
             for worker in self._workers:
                 worker.join(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
-            if worker.is_alive():
-                worker.kill()
+            worker.kill()  # does nothing to one that has ended
         for worker in self._workers:
             worker.join(TIMEOUT_S)
         for queue in [*self._index_queues, self._worker_result_queue]:
