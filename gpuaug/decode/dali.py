@@ -86,7 +86,7 @@ def failed_sample(message: str) -> tuple[bool, int | None]:
 class CpuPipeline:
     """DALI on the CPU: decodes one box of each image."""
 
-    bytes_per_pixel = 12  # peak memory while an image is decoded, of its whole size; 11.5 for PNGs of 16 bits
+    bytes_per_pixel = 12  # peak memory while an image is decoded, of its whole size
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -123,23 +123,12 @@ class CpuPipeline:
             pipeline.build()
         return pipeline
 
-    def close(self) -> None:
-        """Give back DALI's memory."""
-        self._pipeline = None
-        _release_memory()
-
 
 class CudaPipeline:
     """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
 
-    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs.
-
-    Args:
-        device: where views arrive.
-        num_threads: of the host.
-        hardware_load: share of JPEGs for the GPU's JPEG engine.
-        batch_size: samples of a usual batch; a smaller one builds a pipeline for as many.
-        operators: ``mixed``; ``cpu`` runs the same graph without a GPU, for tests.
+    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs. A pipeline is built for ``batch_size``
+    samples at least. ``operators="cpu"`` runs the same graph without a GPU, for tests.
     """
 
     bytes_per_pixel = 3  # only the pixels are counted
@@ -178,11 +167,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        """DALI's pixels in torch's memory.
-
-        If torch held them by DLPack, DALI would free them after a cudaDeviceSynchronize in a thread of its own, which
-        spins for as long as the training keeps the device busy.
-        """
+        # If torch held DALI's memory by DLPack, DALI would free it after a cudaDeviceSynchronize in its own thread,
+        # which spins for as long as the training keeps the device busy.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
@@ -233,11 +219,6 @@ class CudaPipeline:
             pipeline.build()
         return pipeline
 
-    def close(self) -> None:
-        """Give back DALI's memory."""
-        self._pipelines.clear()
-        _release_memory()
-
 
 def _capacity(plan: Plan) -> int:
     """Batch size of a new pipeline: a power of two, at least 32, so that few batches need another one."""
@@ -256,7 +237,8 @@ def _dali() -> tuple[Any, Any, Any]:
     return Pipeline, fn, types
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
+    """Give the memory of pipelines that are gone back to the system."""
     from nvidia.dali import backend
 
     cast(Any, backend).ReleaseUnusedMemory()

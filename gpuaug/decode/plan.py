@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.batch import Boxes, EncodedBatch, Fault, Int32, Int64
+from gpuaug.decode.header import RAW_HEADER
 from gpuaug.errors import ConfigError
 
 Pixels = NDArray[np.uint8]
@@ -32,7 +33,7 @@ class Route(IntEnum):
     RAW = 4  # none: the bytes are the pixels
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HeaderInfo:
     """What the headers of a batch say; rows are samples.
 
@@ -43,7 +44,6 @@ class HeaderInfo:
         route: int8 [B], the :class:`Route` of each row.
         replaced: row to the bytes that are decoded in place of the sample's: a JPEG with the end marker that it lacked,
             a PNG without long texts and profiles.
-        truncated: number of those JPEGs.
     """
 
     height: Int64
@@ -52,7 +52,6 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     replaced: dict[int, Pixels] = field(default_factory=dict)
-    truncated: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Plan:
     """Rows of a batch to decode, and the part of each image that is needed.
 
     Attributes:
-        rows: int64 [n], places in the batch.
+        rows: int64 [n], numbers in the batch.
         route: int8 [n], the :class:`Route` of each row.
         encoded: n uint8 arrays, views into the packed buffer or into mapped files.
         orientation: int64 [n].
@@ -127,9 +126,10 @@ class Plan:
             parts=[part[keep] for part in self.parts],
         )
 
-    def fault(self, k: int, reason: str) -> Fault:
-        """The fault of its row ``k``."""
-        return decode_fault(int(self.rows[k]), self.encoded[k], reason)
+    def raw_region(self, k: int) -> Pixels:
+        """The pixels of ``union`` of row ``k``, whose bytes are pixels, where they are."""
+        (h, w), (y, x, height, width) = self.stored[k].tolist(), self.union[k].tolist()
+        return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
         """A view's part of every row, oriented; ``regions`` holds each row's pixels of ``union``."""

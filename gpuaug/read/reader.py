@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,11 +149,8 @@ class Reader:
             while known:
                 yield generation, known.popleft(), None
 
-        def ended(present: Tensor = self._generation) -> bool:
-            # no self: the workers hold this, and the reader holds them. By numpy: torch lets go of the interpreter's
-            # lock, and a daemon thread that wants it back while the interpreter ends aborts the process
-            return int(present.numpy()[0]) != generation
-
+        # no self: the workers hold this, and the reader holds them
+        ended = partial(_is_over, self._generation, generation)
         todo, begun = tasks(), False
         try:
             while not ended():
@@ -217,6 +215,12 @@ def _advance(generation: Tensor) -> None:
     generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
 
 
+def _is_over(present: Tensor, generation: int) -> bool:
+    # by numpy: torch lets go of the interpreter's lock, and a daemon thread that wants it back while the interpreter
+    # ends aborts the process
+    return int(present.numpy()[0]) != generation
+
+
 class _Encode:
     """What workers run: numbers of samples in, one packed batch out. Pickled with the source into every worker."""
 
@@ -228,9 +232,7 @@ class _Encode:
     def __getitem__(self, task: Task) -> _Packed | _Raised | None:
         generation, indices, after = task
 
-        def stale() -> bool:
-            return int(self.generation.numpy()[0]) != generation
-
+        stale = partial(_is_over, self.generation, generation)
         try:
             if after is not None:
                 self.source.prefetch(after.tolist())  # type: ignore[attr-defined]

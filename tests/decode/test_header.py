@@ -218,7 +218,7 @@ def test_ppm(kind):
             header.read(wrong)
 
 
-def test_only_what_dali_is_known_to_decode_is_plain():
+def test_only_what_dali_is_known_to_decode_is_safe():
     jpeg = gradient("JPEG")
     for marker in (0xC0, 0xC1, 0xC2):
         assert header.read(with_frame(jpeg, marker=marker)).dali_safe
