@@ -67,7 +67,7 @@ def accepts(data: bytes, header: Header) -> bool:
     """Whether DALI's own parser reads in ``data`` what ``header`` says; 3 µs.
 
     DALI does not name a sample that it refuses while it sets up a batch, and its threads crash (SIGSEGV) on sample
-    types that it does not know. This check and `Header.plain` leave it the images that it is known to decode.
+    types that it does not know. This check and `Header.dali_safe` leave it the images that it is known to decode.
     """
     try:
         stream = _code_stream()(data)
@@ -84,13 +84,9 @@ def failed_sample(message: str) -> tuple[bool, int | None]:
 
 
 class CpuPipeline:
-    """DALI on the CPU: decodes one box of each image.
+    """DALI on the CPU: decodes one box of each image."""
 
-    Attributes:
-        bytes_per_pixel: peak memory while an image is decoded, of its whole size; 11.5 for PNGs of 16 bits.
-    """
-
-    bytes_per_pixel = 12
+    bytes_per_pixel = 12  # peak memory while an image is decoded, of its whole size
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -103,8 +99,7 @@ class CpuPipeline:
             self._capacity = _capacity(plan)
             self._pipeline = self._build()
         self._pipeline.feed_input("encoded", plan.encoded)
-        self._pipeline.feed_input("start", _contiguous(plan.union[:, :2], np.int32))
-        self._pipeline.feed_input("shape", _contiguous(plan.union[:, 2:], np.int32))
+        _feed(self._pipeline, np.int32, start=plan.union[:, :2], shape=plan.union[:, 2:])
         (regions,) = self._pipeline.run()
         # Through DLPack, because DALI's arrays for numpy are read-only and would be copied for torch.
         return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
@@ -128,23 +123,12 @@ class CpuPipeline:
             pipeline.build()
         return pipeline
 
-    def close(self) -> None:
-        """Give back DALI's memory."""
-        self._pipeline = None
-        _release_memory()
-
 
 class CudaPipeline:
     """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
 
-    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs.
-
-    Args:
-        device: where views arrive.
-        num_threads: of the host.
-        hardware_load: share of JPEGs for the GPU's JPEG engine.
-        batch_size: samples of a usual batch; a smaller one builds a pipeline for as many.
-        operators: ``mixed``; ``cpu`` runs the same graph without a GPU, for tests.
+    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs. A pipeline is built for ``batch_size``
+    samples at least. ``operators="cpu"`` runs the same graph without a GPU, for tests.
     """
 
     bytes_per_pixel = 3  # only the pixels are counted
@@ -176,20 +160,15 @@ class CudaPipeline:
             size = np.array(boxes.size, dtype=np.int64)
             canvas = np.where(plan.swapped[:, None], size[::-1], size)
             resized = to_stored(np.concatenate([boxes.offset, boxes.resized], axis=1), canvas, plan.orientation)
-            pipeline.feed_input(f"start{v}", _contiguous(part[:, :2], np.int32))
-            pipeline.feed_input(f"shape{v}", _contiguous(part[:, 2:], np.int32))
-            pipeline.feed_input(f"size{v}", _contiguous(resized[:, 2:], np.float32))
-            pipeline.feed_input(f"corner{v}", _contiguous(-resized[:, :2], np.int32))
-            pipeline.feed_input(f"canvas{v}", _contiguous(canvas, np.int32))
+            _feed(pipeline, np.int32, **{f"start{v}": part[:, :2], f"shape{v}": part[:, 2:]})
+            _feed(pipeline, np.int32, **{f"corner{v}": -resized[:, :2], f"canvas{v}": canvas})
+            _feed(pipeline, np.float32, **{f"size{v}": resized[:, 2:]})
         stream = None if self._operators == "cpu" else torch.cuda.current_stream(self._device)
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        """DALI's pixels in torch's memory.
-
-        If torch held them by DLPack, DALI would free them after a cudaDeviceSynchronize in a thread of its own, which
-        spins for as long as the training keeps the device busy.
-        """
+        # If torch held DALI's memory by DLPack, DALI would free it after a cudaDeviceSynchronize in its own thread,
+        # which spins for as long as the training keeps the device busy.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
@@ -197,19 +176,24 @@ class CudaPipeline:
 
     def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
         Pipeline, fn, types = _dali()
-        only_cuda: dict[str, Any] = {}
+        index, only_cuda = None, dict[str, Any]()
         if self._operators == "mixed":
-            only_cuda = {
-                "hw_decoder_load": self._hardware_load,
-                "device_memory_padding": DEVICE_PADDING,
-                "host_memory_padding": PINNED_PADDING,
-            }
+            index, only_cuda = (
+                self._device.index,
+                {
+                    "hw_decoder_load": self._hardware_load,
+                    "device_memory_padding": DEVICE_PADDING,
+                    "host_memory_padding": PINNED_PADDING,
+                },
+            )
         interpolations = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
-        index = self._device.index if self._operators == "mixed" else None
         pipeline = Pipeline(capacity, self._num_threads, device_id=index, prefetch_queue_depth=1)
 
-        def fed(name: str, dtype: Any) -> Any:
+        def fed(name: str, dtype: Any = types.INT32) -> Any:
             return fn.external_source(name=name, ndim=1, dtype=dtype)
+
+        def slice_of(image: Any, start: str, shape: str, **more: Any) -> Any:
+            return fn.slice(image, start=fed(start), shape=fed(shape), axes=[0, 1], **more)
 
         with pipeline:
             image = fn.decoders.image(
@@ -222,33 +206,18 @@ class CudaPipeline:
             )
             outputs = []
             for v, view in enumerate(views):
-                part = fn.slice(
-                    image, start=fed(f"start{v}", types.INT32), shape=fed(f"shape{v}", types.INT32), axes=[0, 1]
-                )
                 resized = fn.resize(
-                    part,
+                    slice_of(image, f"start{v}", f"shape{v}"),
                     size=fed(f"size{v}", types.FLOAT),
                     interp_type=interpolations[view.interpolation],
                     antialias=True,
                 )
-                canvas = fn.slice(
-                    resized,
-                    start=fed(f"corner{v}", types.INT32),
-                    shape=fed(f"canvas{v}", types.INT32),
-                    axes=[0, 1],
-                    out_of_bounds_policy="pad",
-                    fill_values=[float(view.fill)],
-                )
-                outputs.append(canvas)
+                padded = {"out_of_bounds_policy": "pad", "fill_values": [float(view.fill)]}
+                outputs.append(slice_of(resized, f"corner{v}", f"canvas{v}", **padded))
             pipeline.set_outputs(*outputs)
         with _loading:
             pipeline.build()
         return pipeline
-
-    def close(self) -> None:
-        """Give back DALI's memory."""
-        self._pipelines.clear()
-        _release_memory()
 
 
 def _capacity(plan: Plan) -> int:
@@ -256,9 +225,9 @@ def _capacity(plan: Plan) -> int:
     return 1 << max(5, (len(plan) - 1).bit_length())
 
 
-def _contiguous(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """One array, which DALI takes as a batch of its rows: a list of rows costs DALI 4 µs of Python each."""
-    return np.ascontiguousarray(array, dtype=dtype)
+def _feed(pipeline: Any, dtype: Any, **inputs: NDArray[Any]) -> None:
+    for name, rows in inputs.items():  # one array each: a list of rows costs DALI 4 µs of Python each
+        pipeline.feed_input(name, np.ascontiguousarray(rows, dtype=dtype))
 
 
 def _dali() -> tuple[Any, Any, Any]:
@@ -268,7 +237,8 @@ def _dali() -> tuple[Any, Any, Any]:
     return Pipeline, fn, types
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
+    """Give the memory of pipelines that are gone back to the system."""
     from nvidia.dali import backend
 
     cast(Any, backend).ReleaseUnusedMemory()
@@ -287,16 +257,16 @@ def _code_stream() -> Any:
 def _host_codecs() -> Iterator[None]:
     """Leave out nvImageCodec's GPU codecs while something loads its codecs.
 
-    They look for a JPEG engine when they are loaded. That opens a CUDA context on the current device, which the parser
+    As they are loaded, they search for a JPEG engine. That opens a CUDA context on the current device, which the parser
     and ``device=cpu`` do not need.
     """
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
-    places = [Path(folder) / "extensions" for folder in (spec and spec.submodule_search_locations) or ()]
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
-        for codec in (file for place in places for file in place.glob("*.so*")):
-            if not codec.name.startswith(("libnvjpeg", "libnvtiff")):
-                (Path(folder) / codec.name).symlink_to(codec)
+        for package in (spec and spec.submodule_search_locations) or ():
+            for codec in Path(package, "extensions").glob("*.so*"):
+                if not codec.name.startswith(("libnvjpeg", "libnvtiff")):
+                    Path(folder, codec.name).symlink_to(codec)
         before = os.environ.get(name)
         os.environ.setdefault(name, folder)
         try:

@@ -26,13 +26,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import machine
+from gpuaug import checks, machine
 from gpuaug.batch import Boxes, EncodedBatch, Fault, Int64
-from gpuaug.decode import dali, pillow, resize
+from gpuaug.decode import dali, header, pillow, resize
 from gpuaug.decode.dali import Backend
-from gpuaug.decode.header import CODECS, RAW_HEADER, HeaderError
-from gpuaug.decode.plan import HeaderInfo, Pixels, Plan, Route, num_parts, oriented_batch, split_by_bytes
-from gpuaug.decode.route import HeaderReader
+from gpuaug.decode.header import CODECS, Header, HeaderError, TruncatedError
+from gpuaug.decode.plan import (
+    HeaderInfo,
+    Pixels,
+    Plan,
+    Route,
+    decode_fault,
+    num_parts,
+    oriented_batch,
+    split_by_bytes,
+)
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.native import buffers
 
@@ -40,6 +48,13 @@ log = logging.getLogger("gpuaug")
 
 MAX_THREADS = 1024  # more is a typing error: each thread has a stack, and DALI makes them all at once
 _MAX_REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
+
+_END_OF_JPEG = b"\xff\xd9"
+# Few bytes can claim many pixels. Above max(2**25, `max_pixels` / 4) pixels an image needs a byte for every 64, which a
+# JPEG of one colour has, so that no file below 1 MiB takes more than 2 s of a core. A pixel counts as its `effort`.
+_SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
+_MAX_SCANS = 12  # of the largest image; 0.6 ns a pixel and scan
+_ANCILLARY_BYTES = 65_536  # PNG chunks that do not affect pixels are left out when they have more bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +90,14 @@ class Decode:
     codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "raw")
 
     def __post_init__(self) -> None:
-        def refuse(name: str, requirement: str) -> None:
-            raise ConfigError(f"`{name}` must be {requirement}. Found: {getattr(self, name)!r}.")
-
-        if self.num_threads is not None and not (_is_count(self.num_threads) and self.num_threads <= MAX_THREADS):
-            refuse("num_threads", f"an int from 1 to {MAX_THREADS}, or None")
-        if not isinstance(self.backend, str) or self.backend not in get_args(Backend):
-            refuse("backend", "'auto', 'dali' or 'pillow'")
-        load = self.hardware_load
-        if isinstance(load, bool) or not isinstance(load, int | float) or not 0 <= load <= 1:
-            refuse("hardware_load", "a number from 0 to 1")
-        for name in ("max_pixels", "max_bytes"):
-            if not _is_count(getattr(self, name)):
-                refuse(name, "an int >= 1")
+        checks.whole_number("num_threads", self.num_threads, 1, MAX_THREADS, optional=True)
+        checks.one_of("backend", self.backend, get_args(Backend))
+        checks.number("hardware_load", self.hardware_load, 0, 1)
+        checks.whole_number("max_pixels", self.max_pixels, 1)
+        checks.whole_number("max_bytes", self.max_bytes, 1)
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
-        if not is_list or any(not isinstance(name, str) or name not in CODECS for name in self.codecs):
-            refuse("codecs", f"a list out of {', '.join(CODECS)}")
+        if not is_list or any(name not in CODECS for name in self.codecs):
+            raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
 
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
@@ -115,7 +122,7 @@ class Decoder:
 
     Attributes:
         device: where views arrive.
-        backend: ``dali`` or ``pillow``, as found.
+        backend: ``dali`` or ``pillow``.
         num_threads: of the host.
         rescued: samples that DALI refused and Pillow decoded.
         truncated: samples without their end that were decoded as far as they go.
@@ -142,20 +149,32 @@ class Decoder:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
         self._dali = self._new_pipeline()
-        self._headers = HeaderReader(
-            codecs=settings.codecs,
-            max_pixels=settings.max_pixels,
-            accept_truncated=accept_truncated,
-            with_dali=self.backend == "dali",
-        )
+        self._deep_logged = False
         if settings.hardware_load and device.type == "cuda" and self.backend == "dali":
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
         """True shapes and certain faults, from the headers alone; no pixel is decoded."""
-        headers = self._headers.read(batch)
-        self.truncated += headers.truncated
-        return headers
+        shape = np.zeros((len(batch), 2), dtype=np.int64)
+        orientation = np.ones(len(batch), dtype=np.int64)
+        route = np.full(len(batch), Route.BAD, dtype=np.int8)
+        faults, replaced = [], dict[int, Pixels]()
+        unread = {fault.row for fault in batch.faults}
+        for row, encoded in enumerate(batch.images):  # 10 µs a sample, as a JPEG's header has to be walked
+            if row in unread:
+                continue
+            try:
+                info, route[row], replacement = self._read_header(encoded)
+            except HeaderError as e:
+                faults.append(decode_fault(row, encoded, str(e)))
+                continue
+            if replacement is not None:
+                replaced[row] = replacement
+                self.truncated += info.codec == "jpeg"
+            orientation[row] = info.orientation
+            shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
+        height, width = shape.T.copy()
+        return HeaderInfo(height, width, orientation, faults, route, replaced)
 
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, boxes: Sequence[Boxes]
@@ -212,11 +231,60 @@ class Decoder:
         try:
             self._pool.shutdown(wait=free)
             if self._dali is not None and free:
-                self._dali.close()
                 self._dali = None
+                dali.release_memory()
         finally:
             if free:
                 self._lock.release()
+
+    # -- headers --
+
+    def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
+        """One image's header, its decoder, and the bytes that are decoded in place of its own, if any."""
+        if raw := header.read_raw(encoded.data):  # its pixels are not copied
+            return *self._check_header(b"", raw), None
+        data = original = encoded.tobytes()
+        try:
+            info = header.read(data)
+        except TruncatedError:
+            if not self.accept_truncated:
+                raise
+            data = original + _END_OF_JPEG
+            info = header.read(data)
+        if info.ancillary > _ANCILLARY_BYTES:
+            data = header.png_pixels(original)
+        info, route = self._check_header(data, info)
+        return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
+
+    def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
+        """The header with the size that its decoder finds, and the decoder; HeaderError beyond the limits."""
+        codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
+        if codec not in codecs:
+            raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
+        if codec in ("tiff", "jpeg2000"):
+            height, width, bits = pillow.size_and_bits(data, codec)
+            info = replace(info, height=height, width=width, bits=bits)
+        name, pixels = f"{codec} of {info.height}x{info.width}", info.height * info.width
+        if pixels == 0:
+            raise HeaderError(f"{codec} without pixels: {info.height}x{info.width}")
+        if pixels > max_pixels:
+            raise HeaderError(f"{name} is larger than `decode.max_pixels` ({max_pixels})")
+        work = pixels * info.effort
+        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)) and codec != "raw":
+            raise HeaderError(
+                f"{name} in {len(data)} bytes: so many pixels need a byte for every "
+                f"{_PIXELS_PER_BYTE // info.effort}, or `decode.max_pixels` of {4 * work}"
+            )
+        if info.scans > 1 and info.scans * pixels > _MAX_SCANS * max_pixels:
+            raise HeaderError(f"{name} in {info.scans} scans is too much work")
+        if info.bits > 8 and not self._deep_logged:
+            self._deep_logged = True
+            log.info("decode scales images of more than 8 bits to 8, the largest value that can be stored to 255")
+        if codec == "raw":
+            return info, Route.RAW
+        if self.backend != "dali" or codec not in dali.CODECS or not info.dali_safe:
+            return info, Route.PILLOW
+        return info, Route.DALI if dali.accepts(data, info) else Route.REFUSED
 
     # -- pixels --
 
@@ -239,25 +307,29 @@ class Decoder:
         faults = []
         for k in np.flatnonzero(pixels > most).tolist():
             h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
-            faults.append(plan.fault(k, f"resizing {h}x{w} takes more than `decode.max_pixels` ({most})"))
+            reason = f"resizing {h}x{w} takes more than `decode.max_pixels` ({most})"
+            faults.append(decode_fault(int(plan.rows[k]), plan.encoded[k], reason))
         return faults
 
     def _on_host(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
         """Views resized on the CPU, then moved to the device."""
-        images = _canvases(count, plan.boxes, self.device)
+        shapes = [(count, *b.size, 3) for b in plan.boxes]
+        if self.device.type == "cuda":
+            images = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for shape in shapes]
+        else:
+            images = [buffers.outputs.take(shape, torch.uint8, channels_last=False) for shape in shapes]
         canvases = [x.numpy() for x in images]
         failed: list[int] = []
         for part, regions in self._by_dali(plan, failed):
             self._paint(part, regions, canvases)
             del regions  # before the next chunk is decoded
         rest = _left(plan, failed)
-        self._raw(rest.take(np.flatnonzero(rest.route == Route.RAW)), canvases)
+        raw = rest.take(np.flatnonzero(rest.route == Route.RAW))
+        self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
         faults = self._by_pillow(rest.take(np.flatnonzero(rest.route != Route.RAW)), canvases)
-        good = np.zeros(count, dtype=bool)
-        good[plan.rows] = True
-        good[[fault.row for fault in faults]] = False
+        bad = np.setdiff1d(np.arange(count), plan.rows).tolist() + [fault.row for fault in faults]
         for canvas in canvases:
-            canvas[~good] = 0
+            canvas[bad] = 0
         return [buffers.to_device(x, self.device) for x in images], faults
 
     def _on_device(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
@@ -266,6 +338,8 @@ class Decoder:
         failed: list[int] = []
 
         def put(rows: Int64, views: Sequence[Tensor]) -> None:
+            if not images:
+                images.extend(view.new_zeros((count, *view.shape[1:])) for view in views)
             at = buffers.to_device(torch.from_numpy(rows), self.device)
             for image, view in zip(images, views, strict=True):
                 image.index_copy_(0, at, view)
@@ -273,36 +347,27 @@ class Decoder:
         for part, views in self._by_dali(plan, failed):
             if len(part) == count and (part.orientation == 1).all():
                 return views, []  # the whole batch as the pipeline gives it
-            images = images or self._zeros(count, plan)
             for value in np.unique(part.orientation):
                 k = np.flatnonzero(part.orientation == value)
                 at = buffers.to_device(torch.from_numpy(k), self.device)
                 put(part.rows[k], [oriented_batch(view[at], int(value)) for view in views])
-        images = images or self._zeros(count, plan)
         rest = _left(plan, failed)
-        if not len(rest):
+        if not len(rest) and images:
             return images, []
         views, faults = self._on_host(len(rest), replace(rest, rows=np.arange(len(rest))))
         put(rest.rows, views)
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
-    def _zeros(self, count: int, plan: Plan) -> list[Tensor]:
-        return [torch.zeros((count, *b.size, 3), dtype=torch.uint8, device=self.device) for b in plan.boxes]
-
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Make every view of the plan's rows in ``canvases[view][row]``.
+        """Make ``canvases[view][row]`` of the plan's rows out of their ``regions``, the pixels of ``plan.union``.
 
-        Args:
-            plan: the rows.
-            regions: each row's pixels of ``plan.union``.
-            canvases: uint8 [B, H, W, 3] per view.
-            alone: use this thread only, which is one of several that paint.
+        With ``alone`` use this thread only, which is one of several that paint.
         """
-        threads, each = (1, None) if alone else (self.num_threads, self._each)
+        threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self._each)
         for view, (boxes, canvas) in enumerate(zip(plan.boxes, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), boxes, canvas, plan.rows, threads=threads, each=each)
 
-    # -- by DALI, by Pillow, raw --
+    # -- by DALI, by Pillow --
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
         if self.backend != "dali":
@@ -321,8 +386,8 @@ class Decoder:
         pending, rebuilds = self._chunks(plan)[::-1], 0
         while pending:
             part = pending.pop()
+            assert self._dali is not None
             try:
-                assert self._dali is not None
                 result = self._dali.run(part)
             except RuntimeError as e:
                 if self.device.type == "cuda":
@@ -334,7 +399,10 @@ class Decoder:
                         raise GpuaugError(f"DALI failed while decoding on {self.device}: {message}") from e
                     rebuilds += 1
                     log.warning("decode: DALI's pipeline failed and is built again: %s", message)
-                    self._rebuild()
+                    self._dali = None
+                    with suppress(RuntimeError):  # it has failed already
+                        dali.release_memory()
+                    self._dali = self._new_pipeline()
                     pending.append(part)
                     continue
                 rest = np.arange(len(part))
@@ -363,21 +431,6 @@ class Decoder:
         sizes, most = pixels * self._dali.bytes_per_pixel, self.settings.max_bytes
         return [plan.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
 
-    def _rebuild(self) -> None:
-        if self._dali is not None:
-            with suppress(RuntimeError):  # it has failed already
-                self._dali.close()
-        self._dali = self._new_pipeline()
-
-    def _raw(self, plan: Plan, canvases: list[Pixels]) -> None:
-        """Rows whose bytes are pixels, read where they are."""
-        regions = []
-        for encoded, (h, w), (y, x, height, width) in zip(
-            plan.encoded, plan.stored.tolist(), plan.union.tolist(), strict=True
-        ):
-            regions.append(encoded[RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width])
-        self._paint(plan, regions, canvases)
-
     def _by_pillow(self, plan: Plan, canvases: list[Pixels]) -> list[Fault]:
         faults: list[Fault | None] = [None] * len(plan)
 
@@ -386,7 +439,7 @@ class Decoder:
             try:
                 image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels)
             except HeaderError as e:
-                faults[k] = plan.fault(k, str(e))
+                faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], str(e))
                 return
             self._paint(plan.take(np.array([k])), [image], canvases, alone=True)
 
@@ -401,12 +454,10 @@ class Decoder:
         """Call ``work(k)`` for every k of `rows`; one task per thread, as one per row would cost 30 µs each."""
 
         def share(first: int) -> None:
-            for k in rows[first :: self.num_threads]:
-                work(k)
+            resize.one_by_one(rows[first :: self.num_threads], work)
 
         if len(rows) < 2 or self.num_threads == 1:
-            for k in rows:
-                work(k)
+            resize.one_by_one(rows, work)
         else:
             list(self._pool.map(share, range(min(self.num_threads, len(rows)))))
 
@@ -430,15 +481,3 @@ def _left(plan: Plan, failed: list[int]) -> Plan:
     """The rows that DALI has not decoded; those in ``failed`` count as refused."""
     route = np.where(np.isin(plan.rows, failed), Route.REFUSED, plan.route).astype(np.int8)
     return replace(plan, route=route).take(np.flatnonzero(route != Route.DALI))
-
-
-def _canvases(count: int, boxes: Sequence[Boxes], device: torch.device) -> list[Tensor]:
-    """uint8 [B, H, W, 3] per view on the host, uninitialised; pinned if they go to a device."""
-    if device.type == "cuda":
-        return [torch.empty((count, *b.size, 3), dtype=torch.uint8, pin_memory=True) for b in boxes]
-    taken = [buffers.outputs.take((count, 3, *b.size), torch.uint8, channels_last=True) for b in boxes]
-    return [x.permute(0, 2, 3, 1) for x in taken]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

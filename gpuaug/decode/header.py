@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
@@ -17,6 +18,12 @@ CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
 RAW_HEADER = 16  # bytes
 _RAW = b"\x89gpuaug\n"
 
+_SIGNATURES = re.compile(
+    rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)|(?P<webp>RIFF.{4}WEBP)|(?P<bmp>BM)|(?P<gif>GIF8[79]a)"
+    rb"|(?P<tiff>II[*+]\0|MM\0[*+])|(?P<raw>\x89gpuaug\n)|(?P<jpeg2000>\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51)"
+    rb"|(?P<ppm>P[56]\s)",
+    re.DOTALL,
+)
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # bytes that are no marker, and markers, that a JPEG may have before its first scan
@@ -47,7 +54,7 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, which are left to their decoder.
         orientation: EXIF's 1..8; 1 where there is none or it is no such number.
-        plain: False for what DALI is not known to decode as Pillow does: animations, whose first frame they choose
+        dali_safe: False for what DALI is not known to decode as Pillow does: animations, whose first frame they choose
             differently; chunks longer than the file, for which DALI allocates; JPEGs that are not baseline, extended
             or progressive of 8 bits; BMPs that are compressed, have masks, 16 bits, or too little of anything.
         scans: how often the pixels are passed over; more than 1 for progressive JPEGs.
@@ -60,7 +67,7 @@ class Header:
     height: int
     width: int
     orientation: int = 1
-    plain: bool = True
+    dali_safe: bool = True
     scans: int = 1
     bits: int = 8
     effort: int = 1
@@ -69,25 +76,8 @@ class Header:
 
 def sniff(data: bytes) -> str | None:
     """Codec by the first bytes, None where they are of none of `CODECS`."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return "jpeg"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "png"
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return "webp"
-    if data.startswith(b"BM"):
-        return "bmp"
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return "gif"
-    if data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
-        return "tiff"
-    if data.startswith(_RAW):
-        return "raw"
-    if data.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51")):
-        return "jpeg2000"
-    if data.startswith((b"P5", b"P6")) and data[2:3].isspace():
-        return "ppm"
-    return None
+    match = _SIGNATURES.match(data)
+    return match and match.lastgroup
 
 
 def read(data: bytes) -> Header:
@@ -101,24 +91,11 @@ def read(data: bytes) -> Header:
     codec = sniff(data)
     if codec is None:
         raise HeaderError(f"not an image of a known codec: {len(data)} bytes beginning with {data[:8]!r}")
+    parser = _PARSERS.get(codec)
     try:
-        if codec == "jpeg":
-            return _jpeg(data)
-        if codec == "png":
-            return _png(data)
-        if codec == "webp":
-            return _webp(data)
-        if codec == "bmp":
-            return _bmp(data)
-        if codec == "gif":
-            return _gif(data)
-        if codec == "ppm":
-            return _ppm(data)
-        if codec == "raw":
-            return _raw(data[:RAW_HEADER], len(data))
+        return parser(data) if parser else Header(codec, 0, 0)
     except (struct.error, IndexError):
         raise HeaderError(f"{codec} header cut short: {len(data)} bytes") from None
-    return Header(codec, 0, 0)
 
 
 def raw_header(height: int, width: int) -> bytes:
@@ -127,17 +104,12 @@ def raw_header(height: int, width: int) -> bytes:
 
 
 def read_raw(data: memoryview) -> Header | None:
-    """Header of an image that is "raw", None where it is something else; looks at no pixel and copies none.
+    """Header of an image that is "raw", None where it is something else; reads no pixel and copies none.
 
     Raises:
         HeaderError: if it has not the bytes that its size needs.
     """
-    if data[: len(_RAW)] != _RAW:
-        return None
-    try:
-        return _raw(bytes(data[:RAW_HEADER]), len(data))
-    except struct.error:
-        raise HeaderError(f"raw header cut short: {len(data)} bytes") from None
+    return read(data) if data[: len(_RAW)] == _RAW else None  # type: ignore[arg-type]
 
 
 def exif_orientation(data: bytes) -> int | None:
@@ -175,19 +147,16 @@ def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
 
 def _jpeg(data: bytes) -> Header:
     exif = xmp = frame = None
-    at, junk, end = 2, 0, len(data)
+    at, junk = 2, 0
     while True:
-        if data[at] != 0xFF:  # bytes between segments: decoders skip them
-            following = data.find(b"\xff", at)
-            if following < 0:
-                raise HeaderError("jpeg without a scan")
-            junk += following - at
-            at = following
-        at += 1
-        marker = data[at]
-        junk += 1
+        following = data.find(b"\xff", at)  # decoders skip bytes between segments
+        if following < 0:
+            raise HeaderError("jpeg without a scan")
+        junk += following + 1 - at
         if junk > _JUNK:
             raise HeaderError(f"jpeg with more than {_JUNK} bytes of junk before its first scan")
+        at = following + 1
+        marker = data[at]
         if marker in (0xFF, 0x00):
             continue
         at += 1
@@ -209,14 +178,13 @@ def _jpeg(data: bytes) -> Header:
         elif marker == 0xDA:
             break
         at += max(length, 2)
-        if at >= end:
-            raise HeaderError(f"jpeg cut short in its header: {end} bytes")
+        if at >= len(data):
+            raise HeaderError(f"jpeg cut short in its header: {len(data)} bytes")
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    # The end marker is looked for here, because a decoder that stops below the box would not miss it.
-    if data.rfind(b"\xff\xd9", at) < 0:
-        raise TruncatedError(f"jpeg truncated: no end marker in {end} bytes")
+    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the box would not miss it
+        raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
         scans = data.count(b"\xff\xda", at - 2)
@@ -224,8 +192,8 @@ def _jpeg(data: bytes) -> Header:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
         if marker > 0xC8:  # arithmetic coding: a scan takes twice the time
             scans *= 2
-    plain = marker in (0xC0, 0xC1, 0xC2) and bits == 8
-    return Header("jpeg", height, width, _oriented(exif, xmp), plain, scans, bits)
+    dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8
+    return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits)
 
 
 def _png(data: bytes) -> Header:
@@ -234,45 +202,47 @@ def _png(data: bytes) -> Header:
     width, height = struct.unpack_from(">II", data, 16)
     bits = data[24]
     exif = xmp = profile = None
-    plain, at, ancillary = True, 8, 0
-    for _ in range(_CHUNKS):
-        if at + 8 > len(data):
-            break
-        (length,) = struct.unpack_from(">I", data, at)
-        kind = data[at + 4 : at + 8]
+    dali_safe, ancillary = True, 0
+    for kind, at, length, end in _chunks(data, "png", 8):
         if kind == b"eXIf":
-            exif = data[at + 8 : at + 8 + length]
-        elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at + 8):
-            xmp = data[at + 8 : at + 8 + length]
-        elif kind in (b"tEXt", b"zTXt") and data.startswith(_PROFILE, at + 8):
-            profile = data[at + 8 + len(_PROFILE) : at + 8 + length]
+            exif = data[at : at + length]
+        elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at):
+            xmp = data[at : at + length]
+        elif kind in (b"tEXt", b"zTXt") and data.startswith(_PROFILE, at):
+            profile = data[at + len(_PROFILE) : at + length]
             if kind == b"zTXt":
                 profile = _inflated(profile[1:])
-        elif kind == b"acTL":
-            plain = False
-        elif kind == b"IEND":
-            break
         if kind not in _PIECES:
             ancillary += length
-        at += 12 + length
-        plain &= at <= len(data)
-    else:
-        raise HeaderError(f"png with more than {_CHUNKS} chunks")
+        dali_safe &= kind != b"acTL" and (end <= len(data) or kind == b"IEND")
     if exif is None and profile is not None:
         exif = _unhexed(profile)
     effort = 4 if bits == 16 else 1
-    return Header("png", height, width, _oriented(exif, xmp), plain, 1, bits, effort, ancillary)
+    return Header("png", height, width, _oriented(exif, xmp), dali_safe, 1, bits, effort, ancillary)
+
+
+def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
+    """Chunks of a PNG up to IEND, or of a WebP: kind, where its content begins, how long it is, where it ends."""
+    for _ in range(_CHUNKS):
+        if at + 8 > len(data):
+            return
+        if codec == "png":
+            length, kind = struct.unpack_from(">I4s", data, at)
+            end = at + 12 + length
+        else:
+            kind, length = struct.unpack_from("<4sI", data, at)
+            end = at + 8 + length + (length & 1)
+        yield kind, at + 8, length, end
+        if kind == b"IEND":
+            return
+        at = end
+    raise HeaderError(f"{codec} with more than {_CHUNKS} chunks")
 
 
 def png_pixels(data: bytes) -> bytes:
     """The PNG without chunks that decide no pixel: readers inflate texts and profiles to 1,000 times their bytes."""
-    out, at = [data[:8]], 8
-    while at + 8 <= len(data):
-        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
-        if data[at + 4 : at + 8] in _PIECES:
-            out.append(data[at:end])
-        at = end
-    return b"".join(out)
+    pieces = (data[at - 8 : end] for kind, at, _, end in _chunks(data, "png", 8) if kind in _PIECES)
+    return data[:8] + b"".join(pieces)
 
 
 def _inflated(data: bytes) -> bytes:
@@ -309,21 +279,14 @@ def _webp(data: bytes) -> Header:
     width = int.from_bytes(data[24:27], "little") + 1
     height = int.from_bytes(data[27:30], "little") + 1
     exif = xmp = None
-    at, plain = 12, not flags & 0x02
-    for _ in range(_CHUNKS):  # EXIF and XMP stand after the pixels
-        if at + 8 > len(data):
-            break
-        (length,) = struct.unpack_from("<I", data, at + 4)
-        kind = data[at : at + 4]
+    dali_safe = not flags & 0x02
+    for kind, at, length, end in _chunks(data, "webp", 12):  # EXIF and XMP stand after the pixels
         if kind == b"EXIF" and flags & 0x08:
-            exif = data[at + 8 : at + 8 + length]
+            exif = data[at : at + length]
         elif kind == b"XMP " and flags & 0x04:
-            xmp = data[at + 8 : at + 8 + length]
-        at += 8 + length + (length & 1)
-        plain &= at <= len(data) + 1  # DALI allocates what a chunk claims, 4 GB for a file of 1 kB
-    else:
-        raise HeaderError(f"webp with more than {_CHUNKS} chunks")
-    return Header("webp", height, width, _oriented(exif, xmp), plain=plain)
+            xmp = data[at : at + length]
+        dali_safe &= end <= len(data) + 1  # DALI allocates what a chunk claims, 4 GB for a file of 1 kB
+    return Header("webp", height, width, _oriented(exif, xmp), dali_safe)
 
 
 def _bmp(data: bytes) -> Header:
@@ -338,7 +301,7 @@ def _bmp(data: bytes) -> Header:
     pixels = 14 + size  # where they begin at the earliest
     if bits <= 8:
         pixels += (colors or 1 << bits) * (3 if size == 12 else 4)
-    plain = (
+    dali_safe = (
         compression == 0
         and size in _BMP_HEADERS
         and bits in (1, 4, 8, 24, 32)
@@ -347,7 +310,7 @@ def _bmp(data: bytes) -> Header:
         and len(data) >= offset + (width * bits + 31) // 32 * 4 * height
     )
     effort = 8 if compression in (1, 2) else 1  # run lengths: Pillow decodes them in Python
-    return Header("bmp", height, width, plain=plain, effort=effort)
+    return Header("bmp", height, width, dali_safe=dali_safe, effort=effort)
 
 
 def _gif(data: bytes) -> Header:
@@ -383,8 +346,11 @@ def _ppm(data: bytes) -> Header:
     return Header("ppm", height, width)
 
 
-def _raw(head: bytes, size: int) -> Header:
-    height, width = struct.unpack_from("<II", head, len(_RAW))
-    if size != (needed := RAW_HEADER + height * width * 3):
-        raise HeaderError(f"raw of {height}x{width} takes {needed} bytes, and has {size}")
+def _raw(data: bytes) -> Header:
+    height, width = struct.unpack_from("<II", data, len(_RAW))
+    if len(data) != (needed := RAW_HEADER + height * width * 3):
+        raise HeaderError(f"raw of {height}x{width} takes {needed} bytes, and has {len(data)}")
     return Header("raw", height, width)
+
+
+_PARSERS = {"jpeg": _jpeg, "png": _png, "webp": _webp, "bmp": _bmp, "gif": _gif, "ppm": _ppm, "raw": _raw}

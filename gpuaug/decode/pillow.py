@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from gpuaug.batch import Int32, Int64
 from gpuaug.decode import header
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import Pixels
+
+# codec to the name of Pillow's plugin, where it is not the codec's own with a capital
+_PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
 
 
 def bytes_per_pixel(data: bytes) -> int:
@@ -80,29 +83,9 @@ def _open(data: bytes, codec: str) -> Any:
     Raises:
         HeaderError: if Pillow cannot read it, or its samples are not those of an image.
     """
-    from PIL import (
-        BmpImagePlugin,
-        GifImagePlugin,
-        Jpeg2KImagePlugin,
-        JpegImagePlugin,
-        PngImagePlugin,
-        PpmImagePlugin,
-        TiffImagePlugin,
-        WebPImagePlugin,
-    )
-
-    classes: dict[str, Callable[[Any], Any]] = {
-        "jpeg": JpegImagePlugin.JpegImageFile,
-        "png": PngImagePlugin.PngImageFile,
-        "webp": WebPImagePlugin.WebPImageFile,
-        "bmp": BmpImagePlugin.BmpImageFile,
-        "gif": GifImagePlugin.GifImageFile,
-        "ppm": PpmImagePlugin.PpmImageFile,
-        "tiff": TiffImagePlugin.TiffImageFile,
-        "jpeg2000": Jpeg2KImagePlugin.Jpeg2KImageFile,
-    }
+    plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
-        image = classes[codec](io.BytesIO(data))
+        image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))
     except Exception as e:  # Pillow raises many types for damaged bytes
         raise HeaderError(f"{codec} that cannot be opened: {type(e).__name__}: {last_line(str(e))}") from e
 

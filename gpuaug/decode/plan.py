@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.batch import Boxes, EncodedBatch, Fault, Int32, Int64
+from gpuaug.decode.header import RAW_HEADER
 from gpuaug.errors import ConfigError
 
 Pixels = NDArray[np.uint8]
@@ -32,7 +33,7 @@ class Route(IntEnum):
     RAW = 4  # none: the bytes are the pixels
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HeaderInfo:
     """What the headers of a batch say; rows are samples.
 
@@ -43,7 +44,6 @@ class HeaderInfo:
         route: int8 [B], the :class:`Route` of each row.
         replaced: row to the bytes that are decoded in place of the sample's: a JPEG with the end marker that it lacked,
             a PNG without long texts and profiles.
-        truncated: number of those JPEGs.
     """
 
     height: Int64
@@ -52,7 +52,6 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     replaced: dict[int, Pixels] = field(default_factory=dict)
-    truncated: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Plan:
     """Rows of a batch to decode, and the part of each image that is needed.
 
     Attributes:
-        rows: int64 [n], places in the batch.
+        rows: int64 [n], numbers in the batch.
         route: int8 [n], the :class:`Route` of each row.
         encoded: n uint8 arrays, views into the packed buffer or into mapped files.
         orientation: int64 [n].
@@ -81,13 +80,7 @@ class Plan:
 
     @classmethod
     def of(cls, batch: EncodedBatch, headers: HeaderInfo, boxes: Sequence[Boxes]) -> Plan:
-        """The plan for all rows that can be decoded.
-
-        Args:
-            batch: encoded images.
-            headers: of the same batch.
-            boxes: one per view, at least one, B rows each.
-        """
+        """The plan for all rows of a batch that can be decoded; ``boxes`` has B rows for each view, one at least."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -125,31 +118,25 @@ class Plan:
 
     def take(self, keep: Int64) -> Plan:
         """The plan for some of its rows."""
+        arrays = {name: getattr(self, name)[keep] for name in ("rows", "route", "orientation", "stored", "union")}
         return Plan(
-            self.rows[keep],
-            self.route[keep],
-            [self.encoded[k] for k in keep],
-            self.orientation[keep],
-            self.stored[keep],
-            self.union[keep],
-            [_take_boxes(b, keep) for b in self.boxes],
-            [part[keep] for part in self.parts],
+            **arrays,
+            encoded=[self.encoded[k] for k in keep],
+            boxes=[_take_boxes(b, keep) for b in self.boxes],
+            parts=[part[keep] for part in self.parts],
         )
 
-    def fault(self, k: int, reason: str) -> Fault:
-        """The fault of its row ``k``."""
-        return decode_fault(int(self.rows[k]), self.encoded[k], reason)
+    def raw_region(self, k: int) -> Pixels:
+        """The pixels of ``union`` of row ``k``, whose bytes are pixels, where they are."""
+        (h, w), (y, x, height, width) = self.stored[k].tolist(), self.union[k].tolist()
+        return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
         """A view's part of every row, oriented; ``regions`` holds each row's pixels of ``union``."""
         corner = self.parts[view][:, :2] - self.union[:, :2]
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
-        parts = [
-            region[top:bottom, left:right] for region, (top, left, bottom, right) in zip(regions, edges, strict=True)
-        ]
-        if (self.orientation != 1).any():
-            parts = [_oriented(part, o) for part, o in zip(parts, self.orientation.tolist(), strict=True)]
-        return parts
+        rows = zip(regions, edges, self.orientation.tolist(), strict=True)
+        return [_oriented(region[top:bottom, left:right], o) for region, (top, left, bottom, right), o in rows]
 
 
 def _take_boxes(boxes: Boxes, rows: Int64) -> Boxes:
@@ -163,15 +150,12 @@ def num_parts(samples: int, size: float, threads: int) -> int:
 
 def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
     """Rows in groups of at most `max_bytes`, where a row has ``sizes[row]`` bytes; a larger row is a group alone."""
-    groups: list[list[int]] = []
-    total = 0
-    for row, size in zip(rows.tolist(), sizes[rows].tolist(), strict=True):
-        if not groups or total + size > max_bytes:
-            groups.append([])
-            total = 0
-        groups[-1].append(row)
-        total += size
-    return [np.array(group, dtype=np.int64) for group in groups]
+    groups: list[Int64] = []
+    while len(rows):
+        count = max(1, int(np.searchsorted(np.cumsum(sizes[rows]), max_bytes, side="right")))
+        groups.append(rows[:count])
+        rows = rows[count:]
+    return groups
 
 
 def decode_fault(row: int, encoded: Pixels, reason: str) -> Fault:
@@ -196,10 +180,9 @@ def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
 
 def _oriented(image: Pixels, orientation: int) -> Pixels:
     """A stored image or a part of it, uint8 [h, w, 3], oriented; a view."""
-    if _FLIP_Y[orientation]:
-        image = image[::-1]
-    if _FLIP_X[orientation]:
-        image = image[:, ::-1]
+    if orientation == 1:
+        return image
+    image = image[:: -1 if _FLIP_Y[orientation] else 1, :: -1 if _FLIP_X[orientation] else 1]
     return image.transpose(1, 0, 2) if orientation > 4 else image
 
 

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <thread>
 #include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -32,14 +31,6 @@ struct Task {
     int32_t top, left;           // where its corner lands in the canvas; negative: cropped away
     int32_t canvas_height, canvas_width;
     int32_t fill, cubic;
-};
-
-struct Job {
-    const Task* tasks;
-    int64_t count;
-    uint8_t* memory;  // of all canvases of a batch, or null
-    int64_t bytes;
-    int32_t threads, fresh;
 };
 
 #if FAST
@@ -285,27 +276,28 @@ struct Worker {
 
 extern "C" int gpuaug_resize_fast() { return FAST; }
 
-extern "C" int gpuaug_resize(const Job* job) {
+// Resizes `count` tasks; `memory` is that of all their canvases. Returns 1 where memory runs out.
+extern "C" int gpuaug_resize(const Task* tasks, int64_t count, uint8_t* memory, int64_t bytes, int32_t threads) {
 #if FAST
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{0};
     auto work = [&] {
         try {
             Worker worker;
-            for (int64_t i = next++; i < job->count; i = next++) worker.run(job->tasks[i]);
+            for (int64_t i = next++; i < count; i = next++) worker.run(tasks[i]);
         } catch (...) {  // only std::bad_alloc can come here
             failed = 1;
         }
     };
 #if defined(MADV_HUGEPAGE)
     // fresh memory of a batch: in pages of 4 KB the kernel takes as long to map it as the rest takes
-    const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(job->memory) + page - 1) & ~(page - 1);
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(job->memory) + job->bytes) & ~(page - 1);
-    if (job->fresh && end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+    const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(page - 1);
+    if (end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 #endif
-    on_threads(std::min<int64_t>(job->threads, job->count), work);
+    on_threads(std::min<int64_t>(threads, count), work);
     return failed;
 #else
-    return job->count != 0;
+    return count != 0;
 #endif
 }

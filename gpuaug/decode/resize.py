@@ -6,7 +6,6 @@ Both are ``F.interpolate(antialias=True)`` on uint8, which is Pillow's resize, b
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,9 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuaug.batch import Boxes, Int64, Interpolation
-from gpuaug.native import build as compiled
-
-log = logging.getLogger("gpuaug")
+from gpuaug.native import build
 
 Pixels = NDArray[np.uint8]
 
@@ -31,55 +28,48 @@ _TASK = np.dtype(  # ``Task`` of resize.cpp
     + [(name, np.int32) for name in ("height", "width", "to_height", "to_width", "top", "left", "H", "W")]
     + [("fill", np.int32), ("cubic", np.int32)]
 )
-Each = Callable[[Sequence[int], Callable[[int], None]], None]
+Work = Callable[[int], None]
 
 
-class _Job(ctypes.Structure):
-    """``Job`` of resize.cpp."""
-
-    _fields_ = (
-        ("tasks", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("memory", ctypes.c_void_p),
-        ("bytes", ctypes.c_int64),
-        ("threads", ctypes.c_int32),
-        ("fresh", ctypes.c_int32),
-    )
+def one_by_one(rows: Sequence[int], work: Work) -> None:
+    """Call ``work(k)`` for every k of ``rows``."""
+    for k in rows:
+        work(k)
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled resizing, or None where there is no compiler or the processor lacks the instructions."""
-    found = compiled.load(Path(__file__).with_name("resize.cpp"), name="resize", without="is torch's, half as fast")
-    if found is None or not found.gpuaug_resize_fast():
+    built = build.load(Path(__file__).with_name("resize.cpp"), name="resize", without="is torch's, half as fast")
+    if built is None or not built.gpuaug_resize_fast():
         return None
-    return found
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    built.gpuaug_resize.argtypes = [pointer, number, pointer, number, ctypes.c_int32]
+    return built
 
 
 def views(
-    parts: Sequence[Pixels], boxes: Boxes, canvases: Pixels, rows: Int64, *, threads: int, each: Each | None = None
+    parts: Sequence[Pixels],
+    boxes: Boxes,
+    canvases: Pixels,
+    rows: Int64,
+    *,
+    threads: int,
+    each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
     """Every part resized and laid on its canvas where its box says.
 
     Args:
         parts: n parts uint8 [h, w, 3] of images, any strides from row to row and pixel to pixel.
-        boxes: n rows; its ``box`` is not looked at.
+        boxes: n rows; its ``box`` is not used.
         canvases: uint8 [B, H, W, 3], contiguous.
         rows: int64 [n], canvas of each part.
         threads: to use.
-        each: how to call ``work(k)`` for many k where torch resizes; None: one after the other.
+        each: calls ``work(k)`` for many k, where torch resizes.
     """
-    found = library()
-    if found is None:
-
-        def work(k: int) -> None:
-            _place(canvases[rows[k]], parts[k], boxes, k)
-
-        if each is not None:
-            each(range(len(parts)), work)
-        else:
-            for k in range(len(parts)):
-                work(k)
+    compiled = library()
+    if compiled is None:
+        each(range(len(parts)), lambda k: _place(canvases[rows[k]], parts[k], boxes, k))
         return
     if not len(parts):
         return
@@ -93,15 +83,8 @@ def views(
     tasks["to_height"], tasks["to_width"] = boxes.resized.T
     tasks["top"], tasks["left"] = boxes.offset.T
     tasks["H"], tasks["W"], tasks["fill"], tasks["cubic"] = H, W, boxes.fill, boxes.interpolation == "bicubic"
-    job = _Job(
-        tasks=tasks.ctypes.data,
-        count=len(tasks),
-        memory=canvases.ctypes.data,
-        bytes=canvases.nbytes,
-        threads=threads,
-        fresh=1,
-    )
-    if found.gpuaug_resize(ctypes.byref(job)):  # without the interpreter's lock
+    arguments = tasks.ctypes.data, len(tasks), canvases.ctypes.data, canvases.nbytes, threads
+    if compiled.gpuaug_resize(*arguments):  # without the interpreter's lock
         raise MemoryError(f"no memory for resizing {len(parts)} images")
 
 
@@ -109,19 +92,17 @@ def _place(canvas: Pixels, part: Pixels, boxes: Boxes, k: int) -> None:
     """One view: ``part`` uint8 [h, w, 3] resized by torch, and laid on the canvas where its box says."""
     (h, w), (y, x) = boxes.resized[k].tolist(), boxes.offset[k].tolist()
     H, W = boxes.size
-    if (y, x, h, w) == (0, 0, H, W):
-        if part.shape[:2] == (h, w):
-            canvas[:] = part
-        else:
-            _resize(part, canvas, boxes.interpolation)
-        return
-    canvas[:] = boxes.fill
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
+    whole = (y0, x0, y1, x1) == (0, 0, H, W)
+    if not whole:
+        canvas[:] = boxes.fill
     if y0 >= y1 or x0 >= x1:
         return
     if part.shape[:2] != (h, w):
-        resized = np.empty((h, w, 3), dtype=np.uint8)
+        resized = canvas if whole and (h, w) == (H, W) else np.empty((h, w, 3), dtype=np.uint8)
         _resize(part, resized, boxes.interpolation)
+        if resized is canvas:
+            return
         part = resized
     canvas[y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]
 

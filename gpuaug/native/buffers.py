@@ -1,18 +1,21 @@
-"""Memory of batches that nobody holds any more, for the next ones: mapping pages takes longer than filling them."""
+"""Memory of batches: reused, mapped, and pinned for copies to a device."""
 
 from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections import deque
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_SMALL = 1 << 20  # bytes below which malloc is good enough
+
 
 class Outputs:
-    """Memory of batches that nobody holds any more, for the next ones: mapping fresh pages takes as long as a recipe.
+    """Reuses the memory of freed batches, because mapping fresh pages takes as long as a recipe.
 
     Args:
         most: bytes that are kept at most; what was freed first goes first.
@@ -32,47 +35,26 @@ class Outputs:
             memory_format = torch.channels_last if channels_last else torch.contiguous_format
             return torch.empty(shape, dtype=dtype, memory_format=memory_format)
         self._taken += 1
-        found, kept = None, []
+        memory, kept, room = None, list[tuple[int, Tensor]](), self.most
         while self._free:
             try:
-                freed, memory = self._free.pop()  # the newest first: more of it may be in cache
+                freed, candidate = self._free.pop()  # the newest first: more of it may be in cache
             except IndexError:  # another thread was faster
                 break
-            if found is None and memory.numel() == size:
-                found = memory
-            elif self._taken - freed < self.age:
-                kept.append((freed, memory))
-        room = self.most
-        for freed, memory in kept:
-            room -= memory.numel()
-            if room >= 0:
-                self._free.appendleft((freed, memory))
-        lease = _Lease(mapped(size) if found is None else found, self)
-        flat = torch.from_numpy(np.asarray(lease)).view(dtype)  # holds the lease
+            if memory is None and candidate.numel() == size:
+                memory = candidate
+            elif self._taken - freed < self.age and candidate.numel() <= room:
+                room -= candidate.numel()
+                kept.append((freed, candidate))
+        self._free.extendleft(kept)
+        reused = mapped(size) if memory is None else memory
+        lease = reused.numpy()  # dies with the last tensor made from it
+        weakref.finalize(lease, lambda: self._free.append((self._taken, reused))).atexit = False
+        flat = torch.from_numpy(lease).view(dtype)
         batch, channels, height, width = shape
         if channels_last:
             return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
         return flat.view(shape)
-
-    def give(self, memory: Tensor) -> None:
-        """Memory that is free again."""
-        self._free.append((self._taken, memory))
-
-
-class _Lease:
-    """Gives memory back when numpy, and so torch, lets go of it."""
-
-    def __init__(self, memory: Tensor, outputs: Outputs) -> None:
-        self._memory, self._outputs = memory, outputs
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (memory.numel(),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-        }
-
-    def __del__(self) -> None:
-        self._outputs.give(self._memory)
 
 
 def mapped(size: int) -> Tensor:
@@ -96,5 +78,4 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-_SMALL = 1 << 20
 outputs = Outputs()

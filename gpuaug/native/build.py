@@ -1,7 +1,8 @@
 """C++ that is built once per machine with the compiler that is there, and kept.
 
 The build is kept in the user's cache directory under a name that holds source, compiler, flags and processor, so that a
-home directory shared by different machines serves each its own.
+home directory shared by different machines serves each its own. torch.utils.cpp_extension does neither this nor the
+checks of what is loaded, needs ninja, and takes a second to import.
 """
 
 from __future__ import annotations
@@ -21,21 +22,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from gpuaug import files
+from gpuaug import files, machine
 
 logger = logging.getLogger("gpuaug")
 
-FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-shared",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-pthread",
-)
+_LIBRARY = ("-std=c++17", "-shared", "-fPIC", "-pthread")
+FLAGS = (*_LIBRARY, "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _THREADS = Path(__file__).with_name("threads.hpp")  # before every source
 _lock = threading.Lock()
 
@@ -45,12 +37,13 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
     Args:
         source: the file.
-        name: what it is for, in the log and in the name of what is kept.
+        name: what it is for, in the log and in the name of the build.
         without: what happens where it cannot be built, for the log.
         flags: of the compiler.
     """
+    given = os.environ.get("CXX", "").split()[:1]
     with _lock:
-        compiler = _compiler()
+        compiler = next(filter(None, map(shutil.which, given or ["g++", "clang++", "c++"])), None)
         if compiler is None:
             logger.warning(
                 "%s on cpu %s: no C++ compiler found. Install g++ or clang++, or set CXX to one.", name, without
@@ -60,9 +53,9 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             text = _THREADS.read_text() + source.read_text()
             stem = f"{name}-{_fingerprint(text, compiler, flags)}"
             kept = cache()
-            with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as place:
-                folder = Path(place)  # a temporary one may go once the library is loaded
-                path = _found(folder, stem) or _build(compiler, flags, text, folder, stem)
+            with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
+                # a temporary folder may go once the library is loaded
+                path = _kept(Path(folder), stem) or _build(compiler, flags, text, Path(folder), stem)
                 return ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
@@ -70,19 +63,12 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             return None
 
 
-def _compiler() -> str | None:
-    given = os.environ.get("CXX")
-    candidates = given.split()[:1] if given else ["g++", "clang++", "c++"]
-    return next((found for name in candidates if (found := shutil.which(name))), None)
-
-
 def cache() -> Path | None:
     """A directory of this user alone, as what lies in it is loaded as code; None where there can be none."""
     root = files.cache_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = root.lstat()
-        if stat.S_ISDIR(about.st_mode) and os.access(root, os.W_OK) and _is_ours_alone(about):
+        if _is_ours_alone(root, stat.S_IFDIR) and os.access(root, os.W_OK):
             return root
     except OSError:
         pass
@@ -90,31 +76,27 @@ def cache() -> Path | None:
     return None
 
 
-def _found(folder: Path, stem: str) -> Path | None:
+def _kept(folder: Path, stem: str) -> Path | None:
     """A build that may be loaded: this user's, and whole; others of the name are removed.
 
     The name holds the digest of the content, since to load a file that a full disk has cut kills the process.
     """
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
-            about = path.lstat()
-            own = stat.S_ISREG(about.st_mode) and _is_ours_alone(about)
+            own = _is_ours_alone(path, stat.S_IFREG)
             if own and path.stem.endswith(_digest(path.read_bytes())):
                 return path
         except FileNotFoundError:
             continue  # another rank has removed it
-        logger.warning(
-            "%s on cpu: %s is %s, and is built anew",
-            stem.split("-")[0],
-            path,
-            "damaged" if own else "not this user's alone",
-        )
+        why = "damaged" if own else "not this user's alone"
+        logger.warning("%s on cpu: %s is %s, and is built anew", stem.split("-")[0], path, why)
         path.unlink(missing_ok=True)
     return None
 
 
-def _is_ours_alone(about: os.stat_result) -> bool:
-    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+def _is_ours_alone(path: Path, kind: int) -> bool:
+    about = path.lstat()
+    return stat.S_IFMT(about.st_mode) == kind and about.st_uid == os.getuid() and not about.st_mode & 0o022
 
 
 def _digest(content: bytes) -> str:
@@ -123,14 +105,9 @@ def _digest(content: bytes) -> str:
 
 def _fingerprint(source: str, compiler: str, flags: Sequence[str]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    processor = platform.processor() + platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor += "".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
-    except OSError:
-        pass
-    text = "\0".join((source, version, processor, *flags))
-    return _digest(text.encode())
+    lines = (machine.read("/proc/cpuinfo") or "").splitlines()
+    processor = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return _digest("\0".join((source, version, platform.machine(), *sorted(processor), *flags)).encode())
 
 
 def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem: str) -> Path:
@@ -146,6 +123,6 @@ def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem:
         built.chmod(0o700)  # a umask may leave it to the group
         path = folder / f"{stem}-{_digest(built.read_bytes())}.so"
         os.replace(built, path)  # in one step: several ranks may build at once
-    took = time.perf_counter() - start
-    logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, took, compiler)
+    seconds = time.perf_counter() - start
+    logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, seconds, compiler)
     return path

@@ -8,27 +8,24 @@ together have consumed ``start .. start + k * batch_size * R``, and any other nu
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
 from gpuaug.source.index import occurrences, outside, read_numbers
 
-log = logging.getLogger("gpuaug")
-
 Last = Literal["uneven", "drop", "pad"]
-LASTS = ("uneven", "drop", "pad")
 
 _CHUNK = 1 << 16  # values per call of the generator: 21 ms for 1.28 million, against 300 ms in one call
 
@@ -37,12 +34,9 @@ class Order(Protocol):
     """Decides which samples an epoch has and in which order; ``repr`` says all that decides it."""
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Numbers of samples, int64 ``[M]``, in the order of the epoch; a number may come again.
+        """Numbers of active samples of ``source``, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        Args:
-            seed: any integer.
-            epoch: 0 <= epoch < 2**32.
-            source: whose active samples are put in order.
+        A number may come again.
         """
         ...
 
@@ -61,10 +55,7 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]``, goes on after sample ``after``, which may have been left out since.
-
-        ``order`` is the one of this ``seed`` and ``epoch``.
-        """
+        """Where this epoch's ``order``, int64 ``[n]``, goes on after sample ``after``, which may be inactive by now."""
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
         return int(np.searchsorted(values[numbers], values[after], side="right"))
@@ -79,10 +70,7 @@ class Sequential:
         return torch.from_numpy(_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]``, goes on after sample ``after``, which may have been left out since.
-
-        ``order`` is the same for any ``seed`` and ``epoch``.
-        """
+        """Where ``order``, int64 ``[n]``, goes on after sample ``after``, which may be inactive by now."""
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
 
@@ -96,7 +84,6 @@ class Weighted:
 
     def __init__(self, weights: str | os.PathLike[str] | Sequence[float] | Tensor = "class") -> None:
         self.weights: NDArray[np.float64] | None = None
-        self._name = "class"
         if isinstance(weights, str) and weights == "class":
             return
         if isinstance(weights, str | os.PathLike):
@@ -114,15 +101,14 @@ class Weighted:
                 f"Found: shape {values.shape}, from {values.min(initial=0)} to {values.max(initial=0)}."
             )
         self.weights = values
-        self._name = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
 
     def __repr__(self) -> str:
-        return f"Weighted(weights={self._name})"
+        return f"Weighted(weights={'class' if self.weights is None else _digest(self.weights)})"
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Numbers with repetition, int64 ``[len(source)]``; others for every ``seed`` and ``epoch``."""
         numbers = _numbers(source)
-        bounds = np.cumsum(self._of(source, numbers))
+        bounds = np.cumsum(self._weights(source, numbers))
         if not bounds.size or bounds[-1] <= 0:
             raise ConfigError("`order.weights` must be above 0 for one sample at least. Found: all are 0.")
         u = (_values("weighted", seed, epoch, len(numbers)) >> np.uint64(11)) * 2.0**-53
@@ -130,7 +116,7 @@ class Weighted:
         last = np.searchsorted(bounds, bounds[-1], side="left")
         return torch.from_numpy(numbers[np.minimum(np.searchsorted(bounds, u * bounds[-1], side="right"), last)])
 
-    def _of(self, source: Any, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _weights(self, source: Any, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         if self.weights is None:
             labels = getattr(source, "labels", None)
             if labels is None:
@@ -163,8 +149,7 @@ class Repeated:
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or not 1 <= self.repeats <= 0xFFFF:
-            raise ConfigError(f"`order.repeats` must be a whole number from 1 to {0xFFFF}. Found: {self.repeats!r}.")
+        checks.whole_number("order.repeats", self.repeats, 1, 0xFFFF)
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Numbers with repetition, int64 ``[len(source)]``; others for every ``seed`` and ``epoch``."""
@@ -180,16 +165,16 @@ class Sampler:
     """
 
     def __init__(self, sampler: Iterable[int]) -> None:
-        ranks = getattr(sampler, "num_replicas", 1)
+        kind, ranks = type(sampler).__name__, getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
             raise ConfigError(
-                f"`order` must give the whole epoch: gpuaug shares it among the ranks. Found: "
-                f"{type(sampler).__name__} with num_replicas={ranks}. Use `order=shuffle`."
+                "`order` must give the whole epoch: gpuaug shares it among the ranks. Found: "
+                f"{kind} with num_replicas={ranks}. Use `order=shuffle`."
             )
         if isinstance(sampler, Iterator):
             raise ConfigError(
-                f"`order` must give an order for every epoch, and an iterator has only one. Found: "
-                f"{type(sampler).__name__}. Pass a Sampler, or a list."
+                "`order` must give an order for every epoch, and an iterator has only one. Found: "
+                f"{kind}. Pass a Sampler, or a list."
             )
         self.sampler = sampler
         generator = getattr(sampler, "generator", None)
@@ -201,37 +186,33 @@ class Sampler:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """What the sampler yields, as numbers of the source, int64 ``[M]``."""
-        set_epoch = getattr(self.sampler, "set_epoch", None)
-        if callable(set_epoch):
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
-        kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            try:
+                random.seed(value)
+                np.random.seed(value & 0xFFFFFFFF)
+                for generator in (torch.default_generator, self._generator):
+                    if generator is not None:
+                        generator.manual_seed(value)
+                yielded = list(self.sampler)
+            finally:
+                random.setstate(python_state)
+                np.random.set_state(numpy_state)
+        numbers, kind = _numbers(source), type(self.sampler).__name__
         try:
-            random.seed(value)
-            np.random.seed(value & 0xFFFFFFFF)
-            torch.default_generator.manual_seed(value)
-            if self._generator is not None:
-                self._generator.manual_seed(value)
-            found = list(self.sampler)
-        finally:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
-            torch.default_generator.set_state(kept[2])
-        try:
-            positions = np.asarray(found) if found else np.zeros(0, dtype=np.int64)
+            positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)
         except ValueError:  # batches of different lengths
             positions = np.zeros((0, 0))
-        numbers = _numbers(source)
         if positions.ndim != 1 or positions.dtype.kind not in "iu":
             raise ConfigError(
-                f"`order` must yield single positions; gpuaug makes the batches. Found: {type(self.sampler).__name__} "
-                f"yields {type(found[0]).__name__}."
+                "`order` must yield single positions; gpuaug makes the batches. Found: "
+                f"{kind} yields {type(yielded[0]).__name__}."
             )
-        if beyond := outside(positions, len(numbers)):
-            raise ConfigError(
-                f"`order` must yield positions 0 .. {len(numbers) - 1}. Found: {type(self.sampler).__name__} yields "
-                f"{beyond}."
-            )
+        if wrong := outside(positions, len(numbers)):
+            raise ConfigError(f"`order` must yield positions 0 .. {len(numbers) - 1}. Found: {kind} yields {wrong}.")
         return torch.from_numpy(numbers[positions])
 
 
@@ -256,21 +237,26 @@ def adapt(order: Any) -> Order:
 
 def check_last(last: str) -> Last:
     """``last`` itself, if it is one of uneven, drop and pad."""
-    if not isinstance(last, str) or last not in LASTS:
-        raise ConfigError(f"`last` must be one of {', '.join(LASTS)}. Found: {last!r}.")
+    checks.one_of("last", last, get_args(Last))
     return last  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, eq=False)
+def describe(order: Order) -> str:
+    """What a fingerprint says of an order; of one without a ``repr`` of its own only the class."""
+    own = type(order).__repr__ is not object.__repr__
+    return repr(order) if own else f"{type(order).__module__}.{type(order).__qualname__}"
+
+
 class Ordered:
-    """A whole epoch, the same on every rank."""
+    """A whole epoch, the same on every rank.
 
-    indices: Tensor  # int64 [M], numbers in the source
-    repeats: Tensor = field(default=None)  # type: ignore[assignment]  # int64 [M], how often the number came before
+    Attributes:
+        indices: int64 ``[M]``, numbers in the source.
+        repeats: int64 ``[M]``, how often each number came before.
+    """
 
-    def __post_init__(self) -> None:
-        if self.repeats is None:
-            object.__setattr__(self, "repeats", occurrences(self.indices))
+    def __init__(self, indices: Tensor) -> None:
+        self.indices, self.repeats = indices, occurrences(indices)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -278,13 +264,7 @@ class Ordered:
     @cached_property
     def digest(self) -> str:
         """Hash of the order, which tells epochs apart whose orders have the same settings."""
-        return hashlib.blake2b(self.indices.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def describe(order: Order) -> str:
-    """What a fingerprint says of an order; of one without a ``repr`` of its own only the class."""
-    own = type(order).__repr__ is not object.__repr__
-    return repr(order) if own else f"{type(order).__module__}.{type(order).__qualname__}"
+        return _digest(self.indices.numpy())
 
 
 def ordered(order: Order, seed: int, epoch: int, source: Any) -> Ordered:
@@ -303,7 +283,7 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
     come, and full batches are made with samples from the beginning of the epoch, ``valid`` False.
     """
 
-    epoch: Ordered | Tensor = field(kw_only=False)
+    epoch: Ordered = field(kw_only=False)
     start: int = 0
     rank: int = 0
     world_size: int = 1
@@ -311,64 +291,47 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
     last: Last = "uneven"
 
     def __post_init__(self) -> None:
-        if isinstance(self.epoch, Tensor):
-            object.__setattr__(self, "epoch", Ordered(self.epoch))
         check_last(self.last)
-        if self.batch_size < 1:
-            raise ConfigError(f"`batch_size` must be at least 1. Found: {self.batch_size}.")
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"`rank` must satisfy 0 <= rank < world_size = {self.world_size}. Found: {self.rank}.")
-        if not 0 <= self.start <= len(self.order):
-            raise ConfigError(f"`start` must lie in 0 .. {len(self.order)}, the epoch. Found: {self.start}.")
+        checks.whole_number("batch_size", self.batch_size, 1)
+        checks.whole_number("rank", self.rank, 0, self.world_size - 1)
+        checks.whole_number("start", self.start, 0, len(self.epoch))
 
     @property
     def order(self) -> Tensor:
         """Numbers in the source of the whole epoch, int64 ``[M]``."""
-        assert isinstance(self.epoch, Ordered)
         return self.epoch.indices
 
     @property
     def repeats(self) -> Tensor:
         """How often each number came before in the epoch, int64 ``[M]``."""
-        assert isinstance(self.epoch, Ordered)
         return self.epoch.repeats
 
     @property
     def remaining(self) -> int:
         """Samples from ``start`` on, over all ranks."""
-        return len(self.order) - self.start
+        return len(self.epoch) - self.start
 
     def __len__(self) -> int:
         """Batches of this rank from ``start`` on."""
-        step = self.batch_size * self.world_size
-        if self.last == "drop":
-            return self.remaining // step
-        if self.last == "pad":
-            return -(-self.remaining // step)
-        mine = max(0, -(-(self.remaining - self.rank) // self.world_size))
-        return -(-mine // self.batch_size)
+        full, rest = divmod(self.remaining, self.batch_size * self.world_size)
+        return full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
 
     def __getitem__(self, k: Any) -> Any:
-        """Batch ``k`` of this rank, counted from ``start``."""
+        """Batch ``k`` of this rank, counted from ``start``; a list of batches for a slice."""
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(len(self)))]
         if not 0 <= k < len(self):
             raise IndexError(f"this epoch has batches 0 .. {len(self) - 1} from sample {self.start} on. Found: {k}.")
-        total = len(self.order)
-        begin = self.start + self.rank + k * self.batch_size * self.world_size
-        end = begin + self.batch_size * self.world_size
-        if end - self.world_size < total or self.last == "uneven":  # nothing beyond the end, or only left out
-            indices, repeats = self.order[begin : end : self.world_size], self.repeats[begin : end : self.world_size]
-            return indices.clone(), repeats.clone(), torch.ones(len(indices), dtype=torch.bool, device="cpu")
+        total, step = len(self.epoch), self.batch_size * self.world_size
+        begin = self.start + self.rank + k * step
+        end = begin + step if self.last == "pad" else min(begin + step, total)
         positions = torch.arange(begin, end, self.world_size, device="cpu")
         again = positions // total
         positions %= total
-        # beyond every occurrence in the epoch itself, so that what fills the batch is augmented anew
-        repeats = self.repeats[positions] + again * (int(self.repeats.max()) + 1)
-        return self.order[positions], repeats & 0xFFFF, again == 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        return (self[k] for k in range(len(self)))
+        indices, repeats = self.order[positions], self.repeats[positions]
+        if again[-1]:  # augmented anew: numbered after every occurrence in the epoch itself
+            repeats = (repeats + again * (int(self.repeats.max()) + 1)) & 0xFFFF
+        return indices, repeats, again == 0
 
     def position(self, k: int) -> int:
         """Samples of the epoch that all ranks together have consumed after ``k`` steps from ``start``."""
@@ -387,3 +350,7 @@ def _values(name: str, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
         size = min(_CHUNK, count - start)
         values[start : start + size] = draw.integers(name, seed=seed, epoch=epoch, count=size, start=start)
     return values
+
+
+def _digest(values: NDArray[Any]) -> str:
+    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()

@@ -1,7 +1,8 @@
 """Encoded bytes of whole batches, read by workers that never decode.
 
-A batch travels as one tensor in shared memory: offsets, labels, faults and bytes one after the other. So it costs one
-segment and one file descriptor, whatever its size, and the message about it is too short to be torn by a dying worker.
+A batch travels as one tensor in shared memory: offsets, pickled labels and faults, and bytes one after the other. So it
+costs one segment and one file descriptor, whatever its size, and the message about it is too short to be torn by a
+dying worker.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from gpuaug import checks
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy, start_workers
+from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy
 from gpuaug.source.adapt import adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -36,12 +38,15 @@ from gpuaug.source.protocol import Source
 log = logging.getLogger("gpuaug")
 
 TIMEOUT = 120.0  # seconds
-TRIES = 3  # of a read that fails; storage over a network stumbles
-PAUSE = 0.05  # seconds before the second try, four times as long before the third
+PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; storage over a network stumbles
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples that are asked for the kind of labels, where a first batch has none
+
+_MISSING: Any = object()  # stands for the label of a sample that failed
+_Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...]]  # bytes, labels, faults
+_Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
 class Reader:
@@ -68,18 +73,14 @@ class Reader:
         prefetch_factor: int = 2,
         start_method: str | None = None,
     ) -> None:
-        if num_workers < 0:
-            raise ConfigError(f"`num_workers` must be at least 0. Found: {num_workers}.")
-        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not number or not timeout > 0:
+        checks.whole_number("num_workers", num_workers, 0)
+        checks.whole_number("prefetch_factor", prefetch_factor, 1)
+        if start_method is not None:
+            checks.one_of("start_method", start_method, multiprocessing.get_all_start_methods())
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(
                 f"`timeout` must be a number of seconds above 0; `.inf` waits for ever. Found: {timeout!r:.200}."
             )
-        if prefetch_factor < 1:
-            raise ConfigError(f"`prefetch_factor` must be at least 1. Found: {prefetch_factor}.")
-        methods = multiprocessing.get_all_start_methods()
-        if start_method is not None and (not isinstance(start_method, str) or start_method not in methods):
-            raise ConfigError(f"`start_method` must be one of {', '.join(methods)}. Found: {start_method!r}.")
         if num_workers == 0 and timeout not in (TIMEOUT, float("inf")):
             log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process, and waits", timeout)
         self.source = adapt(source)
@@ -98,7 +99,7 @@ class Reader:
 
     def batches(
         self,
-        epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],
+        epoch_order: Iterable[_Order],
         *,
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         zero_copy: bool = False,
@@ -117,110 +118,107 @@ class Reader:
             SourceError: if the source gives something else than ``(bytes, label)``, or cannot be pickled.
             Exception: what else the source raises, with its own type.
         """
-        self._end()
+        _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
         return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers, and the iterator under way; a later call of ``batches`` starts new ones."""
-        self._end()
+        _advance(self._generation)
         with self._lock:
             self._stop()
 
     def _batches(
         self,
         generation: int,
-        epoch_order: Iterable[tuple[Tensor, Tensor, Tensor]],
+        epoch_order: Iterable[_Order],
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
-        asked: deque[tuple[Tensor, Tensor, Tensor]] = deque()
+        asked: deque[_Order] = deque()
+        # a source with `prefetch` gets the samples of a worker's next batch with each batch: workers take turns
+        lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
-        far = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
-
-        def tasks() -> Iterator[Task]:
+        def tasks() -> Generator[Task, None, None]:
             known: deque[NDArray[np.int64]] = deque()
-            for indices, repeats, valid in epoch_order:
-                asked.append((indices, repeats, valid))
-                known.append((indices if numbers is None else numbers(indices, repeats, valid)).numpy())
-                if len(known) > far:  # workers take turns
-                    yield generation, known.popleft(), known[-1] if far else None
+            for order in epoch_order:
+                asked.append(order)
+                known.append((order[0] if numbers is None else numbers(*order)).numpy())
+                if len(known) > lookahead:
+                    yield generation, known.popleft(), known[-1] if lookahead else None
             while known:
                 yield generation, known.popleft(), None
 
-        def ended(present: Tensor = self._generation) -> bool:
-            # no self: the workers hold this, and the reader holds them. By numpy: torch lets go of the interpreter's
-            # lock, and a daemon thread that wants it back while the interpreter ends aborts the process
-            return int(present.numpy()[0]) != generation
-
+        # no self: the workers hold this, and the reader holds them
+        ended = partial(_is_over, self._generation, generation)
         todo, begun = tasks(), False
         try:
             while not ended():
                 if self.num_workers == 0:
-                    found: Any = next(todo, None)
-                    if found is not None:
-                        found = self._encode.batch(found[1], zero_copy=zero_copy)
+                    if (task := next(todo, None)) is None:
+                        return
+                    samples = self._encode.batch(task[1])
+                    fields = _views(*samples) if zero_copy else _unpack(*_pack(*samples))
                 else:
                     with self._lock:
-                        if ended():
+                        if ended() or (packed := self._next(todo, ended, asked, begin=not begun)) is None:
                             return
-                        found = self._next(todo, ended, asked, begin=not begun)
-                        begun = True
-                if found is None:
-                    return
-                yield found.unpack(*asked.popleft())
+                    begun = True
+                    fields = _unpack(*packed)
+                indices, repeats, valid = asked.popleft()
+                yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
+            todo.close()  # the workers' DataLoader keeps the first one, which would keep its epoch
             if not ended():
-                self._end()  # workers leave off what was asked ahead
-
-    def _end(self) -> None:
-        """End the present iterator and let the workers skip what it asked for."""
-        _advance(self._generation)
+                _advance(self._generation)  # workers skip what was asked ahead
 
     def _next(
-        self, todo: Iterator[Task], ended: Callable[[], bool], asked: Sequence[tuple[Tensor, ...]], *, begin: bool
+        self, todo: Iterator[Task], ended: Callable[[], bool], asked: Sequence[_Order], *, begin: bool
     ) -> _Packed | None:
+        """The next batch of the workers, which start or go on with ``todo`` to ``begin``; None if it has ended."""
         try:
-            if begin:
-                self._begin(todo, ended)
-            if self._workers is None:  # closed by another thread
-                return None
-            found = next(self._workers, None)
+            if begin and self._workers is not None:
+                self._workers.restart(todo, ended)
+            elif begin:
+                self._workers = Workers(
+                    self._encode,
+                    todo,
+                    ended,
+                    num_workers=self.num_workers,
+                    timeout=self.timeout,
+                    prefetch_factor=self.prefetch_factor,
+                    start_method=self.start_method,
+                )
+            # without workers: another thread has closed the reader
+            message = None if self._workers is None else next(self._workers, None)
         except EndedError:
             return None
         except SilentError as silent:
             self._stop(kill=True)
-            at = ""
-            if asked and len(asked[0][0]):
-                first = int(asked[0][0][0])
-                at = f" The batch that is missing begins with sample {first} ({self.source.key(first)!r})."
-            raise ReadError(f"{silent}{at}") from None
+            first = asked[0][0].tolist()[:1] if asked else []
+            at = [f" The batch that is missing begins with sample {i} ({self.source.key(i)!r})." for i in first]
+            raise ReadError(f"{silent}{''.join(at)}") from None
         except BaseException:
             self._stop(kill=True)  # an interrupted wait may have lost a batch
             raise
-        if isinstance(found, _Raised):
-            raise found.error()
-        return found
-
-    def _begin(self, tasks: Iterator[Task], ended: Callable[[], bool]) -> None:
-        """Give the tasks to the living workers, or to new ones."""
-        if self._workers is not None:
-            self._workers.restart(tasks, ended)
-            return
-        self._workers = start_workers(
-            self._encode,
-            tasks,
-            ended,
-            num_workers=self.num_workers,
-            timeout=self.timeout,
-            prefetch_factor=self.prefetch_factor,
-            start_method=self.start_method,
-        )
+        if message is not None and isinstance(message[0], bytes):
+            raise _raised(*message)
+        return message
 
     def _stop(self, *, kill: bool = False) -> None:
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.stop(kill=kill)
+
+
+def _advance(generation: Tensor) -> None:
+    generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
+
+
+def _is_over(present: Tensor, generation: int) -> bool:
+    # by numpy: torch lets go of the interpreter's lock, and a daemon thread that wants it back while the interpreter
+    # ends aborts the process
+    return int(present.numpy()[0]) != generation
 
 
 class _Encode:
@@ -229,48 +227,40 @@ class _Encode:
     def __init__(self, source: Source, generation: Tensor) -> None:
         self.source, self.generation = source, generation
         self._bounded = not getattr(source, "mapped", False)
-        self._like: NDArray[Any] | None = None  # labels of an earlier batch, for one that has none to go by
-        self._unlabelled = False
+        self._like: Any = _MISSING  # a row of the labels of an earlier batch; None where samples have no label
 
-    def __getitem__(self, task: Task) -> _Packed | _Unpacked | _Raised | None:
+    def __getitem__(self, task: Task) -> _Packed | _Raised | None:
         generation, indices, after = task
 
-        def stale() -> bool:
-            return int(self.generation.numpy()[0]) != generation
-
+        stale = partial(_is_over, self.generation, generation)
         try:
             if after is not None:
                 self.source.prefetch(after.tolist())  # type: ignore[attr-defined]
-            return self.batch(indices, stale)
+            return _pack(*self.batch(indices, stale))
         except EndedError:
             return None
         except Exception as error:
-            return _Raised.of(error)
+            try:
+                data = pickle.dumps(error)
+            except Exception:  # it holds what cannot travel
+                data = b""
+            return data, "".join(traceback.format_exception(error))
 
-    def batch(
-        self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False, *, zero_copy: bool = False
-    ) -> _Packed | _Unpacked:
-        """Read and pack the samples ``indices``, int64 [B], or leave them where they are."""
+    def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Samples:
+        """Bytes where they are, labels and faults of the samples ``indices``, int64 [B]."""
         numbers = indices.tolist()
-        items = self._read(numbers, stale)
         encoded: list[memoryview] = []
         labels: list[Any] = []
         faults: list[Fault] = []
-        for row, (number, item) in enumerate(zip(numbers, items, strict=True)):
+        for row, (number, item) in enumerate(zip(numbers, self._read(numbers, stale), strict=True)):
             if isinstance(item, Exception):
-                reason = f"{type(item).__name__}: {item}"[:LONGEST_REASON]
-                faults.append(Fault(row, "read", reason))
-                encoded.append(memoryview(b""))
-                labels.append(self._unread(number))
-                continue
-            items[row] = None  # `_pack` gives back what it has copied
-            data, label = _checked(item, number)
-            if not len(data):
+                faults.append(Fault(row, "read", f"{type(item).__name__}: {item}"[:LONGEST_REASON]))
+                item = memoryview(b""), self._unread(number)
+            elif not len(item[0]):
                 faults.append(Fault(row, "read", "0 bytes"))
-            encoded.append(data)
-            labels.append(label)
-        values = self._labels(labels, numbers, stale)
-        return _Unpacked(encoded, values, tuple(faults)) if zero_copy else _pack(encoded, values, faults)
+            encoded.append(item[0])
+            labels.append(item[1])
+        return encoded, self._labels(labels, numbers, stale), tuple(faults)
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read, as far as the source knows it."""
@@ -291,245 +281,166 @@ class _Encode:
         for number, item in zip(some, self._ask(some, stale), strict=True):
             if not isinstance(item, Exception):
                 return _checked(item, number)[1]
-        return _MISSING
+        return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
-        """Per sample what the source gives, or the exception that makes it a fault."""
+        """Per sample its bytes and label, or the exception that makes it a fault."""
         items: list[Any] = [None] * len(numbers)
-        held = 0  # bytes of large images
-
-        def admit(number: int, item: Any) -> Any:
-            nonlocal held
-            size = _size(item) if self._bounded else 0
-            if size > LARGE:
-                if size > LARGEST_IMAGE or held + size > LARGEST_BATCH:
-                    return too_large(size, self.source.key(number), held=held)
-                held += size
-            return item
-
-        rows = list(range(len(numbers)))
-        for attempt in range(TRIES):
-            if attempt:
-                time.sleep(PAUSE * 4 ** (attempt - 1))
-            for row, item in zip(rows, self._ask([numbers[row] for row in rows], stale, admit), strict=True):
+        rows, large = list(range(len(numbers))), 0  # bytes of large images
+        for pause in PAUSES:
+            time.sleep(pause)
+            for row, item in zip(rows, self._ask([numbers[row] for row in rows], stale), strict=True):
+                if not isinstance(item, Exception):
+                    item = _checked(item, numbers[row])
+                    if self._bounded and (size := len(item[0])) > LARGE:
+                        if size > LARGEST_IMAGE or large + size > LARGEST_BATCH:
+                            item = too_large(size, self.source.key(numbers[row]), held=large)
+                        else:
+                            large += size
                 items[row] = item
             rows = [row for row in rows if _may_pass(items[row])]
             if not rows:
                 break
         return items
 
-    def _ask(
-        self,
-        numbers: list[int],
-        stale: Callable[[], bool],
-        admit: Callable[[int, Any], Any] = lambda number, item: item,
-    ) -> list[Any]:
+    def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
+        """Per sample what the source gives, or the exception that makes it a fault."""
+        many = getattr(self.source, "read_many", None)
+        if many is None:
+            for number in numbers:
+                if stale():
+                    raise EndedError
+                try:
+                    yield self.source[number]
+                except (OSError, GpuaugError) as error:
+                    yield error
+            return
         if stale():
             raise EndedError
-        many = getattr(self.source, "read_many", None)
-        if many is not None:
-            try:
-                found = list(many(numbers))
-            except (OSError, GpuaugError) as error:
-                return [error] * len(numbers)
-            if len(found) != len(numbers):
-                raise SourceError(f"`source.read_many` must give {len(numbers)} items. Found: {len(found)}.")
-            for item in found:
-                if isinstance(item, BaseException) and not isinstance(item, OSError | GpuaugError):
-                    raise item
-            return [admit(number, item) for number, item in zip(numbers, found, strict=True)]
-        items: list[Any] = []
-        for number in numbers:
-            if stale():
-                raise EndedError
-            try:
-                items.append(admit(number, self.source[number]))
-            except (OSError, GpuaugError) as error:
-                items.append(error)
-        return items
+        try:
+            items = list(many(numbers))
+        except (OSError, GpuaugError) as error:
+            items = [error] * len(numbers)
+        if len(items) != len(numbers):
+            raise SourceError(f"`source.read_many` must give {len(numbers)} items. Found: {len(items)}.")
+        for item in items:
+            if isinstance(item, BaseException) and not isinstance(item, OSError | GpuaugError):
+                raise item
+        yield from items
 
     def _labels(self, labels: list[Any], numbers: list[int], stale: Callable[[], bool]) -> NDArray[Any] | None:
         """int64 [B], float32 [B], float32 [B, K], or None; zero where a sample failed and its label is not known."""
+        present = [label is not _MISSING for label in labels]
         known = [label for label in labels if label is not _MISSING]
-        if not known:
-            if self._like is None and not self._unlabelled and numbers:
-                example = self._example(numbers, stale)
-                self._labels([0 if example is _MISSING else example], [], stale)  # the kind of all labels from now on
-            if self._unlabelled:
-                return None
-            like = np.zeros(1, dtype=np.int64) if self._like is None else self._like
-            return np.zeros((len(labels), *like.shape[1:]), dtype=like.dtype)
-        if all(label is None for label in known):
-            self._unlabelled = True
-            return None
-        try:
-            values = np.asarray([label.numpy() if isinstance(label, Tensor) else label for label in known])
-        except ValueError:
-            values = np.asarray(None)
-        if values.dtype.kind not in "biuf" or values.ndim not in (1, 2):
-            kinds = ", ".join(sorted({type(label).__name__ for label in known}))
-            raise SourceError(
-                "labels of a batch must be integers, floats, float vectors of one length, or all None. "
-                f"Found: {kinds}, such as {known[0]!r:.100}."
-            )
-        values = values.astype(np.float32 if values.ndim == 2 or values.dtype.kind == "f" else np.int64)
-        self._like = values[:1]
-        if len(known) == len(labels):
+        values = None
+        if known or self._like is _MISSING:
+            values = _label_array(known or [self._example(numbers, stale)])
+            self._like = None if values is None else values[:1]
+        if self._like is None or all(present):
             return values
-        filled = np.zeros((len(labels), *values.shape[1:]), dtype=values.dtype)
-        filled[[label is not _MISSING for label in labels]] = values
+        filled = np.zeros((len(labels), *self._like.shape[1:]), dtype=self._like.dtype)
+        if known:
+            filled[present] = values
         return filled
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A batch in one piece of memory: offsets int64 [B + 1], labels, pickled faults, bytes of the images."""
-
-    blob: Tensor  # uint8, in shared memory where a worker made it
-    rows: int
-    labels: tuple[torch.dtype, tuple[int, ...]] | None  # dtype and shape
-    faults: int  # bytes
-
-    def unpack(self, indices: Tensor, repeats: Tensor, valid: Tensor) -> EncodedBatch:
-        """Views into the one piece, which lives as long as any of them; labels are copied."""
-        end = 8 * (self.rows + 1)
-        offsets, labels, faults = self.blob[:end].view(torch.int64), None, ()
-        if self.labels is not None:
-            dtype, shape = self.labels
-            begin, end = end, end + dtype.itemsize * int(np.prod(shape))
-            labels = self.blob[begin:end].view(dtype).view(shape).clone()  # else a finished batch keeps all of it
-        if self.faults:
-            begin, end = end, end + self.faults
-            faults = pickle.loads(self.blob[begin:end].numpy().tobytes())
-        return EncodedBatch(
-            data=self.blob[end:],
-            offsets=offsets,
-            labels=labels,
-            indices=indices,
-            repeats=repeats,
-            valid=valid,
-            faults=faults,
-        )
+_Packed = tuple[Tensor, int, int]  # one piece of memory, its images, and bytes of its pickled labels and faults
+_Raised = tuple[bytes, str]  # a pickled exception, and its traceback
 
 
-@dataclass(frozen=True, slots=True)
-class _Unpacked:
-    """A batch whose images stay where they are: in the memory of a source that lends it."""
-
-    encoded: list[memoryview]
-    labels: NDArray[Any] | None
-    faults: tuple[Fault, ...]
-
-    def unpack(self, indices: Tensor, repeats: Tensor, valid: Tensor) -> EncodedBatch:
-        """Nothing is copied."""
-        offsets = np.zeros(len(self.encoded) + 1, dtype=np.int64)
-        np.cumsum([len(data) for data in self.encoded], out=offsets[1:])
-        return EncodedBatch(
-            data=torch.empty(0, dtype=torch.uint8, device="cpu"),
-            offsets=torch.from_numpy(offsets),
-            labels=None if self.labels is None else torch.from_numpy(self.labels),
-            indices=indices,
-            repeats=repeats,
-            valid=valid,
-            faults=self.faults,
-            views=tuple(np.frombuffer(data, dtype=np.uint8) if len(data) else _NOTHING for data in self.encoded),
-        )
+def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[Fault, ...]) -> _Packed:
+    """One piece of memory: offsets int64 [B + 1], labels and faults, images. Empties ``encoded``."""
+    rest = pickle.dumps((labels, faults))
+    offsets = _offsets(encoded)
+    blob = _memory(offsets.nbytes + len(rest) + int(offsets[-1]))
+    target, begin = blob.numpy().data, 0
+    rows = len(encoded)
+    pieces: list[Any] = [offsets.tobytes(), rest, *encoded][::-1]
+    encoded.clear()
+    while pieces:  # one by one: the bytes of a batch are in memory once
+        piece = pieces.pop()
+        target[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    return blob, rows, len(rest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    """An exception of the user's source on its way out of a worker; pickled apart, as it may not come back whole."""
-
-    data: bytes | None
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Raised:
-        text = "".join(traceback.format_exception(error))
-        try:
-            data = pickle.dumps(error)
-            pickle.loads(data)
-        except Exception:  # its constructor takes other arguments, or it holds what cannot travel
-            return cls(None, text)
-        return cls(data, text)
-
-    def error(self) -> BaseException:
-        """The exception with its own type and, as a note, the worker's traceback; RuntimeError if it cannot travel."""
-        error: BaseException | None = None
-        if self.data is not None:
-            try:
-                error = pickle.loads(self.data)
-            except Exception:  # a class that only the worker can import
-                error = None
-        if not isinstance(error, BaseException):
-            error = RuntimeError("the source raised an exception that cannot be pickled")
-        error.add_note(f"raised in a worker that reads:\n{self.text}")
-        return error
+def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
+    """Fields of an EncodedBatch: views into the one piece, which lives as long as any of them; labels are copied."""
+    begin = 8 * (rows + 1)
+    labels, faults = pickle.loads(blob[begin : begin + size].numpy().tobytes())
+    return {
+        "data": blob[begin + size :],
+        "offsets": blob[:begin].view(torch.int64),
+        "labels": None if labels is None else torch.from_numpy(labels),
+        "faults": faults,
+    }
 
 
-_NOTHING: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+def _views(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[Fault, ...]) -> dict[str, Any]:
+    """Fields of an EncodedBatch whose images stay where they are, in the memory of a source with ``zero_copy``."""
+    return {
+        "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
+        "offsets": torch.from_numpy(_offsets(encoded)),
+        "labels": None if labels is None else torch.from_numpy(labels),
+        "faults": faults,
+        "views": tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
+    }
 
 
-class _Missing:
-    """Stands for the label of a sample that failed."""
+def _offsets(encoded: list[memoryview]) -> NDArray[np.int64]:
+    return np.cumsum([0, *map(len, encoded)], dtype=np.int64)
 
 
-_MISSING = _Missing()
-
-
-def _advance(generation: Tensor) -> None:
-    generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
+def _raised(data: bytes, text: str) -> BaseException:
+    """The source's exception with its own type, the worker's traceback as a note; RuntimeError if it cannot travel."""
+    error: BaseException
+    try:
+        error = pickle.loads(data)
+    except Exception:  # its constructor takes other arguments, or only the worker can import its class
+        error = RuntimeError("the source raised an exception that cannot be pickled")
+    error.add_note(f"raised in a worker that reads:\n{text}")
+    return error
 
 
 def _may_pass(item: Any) -> bool:
     return isinstance(item, OSError) and not isinstance(item, FINAL) and item.errno not in FINAL_ERRNO
 
 
-def _size(item: Any) -> int:
-    """Bytes of what a source gave, as far as it is what it should be."""
-    try:
-        return memoryview(item[0]).nbytes if not isinstance(item[0], Tensor) else item[0].nbytes
-    except (TypeError, ValueError, IndexError, KeyError, AttributeError):
-        return 0
-
-
 def _checked(item: Any, number: int) -> tuple[memoryview, Any]:
     """Bytes and label of what a source gave."""
+    kind = type(item).__name__
     if isinstance(item, tuple | list) and len(item) == 2:
         data, label = item
         if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.device.type == "cpu":
             data = data.numpy()
         try:
             view = memoryview(data)
+            if view.ndim == 1 and view.itemsize == 1 and view.c_contiguous:
+                return view.cast("B") if len(view) else memoryview(b""), label
         except (TypeError, ValueError):
-            view = None
-        if view is not None and view.ndim == 1 and view.itemsize == 1 and view.c_contiguous:
-            return view.cast("B") if len(view) else memoryview(b""), label
-        found = f"({type(data).__name__}, {type(label).__name__})"
-    else:
-        found = f"{type(item).__name__}"
+            pass
+        kind = f"({type(data).__name__}, {type(label).__name__})"
     raise SourceError(
         f"`source[{number}]` must give (bytes, label), the bytes as they stand in the file: images are decoded on the "
-        f"device. Found: {found}."
+        f"device. Found: {kind}."
     )
 
 
-def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: list[Fault]) -> _Packed:
-    offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
-    np.cumsum([len(data) for data in encoded], out=offsets[1:])
-    named = pickle.dumps(tuple(faults)) if faults else b""
-    parts: list[Any] = [offsets.tobytes(), b"" if labels is None else labels.tobytes(), named]
-    blob = _memory(sum(len(part) for part in [*parts, *encoded]))
-    target, begin = blob.numpy().data, 0
-    for pieces in (parts, encoded):
-        for k, part in enumerate(pieces):
-            target[begin : begin + len(part)] = part
-            begin += len(part)
-            pieces[k] = memoryview(b"")  # one by one: the bytes of a batch are in memory once
-    kind = None
-    if labels is not None:
-        kind = (torch.float32 if labels.dtype == np.float32 else torch.int64), labels.shape
-    return _Packed(blob, len(encoded), kind, len(named))
+def _label_array(labels: list[Any]) -> NDArray[Any] | None:
+    """int64 [n], float32 [n] or float32 [n, K]; None where all labels are."""
+    if all(label is None for label in labels):
+        return None
+    try:
+        values = np.asarray([label.numpy() if isinstance(label, Tensor) else label for label in labels])
+    except ValueError:
+        values = np.asarray(None)
+    if values.dtype.kind not in "biuf" or values.ndim not in (1, 2):
+        kinds = ", ".join(sorted({type(label).__name__ for label in labels}))
+        raise SourceError(
+            "labels of a batch must be integers, floats, float vectors of one length, or all None. "
+            f"Found: {kinds}, such as {labels[0]!r:.100}."
+        )
+    return values.astype(np.float32 if values.ndim == 2 or values.dtype.kind == "f" else np.int64)
 
 
 def _memory(size: int) -> Tensor:

@@ -39,13 +39,52 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers, with a wait that ends at once when a worker dies or the iterator is given up.
 
-    DataLoader itself notices a death after its timeout only, or by a signal handler that raises wherever the main
-    thread happens to be.
+    DataLoader itself notices a death after 5 s, with a timeout only after that, or by a signal handler that raises
+    wherever the main thread happens to be; and it ends no wait for a read that hangs.
+
+    Every worker gets ``dataset`` and gives ``dataset[task]`` for its ``tasks``; results come in order. ``ended()`` is
+    whether nobody waits any more. The other arguments are those of :class:`~gpuaug.read.reader.Reader`.
+
+    Raises:
+        SourceError: if the source cannot be pickled.
+        ReadError: if processes cannot be started.
     """
 
-    def __init__(self, loader: DataLoader[Any], tasks: _Tasks, timeout: float, ended: Callable[[], bool]) -> None:
-        self.loader, self.tasks, self.patience, self.ended = loader, tasks, timeout, ended
-        super().__init__(loader)
+    def __init__(
+        self,
+        dataset: Any,
+        tasks: Iterator[Task],
+        ended: Callable[[], bool],
+        *,
+        num_workers: int,
+        timeout: float,
+        prefetch_factor: int,
+        start_method: str | None,
+    ) -> None:
+        self.timeout, self.ended = timeout, ended
+        self.loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=None,  # an item is a whole batch
+            sampler=tasks,
+            collate_fn=_same,
+            worker_init_fn=_settle,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=True,
+            pin_memory=False,  # its thread would open a CUDA context and copy every batch once more
+            multiprocessing_context=start_method,
+            generator=torch.Generator(),  # else it draws from torch's global one
+        )
+        try:
+            with torch.device("cpu"):  # forked workers would inherit a default device of cuda
+                super().__init__(self.loader)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise SourceError(
+                f"the source cannot be sent to worker processes: {error}. Define its class in a module and keep open "
+                "files and functions out of it, or set `num_workers=0`, or `start_method=fork` where there is fork."
+            ) from error
+        except OSError as error:
+            raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
         _remove_worker_pids(id(self))  # from the list of that signal handler
         self._worker_pids_set = False
 
@@ -56,18 +95,14 @@ class Workers(_MultiProcessingDataLoaderIter):
 
     def restart(self, tasks: Iterator[Task], ended: Callable[[], bool]) -> None:
         """Go on with other tasks."""
-        self.ended, self.tasks.current = ended, tasks
+        self.ended, self._index_sampler = ended, tasks
         self._reset(self.loader)
 
     def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
-        """One message of a worker.
-
-        Raises:
-            EndedError, SilentError: as the names say.
-        """
+        """One message of a worker; EndedError or SilentError where none comes."""
         messages = self._worker_result_queue._reader  # type: ignore[attr-defined]
         by_sentinel = {worker.sentinel: worker for worker in self._workers}
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.timeout
         while True:
             ready = connection.wait([messages, *by_sentinel], timeout=0.1)
             if self.ended():
@@ -87,7 +122,7 @@ class Workers(_MultiProcessingDataLoaderIter):
                 raise SilentError(_death(dead[0]))
             if time.monotonic() > deadline:
                 raise SilentError(
-                    f"the workers that read gave no batch for {self.patience:g} s. Is the storage slow or unreachable? "
+                    f"the workers that read gave no batch for {self.timeout:g} s. Is the storage slow or unreachable? "
                     "Then raise `timeout`, or `num_workers`."
                 )
 
@@ -102,71 +137,12 @@ class Workers(_MultiProcessingDataLoaderIter):
             for worker in self._workers:
                 worker.join(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
-            if worker.is_alive():
-                worker.kill()
+            worker.kill()  # does nothing to one that has ended
         for worker in self._workers:
             worker.join(TIMEOUT_S)
         for queue in [*self._index_queues, self._worker_result_queue]:
             queue.cancel_join_thread()
             queue.close()
-
-
-class _Tasks:
-    """DataLoader's sampler: whatever is to be read in the present epoch."""
-
-    def __init__(self, current: Iterator[Task]) -> None:
-        self.current = current
-
-    def __iter__(self) -> Iterator[Task]:
-        return self.current
-
-
-def start_workers(
-    dataset: Any,
-    tasks: Iterator[Task],
-    ended: Callable[[], bool],
-    *,
-    num_workers: int,
-    timeout: float,
-    prefetch_factor: int,
-    start_method: str | None,
-) -> Workers:
-    """New processes that give ``dataset[task]`` for each task, in order.
-
-    Args:
-        dataset: sent to every worker.
-        tasks: what is read.
-        ended: whether nobody waits any more; asked while waiting.
-        num_workers, timeout, prefetch_factor, start_method: as of :class:`~gpuaug.read.reader.Reader`.
-
-    Raises:
-        SourceError: if the source cannot be pickled.
-        ReadError: if processes cannot be started.
-    """
-    sampler = _Tasks(tasks)
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_size=None,  # an item is a whole batch
-        sampler=sampler,
-        collate_fn=_same,
-        worker_init_fn=_settle,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        persistent_workers=True,
-        pin_memory=False,  # its thread would open a CUDA context and copy every batch once more
-        multiprocessing_context=start_method,
-        generator=torch.Generator(),  # else it draws from torch's global one
-    )
-    try:
-        with torch.device("cpu"):  # forked workers would inherit a default device of cuda
-            return Workers(loader, sampler, timeout, ended)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise SourceError(
-            f"the source cannot be sent to worker processes: {error}. Define its class in a module and keep open files "
-            "and functions out of it, or set `num_workers=0`, or `start_method=fork` where there is fork."
-        ) from error
-    except OSError as error:
-        raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
 
 
 def remedy(error: Exception) -> str:

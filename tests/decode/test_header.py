@@ -218,26 +218,26 @@ def test_ppm(kind):
             header.read(wrong)
 
 
-def test_only_what_dali_is_known_to_decode_is_plain():
+def test_only_what_dali_is_known_to_decode_is_safe():
     jpeg = gradient("JPEG")
     for marker in (0xC0, 0xC1, 0xC2):
-        assert header.read(with_frame(jpeg, marker=marker)).plain
+        assert header.read(with_frame(jpeg, marker=marker)).dali_safe
     for marker in (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF):
-        assert not header.read(with_frame(jpeg, marker=marker)).plain
+        assert not header.read(with_frame(jpeg, marker=marker)).dali_safe
     for precision in (0, 1, 7, 9, 12, 16, 17, 255):
-        assert not header.read(with_frame(jpeg, precision=precision)).plain
+        assert not header.read(with_frame(jpeg, precision=precision)).dali_safe
     for size in (12, 40, 52, 56, 108, 124):
         for bits in range(65):
-            assert header.read(bmp(bits, size=size)).plain == (bits in (1, 4, 8, 24, 32)), (size, bits)
+            assert header.read(bmp(bits, size=size)).dali_safe == (bits in (1, 4, 8, 24, 32)), (size, bits)
     for bits in (1, 4, 8):
         entries = 1 << bits
-        assert header.read(bmp(bits, colors=entries)).plain
-        assert header.read(bmp(bits, colors=2, entries=2)).plain
-        assert not header.read(bmp(bits, colors=entries + 1)).plain
-        assert not header.read(bmp(bits, entries=entries - 1)).plain
+        assert header.read(bmp(bits, colors=entries)).dali_safe
+        assert header.read(bmp(bits, colors=2, entries=2)).dali_safe
+        assert not header.read(bmp(bits, colors=entries + 1)).dali_safe
+        assert not header.read(bmp(bits, entries=entries - 1)).dali_safe
     for bits in (16, 24, 32):
-        assert not header.read(bmp(bits, compression=3, masks=(0xFF, 0xFF00, 0xFF0000))).plain
-    assert not header.read(bmp(24)[:-1]).plain
+        assert not header.read(bmp(bits, compression=3, masks=(0xFF, 0xFF00, 0xFF0000))).dali_safe
+    assert not header.read(bmp(24)[:-1]).dali_safe
 
 
 def test_the_pixels_of_a_png_are_kept():
