@@ -28,10 +28,9 @@ from torch.utils.data import get_worker_info
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy, start_workers
-from gpuaug.source.adapt import adapt
+from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
-from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpuaug import files
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes, FileKeys, ListedSource
+from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
 from gpuaug.source.classes import some
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, share
@@ -91,13 +91,12 @@ class ShardSource(ListedSource):
         self.root, names = common_folder([shard.path for shard in shards])
         rule = _Rule(endings, label)
         parts = _index(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, folder=index)
-        bounds = share(torch.from_numpy(np.cumsum([0, *(len(part.offsets) for part in parts)])))
         self._offsets = share(torch.from_numpy(np.concatenate([part.offsets for part in parts])))  # int64 [N]
         self._sizes = share(torch.from_numpy(np.concatenate([part.sizes for part in parts])))  # int32 [N]
-        self._shards = Names.of([[os.fsencode(shard.path) for shard in shards]])
-        self._versions = Names.of([[shard.version.encode() for shard in shards]])
-        members = Names.of(list(part.keys) for part in parts)
-        self._names: FileKeys = FileKeys(Names.of([[os.fsencode(name) for name in names]]), bounds, members)
+        self._shards = shards
+        bounds = bounds_of([len(part.offsets) for part in parts])
+        shard_names = Names.of([[os.fsencode(name) for name in names]])
+        self._names: FileKeys = FileKeys(shard_names, bounds, Names.of(list(part.keys) for part in parts))
         if not len(self._names):
             raise SourceError(f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule)}")
         left_out = [text for part in parts for text in part.left_out]
@@ -116,9 +115,9 @@ class ShardSource(ListedSource):
         self._activate(subset, exclude, began=began)
 
     def _range(self, index: int) -> Range:
-        shard, _ = self._names.locate(index)
-        path, version = os.fsdecode(self._shards[shard]), self._versions[shard].decode()
-        return Range(path, int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index]), version, image=0)
+        shard = self._shards[locate(self._names.bounds, index)[0]]
+        begin, size = int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index])
+        return Range(shard.path, begin, size, shard.version, image=0)
 
 
 class _Rule(NamedTuple):
@@ -171,7 +170,7 @@ def _index(
                 began = time.monotonic()
                 log.info("index: reading %d of %d shards of %s", len(new), len(shards), redact(root))
                 with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-index") as pool:
-                    parts = list(pool.map(lambda item: _index_shard(*item, rule, storage), new))
+                    parts = list(pool.map(lambda item: _index_shard(item[0], item[1], rule, storage), new))
                 known |= {version: part for (_, version), part in zip(new, parts, strict=True)}
                 saved = _save(paths, b"\n".join(known[version].line for version in versions))
                 samples, took = sum(len(part.offsets) for part in parts), time.monotonic() - began

@@ -56,8 +56,7 @@ class TableSource(ListedSource):
         remote: Remote | None = None,
     ) -> None:
         several = isinstance(label, Sequence) and not isinstance(label, str)
-        none = label is None or (isinstance(label, str) and label == "none")
-        wanted: list[Any] = [] if none else list(label or ()) if several else [label]
+        wanted: list[Any] = list(label or ()) if several else [] if label in (None, "none") else [label]
         if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
@@ -102,20 +101,18 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
     lines = csv.reader(text, delimiter="\t" if kind == ".tsv" else ",", strict=True)
     head = [name.strip() for name in next(lines, [])]
     wanted = [_column(name, head, place) for name in names]
-    columns: list[list[str]] = [[] for _ in names]
-    for row in lines:
-        if not row:
-            continue
+    rows = []
+    for row in filter(None, lines):
         if len(row) != len(head):
             raise SourceError(
                 f"line {lines.line_num} of {place!r} has {len(row)} fields, and the first one {len(head)}."
             )
-        for column, at in zip(columns, wanted, strict=True):
-            column.append(row[at])
-    return [columns[0], *(_typed(column, name, place) for column, name in zip(columns[1:], names[1:], strict=True))]
+        rows.append([row[at] for at in wanted])
+    paths, *columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return [paths, *(_typed(column, name, place) for column, name in zip(columns, names[1:], strict=True))]
 
 
-def _typed(column: list[str], name: str, place: str) -> list[Any]:
+def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
     """Text as whole numbers, other numbers, or names."""
     if "" in column:
         raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Fill it, or leave out the row.")
