@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
-MEMBERS = ("__len__", "__getitem__", "indices", "labels", "classes", "class_to_idx", "num_classes", "key", "digest")
 OPTIONAL = ("label", "mapped", "read_many", "stored", "zero_copy")  # that a MapSource takes from its object
 
 
+@runtime_checkable
 class Source(Protocol):
     """A complete source: what :func:`adapt` returns, and what the later stages rely on.
 
@@ -134,7 +134,7 @@ def adapt(source: Any) -> Source:
     """
     if isinstance(source, Subset):
         return _subset(source)
-    if all(hasattr(source, name) for name in MEMBERS):
+    if isinstance(source, Source):
         return source
     if is_dataset(source):
         return cast(Source, DatasetSource(source))
@@ -164,13 +164,12 @@ def _subset(subset: Subset[Any]) -> Source:
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
         raise SourceError(f"a Subset must hold positions 0 .. {len(base) - 1}, and one at least. Found: {positions}.")
-    if len(np.unique(positions)) < len(positions):
+    unique = torch.from_numpy(np.unique(positions))  # ascending
+    if len(unique) < len(positions):
         raise SourceError(
             "a Subset must hold every position once. To repeat samples use `order=weighted` or a Sampler."
         )
-    numbers = torch.from_numpy(np.sort(positions))
-    if base.indices is not None:
-        numbers = base.indices[numbers]
+    numbers = unique if base.indices is None else base.indices[unique]
     return MapSource(base.samples if isinstance(base, MapSource) else base, indices=share(numbers))
 
 

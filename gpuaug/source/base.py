@@ -202,11 +202,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
-    """The manifest in a file that the command ``kind`` wrote.
-
-    Raises:
-        ValueError: if it is not one, has another version, or was changed after it was written.
-    """
+    """The manifest in a file; ValueError if another command or version wrote it, or it was changed afterwards."""
     manifest = json.loads(data)
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         raise ValueError(f"it was not written by `{kind}`")

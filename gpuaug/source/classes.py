@@ -85,13 +85,8 @@ def encode(
     lists of names      float32 [N, C], 1 for each class in the list
     ==================  =============================================
 
-    Args:
-        values: one per sample.
-        classes: from name to label; None: made from the sorted names.
-        place: of the data, for errors.
-
-    Raises:
-        SourceError: if the values are of several kinds, or a name is not in ``classes``.
+    ``classes`` leads from name to label; None: made from the sorted names. ``place`` is for errors: SourceError if the
+    values are of several kinds, or a name is not in ``classes``.
 
     >>> encode(["dog", "cat"], classes=None, place="train.csv")
     (array([1, 0]), ['cat', 'dog'])

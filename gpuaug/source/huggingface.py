@@ -53,13 +53,10 @@ class DatasetSource(ListedSource):
                 f"dataset.cast_column({self._image!r}, datasets.Image(decode=False))."
             )
         dataset = dataset.with_format(None)
-        label = label_column(
-            label,
-            [name for name in features if name != self._image],
-            with_classes=[name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"],
-            place="the Dataset",
-            remedy="Name one: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels.",
-        )
+        named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
+        columns = [name for name in features if name != self._image]
+        remedy = "Name one: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
+        label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
         self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")

@@ -35,7 +35,7 @@ from gpuaug.source.adapt import adapt
 from gpuaug.source.base import locate, parse_manifest
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import NO_ARRAY, Names, check_array, occurrences, outside, share
-from gpuaug.source.local import check_regular, open_text, read_file
+from gpuaug.source.local import check_regular, read_file
 from gpuaug.source.paths import absolute
 
 log = logging.getLogger("gpuaug")
@@ -185,11 +185,7 @@ class Rows:
         return int(self.first[-1])
 
     def __getitem__(self, row: int) -> tuple[Any, Any]:
-        """Stored bytes and label of one row.
-
-        Raises:
-            SourceError: if its chunk is missing or damaged.
-        """
+        """Stored bytes and label of one row; SourceError if its chunk is missing or damaged."""
         slot, position = locate(self.first, row)  # the stored epoch, counted from 0, and the place in it
         number, within = divmod(position, self.manifest["chunk"])
         samples, pixels, faults = self._chunk(slot, number)
@@ -217,7 +213,7 @@ class Rows:
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """A function from (indices, repeats, valid) of a batch of this epoch to the numbers of its rows, int64 [B]."""
-        slot, stored = self._slot(epoch), self.stored_epoch(epoch)
+        stored = self.stored_epoch(epoch)
         if epoch != stored and not self._repeats_logged:
             self._repeats_logged = True
             log.warning(
@@ -226,25 +222,26 @@ class Rows:
             )  # fmt: skip
 
         def rows(indices: Tensor, repeats: Tensor, valid: Tensor) -> Tensor:
-            positions, there = self._find(slot, indices.numpy(), repeats.numpy())
+            positions, there = self._find(stored, indices.numpy(), repeats.numpy())
             if (missing := ~there & valid.numpy()).any():
                 at = int(missing.argmax())
                 sample = f"sample {int(indices[at])} (repeat {int(repeats[at])})"
                 raise ConfigError(f"{sample} is not among the stored ones of epoch {stored}.")
             if not there.all():  # what fills a last batch shows a sample of the epoch again
-                again, _ = self._find(slot, indices.numpy(), np.zeros_like(positions))
+                again, _ = self._find(stored, indices.numpy(), np.zeros_like(positions))
                 positions = np.where(there, positions, again)
-            return torch.from_numpy(positions) + self.first[slot]
+            return torch.from_numpy(positions) + self.first[stored - self.manifest["start_epoch"]]
 
         return rows
 
     def has(self, epoch: int, indices: Tensor) -> bool:
         """Whether all samples of an epoch's order, int64 [M], are stored for it."""
-        return bool(self._find(self._slot(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
+        return bool(self._find(self.stored_epoch(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
 
     def stored_epoch(self, epoch: int) -> int:
         """The stored epoch that is shown in place of ``epoch``: itself, or another one where it is not stored."""
-        return int(self.manifest["start_epoch"]) + self._slot(epoch)
+        first, count = int(self.manifest["start_epoch"]), int(self.manifest["epochs"])
+        return first + (epoch - first) % count
 
     def faults(self, batch: EncodedBatch) -> list[Fault]:
         """The faults that were stored in place of pixels."""
@@ -280,14 +277,11 @@ class Rows:
         """Per row; a fault has another number of bytes than pixels have."""
         return np.asarray(np.diff(batch.offsets.numpy()) == self.size)
 
-    def _slot(self, epoch: int) -> int:
-        return int((epoch - self.manifest["start_epoch"]) % self.manifest["epochs"])
-
     def _find(
-        self, slot: int, indices: NDArray[np.int64], repeats: NDArray[np.int64]
+        self, epoch: int, indices: NDArray[np.int64], repeats: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Positions in the stored epoch, and whether the samples are there at all."""
-        values, positions = self._table(slot)
+        values, positions = self._table(epoch - self.manifest["start_epoch"])
         wanted = (indices << 16) | repeats  # one number for both; repeats are below 2**16, as the draws require
         at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
         return positions[at], values[at] == wanted
@@ -357,12 +351,8 @@ def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
 
 
 def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """The note that is written after a chunk: rows, digest, faults.
-
-    Raises:
-        OSError, ValueError: if the chunk is incomplete, or the note is damaged.
-    """
-    note = json.load(open_text(str(file.with_suffix(".json"))))
+    """The note that is written after a chunk: rows, digest, faults; OSError or ValueError without a valid one."""
+    note = json.loads(read_file(str(file.with_suffix(".json"))))
     if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
         raise ValueError(f"its note is {str(note)[:100]}")
     for fault in note["faults"]:
@@ -374,22 +364,14 @@ def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest of a complete folder.
-
-    Raises:
-        SourceError: if it is missing or damaged, or has another version.
-    """
+    """The manifest of a complete folder; SourceError if it is missing or damaged, or has another version."""
     try:
         return parse_manifest(read_file(str(root / MANIFEST)), KIND, VERSION)
     except FileNotFoundError as error:
+        text = f"must be a folder that `gpuaug materialize` wrote. Found no {MANIFEST} in {str(root)!r}."
         if (root / PLAN).exists():
-            raise SourceError(
-                f"`source.root` is not finished: {str(root)!r}. Run the same `gpuaug materialize` once more: it goes "
-                "on where it stopped."
-            ) from error
-        raise SourceError(
-            f"`source.root` must be a folder that `gpuaug materialize` wrote. Found no {MANIFEST} in {str(root)!r}."
-        ) from error
+            text = f"is not finished: {str(root)!r}. Run the same `gpuaug materialize` once more: it goes on."
+        raise SourceError(f"`source.root` {text}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(root / MANIFEST, error) from error
 
@@ -406,7 +388,7 @@ def _load(file: Path, *, dtype: Any, optional: bool = False) -> Any:
 
 
 def _damaged(file: str | os.PathLike[str], what: Any) -> SourceError:
-    return SourceError(f"{os.fspath(file)!r} cannot be used: {what}. Run the same `gpuaug materialize` once more.")
+    return SourceError(f"{os.fspath(file)!r} is damaged: {what}. Run the same `gpuaug materialize` once more.")
 
 
 def key_of(made_of: dict[str, Any]) -> str:

@@ -28,7 +28,6 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # that read footers and labels
 OPEN_FILES = 64  # footers that a process keeps
-TAIL_BYTES = 1 << 16  # read first from the end of a file, as pyarrow does
 WAVE_BYTES = 64 << 20  # of remote row groups at a time, not counting the last of them
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow's types
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
@@ -143,8 +142,8 @@ class ParquetSource(ListedSource):
         """Bytes of the images in the largest of 16 evenly spread row groups."""
         sizes = [0]
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
-            meta, _, number = self._locate(group)
-            parts = map(meta.row_group(number).column, range(meta.num_columns))
+            place = self._locate(group)
+            parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
             sizes += [part.total_uncompressed_size for part in parts if part.path_in_schema == self._column]
         return max(sizes)
 
@@ -166,56 +165,53 @@ class ParquetSource(ListedSource):
             if group in self._groups:
                 self._groups.move_to_end(group)
                 yield group, self._groups[group]
-        wave: list[tuple[int, _Group, Range | None]] = []
-        wave_bytes = 0
+        wave: dict[int, _Group] = {}
         for group in missing:
             try:
-                place = self._locate(group)
-                part = _range(place, self._column) if is_url(self.root) else None
+                wave[group] = self._locate(group)
             except (OSError, GpuaugError) as error:
                 yield group, error
-                continue
-            wave.append((group, place, part))
-            wave_bytes += 0 if part is None else part.size or 0
-            if part is None or wave_bytes > WAVE_BYTES:
+            if not is_url(self.root) or sum(place.part.size or 0 for place in wave.values()) > WAVE_BYTES:
                 yield from self._read_wave(wave)
-                wave, wave_bytes = [], 0
+                wave = {}
         yield from self._read_wave(wave)
 
-    def _read_wave(self, wave: list[tuple[int, _Group, Range | None]]) -> Iterator[tuple[int, Any]]:
-        data = iter(self._storage.read([part for _, _, part in wave if part is not None]))
-        for group, place, part in wave:
-            piece = None if part is None else next(data)
+    def _read_wave(self, wave: dict[int, _Group]) -> Iterator[tuple[int, Any]]:
+        parts = [place.part for place in wave.values()]
+        pieces: list[Any] = self._storage.read(parts) if is_url(self.root) else [b""] * len(parts)
+        for (group, place), piece in zip(wave.items(), pieces, strict=True):
             if isinstance(piece, Exception):
                 yield group, piece
                 continue
             try:
-                begin = 0 if part is None else part.begin
-                images = _images(place, self._column, _RangeFile(place.file, self._storage, begin, piece or b""))
+                data = _RangeFile(place.file, self._storage, place.part.begin, piece)
+                images = _images(place, self._column, data)
             except (OSError, GpuaugError, import_pyarrow().ArrowException) as error:
                 reason = f"row group {place.number} of {redact(place.file.path)!r} cannot be read: {error}"
                 yield group, ReadError(reason)
-                continue
-            self._groups[group] = images
-            if len(self._groups) > self.row_groups:
-                self._groups.popitem(last=False)
-            yield group, images
+            else:
+                self._groups[group] = images
+                if len(self._groups) > self.row_groups:
+                    self._groups.popitem(last=False)
+                yield group, images
 
     def _locate(self, group: int) -> _Group:
         number, inside = locate(self._first, group)
         file = self._files[number]
         try:
-            return _Group(self._footer(file), file, inside)
+            meta = self._footer(file)
         except SourceError as error:  # a fault of its samples: the file was readable at the start
             raise ReadError(str(error)) from error
+        return _Group(meta, file, inside, _range(file, meta, inside, self._column))
 
 
 class _Group(NamedTuple):
-    """A row group: footer of its file, the file, and its number in the file."""
+    """A row group: footer of its file, the file, its number in the file, and the range of its images."""
 
     meta: Any
     file: FileInfo
     number: int
+    part: Range
 
 
 class _RangeFile(io.RawIOBase):
@@ -265,12 +261,8 @@ def _metadata(file: FileInfo, storage: Storage) -> Any:
     pyarrow = import_pyarrow()
     if file.size < 0:
         raise SourceError(f"{redact(file.path)!r}: its server says no size. Use one that does, or a copy.")
-    tail = max(0, file.size - TAIL_BYTES)
-    (end,) = storage.read([Range(file.path, tail, file.size - tail, file.version)])
     try:
-        if isinstance(end, Exception):
-            raise end
-        return pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage, tail, end), mode="r"))
+        return pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
         raise SourceError(f"{redact(file.path)!r} cannot be read as a Parquet file: {error}.") from error
 
@@ -283,9 +275,8 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
                 f"{redact(file.path)!r} must have the columns of the first file, as {name!r}: "
                 f"{schema.field(name).type}. Found: {_columns(own)}."
             )
-    if (
-        size := max((meta.row_group(g).total_byte_size for g in range(meta.num_row_groups)), default=0)
-    ) > LARGEST_GROUP:
+    size = max((meta.row_group(g).total_byte_size for g in range(meta.num_row_groups)), default=0)
+    if size > LARGEST_GROUP:
         raise SourceError(
             f"row groups must be of at most {LARGEST_GROUP >> 30} GiB, as they are read as a whole. Found: {size} "
             f"bytes in {redact(file.path)!r}. Write it with smaller ones (`row_group_size`)."
@@ -357,9 +348,8 @@ def plain_values(column: Any, place: str) -> Any:
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
-def _range(place: _Group, column: str) -> Range:
+def _range(file: FileInfo, meta: Any, group: int, column: str) -> Range:
     """The range of the images of a row group."""
-    meta, file, group = place
     inside = meta.row_group(group)
     for chunk in map(inside.column, range(inside.num_columns)):
         if chunk.path_in_schema == column:

@@ -107,9 +107,9 @@ class ShardSource(ListedSource):
             )  # fmt: skip
         if label is not None:
             values = [
-                _value(text, label, label_key, redact(shard.path), name)
+                _value(text, label, label_key, shard.path, part.keys, i)
                 for shard, part in zip(shards, parts, strict=True)
-                for name, text in zip(part.keys, part.labels, strict=True)
+                for i, text in enumerate(part.labels)
             ]
             self._set_labels(values, classes=classes)
         self._activate(subset, exclude, began=began)
@@ -214,28 +214,32 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
-    """A shard's name, size and version, and its samples.
-
-    Raises:
-        ValueError, TypeError, LookupError, OverflowError, RecursionError: if a field is missing or wrong.
-    """
+    """A shard's name, size and version, and its samples; an error that `_load` catches if a field is wrong."""
     entry = json.loads(line)
     name, size, version = entry["stamp"]
-    texts = [entry["keys"], entry["labels"], entry["left_out"], entry["other"]]
-    if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in texts):
+    texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
+    if not all(isinstance(column, list) and set(map(type, column)) <= {str} for column in texts):
         raise ValueError("its texts are not strings")
-    if not all(type(x) is int and x >= 0 for x in [*entry["offsets"], *entry["sizes"], entry["dropped"]]):
-        raise ValueError("its numbers are not whole numbers from 0")
-    keys, labels = (Names.of([[os.fsencode(text) for text in column]]) for column in texts[:2])
-    offsets, sizes = (np.array(entry[column], dtype=np.int64) for column in ("offsets", "sizes"))
+    if not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
+        raise ValueError("its numbers are not whole numbers")
+    keys, labels = texts[:2]
+    offsets, sizes = (np.array(column, dtype=np.int64) for column in numbers)
     if not len(offsets) == len(sizes) == len(set(keys)) == len(keys) or len(labels) != len(keys) * bool(rule.label):
         raise ValueError("its columns differ in length, or two samples have one name")
-    if ((sizes > LARGEST_FILE) | (offsets > size - sizes)).any():
+    if ((offsets < 0) | (sizes < 0) | (sizes > LARGEST_FILE) | (offsets > size - sizes)).any():
         raise ValueError("samples lie outside of their shard")
-    if any(key.startswith(b"/") or b".." in key.split(b"/") for key in keys):
+    joined = "\0".join(["", *keys])
+    if "\0/" in joined or (".." in joined and any(".." in key.split("/") for key in keys)):
         raise ValueError("names lead outside")
-    part = _Part(line, keys, offsets, sizes.astype(np.int32), labels, entry["dropped"], *texts[2:])
+    part = _Part(line, _names(keys), offsets, sizes.astype(np.int32), _names(labels), entry["dropped"], *texts[2:])
     return (name, size, version), part
+
+
+def _names(texts: list[str]) -> Names:
+    """Names outside of shared memory, where each of many shards would take a file descriptor."""
+    encoded = [text.encode(errors="surrogateescape") for text in texts]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    return Names(torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), np.uint8)), torch.from_numpy(ends))
 
 
 def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, storage: Storage) -> _Part:
@@ -331,7 +335,7 @@ def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
 # -- labels
 
 
-def _value(text: bytes, label: str, key: str, shard: str, name: bytes) -> Any:
+def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) -> Any:
     """The label in a member: a field of JSON, else a number or a name."""
     try:
         if label.split(".")[-1] == "json":
@@ -349,7 +353,7 @@ def _value(text: bytes, label: str, key: str, shard: str, name: bytes) -> Any:
         reason = f"no field {error}: set `source.label_key`"
     except (ValueError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-    raise SourceError(f"shard {shard!r}: the {label} of {os.fsdecode(name)!r} is not a label ({reason}).")
+    raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not a label ({reason}).")
 
 
 def _hint(parts: list[_Part], rule: _Rule) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import some
 from gpuaug.source.filters import Subset
@@ -87,12 +87,11 @@ def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
     if not is_url(table) and not os.path.exists(table):
         raise SourceError(f"`source.root` does not exist: {table!r}.")
+    table_error = import_pyarrow().ArrowException if kind == ".parquet" else csv.Error
     try:
         data = storage.read_file(table)
         return _parquet(data, names, redact(table)) if kind == ".parquet" else _csv(data, names, kind, redact(table))
-    except SourceError:
-        raise
-    except (OSError, GpuaugError, csv.Error) as error:
+    except (OSError, ReadError, table_error) as error:
         raise SourceError(f"the table {redact(table)!r} cannot be read: {error}.") from error
 
 
@@ -126,13 +125,10 @@ def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
 
 def _parquet(data: bytes, names: list[str], place: str) -> list[Any]:
     pyarrow = import_pyarrow()
-    try:
-        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
-        for name in names:
-            _column(name, file.schema_arrow.names, place)
-        columns = file.read(names, use_threads=False)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise SourceError(f"the table {place!r} cannot be read: {error}.") from error
+    file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+    for name in names:
+        _column(name, file.schema_arrow.names, place)
+    columns = file.read(names, use_threads=False)
     return [columns.column(names[0]).to_pylist(), *(plain_values(columns.column(name), place) for name in names[1:])]
 
 
