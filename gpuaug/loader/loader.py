@@ -43,7 +43,6 @@ from gpuaug.read import order as orders
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource, RamCache
-from gpuaug.source.replay import StoredEpochs
 
 log = logging.getLogger("gpuaug")
 
@@ -173,11 +172,11 @@ class Loader:
         rows: Any = getattr(self.source, "by_epoch", None)  # of a source that is read differently from epoch to epoch
         stage: Stage
         if (stored := getattr(self.source, "stored", None)) is not None:  # epochs that are augmented already
-            rows = StoredEpochs(stored)
+            rows = stored.rows
             stage = StoredStage(
                 rows, self.augment, source=stored.digest(), seed=self.seed, device=self.device, dtype=self.dtype
             )
-            self.order, encoded = StoredOrder(self.order, rows), rows.rows
+            self.order, encoded = StoredOrder(self.order, rows), rows
             if cache is not None:
                 log.info("cache ram is not used: stored epochs are mapped into memory as they are")
         else:

@@ -21,7 +21,7 @@ from gpuaug.loader.state import differences, plain
 from gpuaug.native import buffers
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
-from gpuaug.source.replay import StoredEpochs
+from gpuaug.source.materialized import Rows
 
 log = logging.getLogger("gpuaug")
 
@@ -194,7 +194,7 @@ class StoredStage:
 
     def __init__(
         self,
-        stored: StoredEpochs,
+        stored: Rows,
         recipe: Augment | MultiView,
         *,
         source: str,
@@ -250,7 +250,7 @@ def _empty(like: Tensor, dtype: torch.dtype, memory_format: torch.memory_format)
 class StoredOrder:
     """An order whose samples are stored: that of the epoch, or of the stored epoch that is shown in its place."""
 
-    def __init__(self, order: orders.Order, stored: StoredEpochs) -> None:
+    def __init__(self, order: orders.Order, stored: Rows) -> None:
         self._order, self._stored = order, stored
         if (position := getattr(order, "position", None)) is not None:  # such orders have every active sample
             self.position = position

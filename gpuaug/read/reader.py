@@ -30,10 +30,9 @@ from gpuaug import checks
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy
-from gpuaug.source.adapt import adapt
+from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
-from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 

@@ -6,30 +6,15 @@ number ``i``. :class:`Source` lists what else a source may have, and :func:`adap
 Sources are unpickled in every worker, so no module here imports a decoder or a configuration library, or touches CUDA.
 """
 
-from __future__ import annotations
+from gpuaug.source.adapt import MapSource, Source, adapt
+from gpuaug.source.folder import FolderSource
+from gpuaug.source.huggingface import DatasetSource
+from gpuaug.source.parquet import ParquetSource
+from gpuaug.source.remote.storage import Remote
+from gpuaug.source.shards import ShardSource
+from gpuaug.source.table import TableSource
 
-from importlib import import_module
-from typing import Any
-
-from gpuaug.source.adapt import adapt
-from gpuaug.source.protocol import Source
-
-_WHERE = {
-    "DatasetSource": "gpuaug.source.huggingface",
-    "FolderSource": "gpuaug.source.folder",
-    "MapSource": "gpuaug.source.adapt",
-    "ParquetSource": "gpuaug.source.parquet",
-    "Remote": "gpuaug.source.remote.storage",
-    "ShardSource": "gpuaug.source.shards",
-    "TableSource": "gpuaug.source.table",
-}
-
-__all__ = [*_WHERE, "Source", "adapt"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'gpuaug.source' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__all__ = [
+    "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source", "TableSource",
+    "adapt",
+]  # fmt: skip

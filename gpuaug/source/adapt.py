@@ -1,12 +1,12 @@
-"""Turns any map-style object into a complete source."""
+"""The interface of a source, as the later stages use it, and what gives it to any map-style object."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
+import os
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,12 +15,60 @@ from torch.utils.data import Subset
 
 from gpuaug.errors import SourceError
 from gpuaug.source.huggingface import DatasetSource, is_dataset
-from gpuaug.source.index import share
-from gpuaug.source.protocol import Source
+from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
-COMPLETE = ("__len__", "__getitem__", "indices", "labels", "classes", "class_to_idx", "num_classes", "key", "digest")
+OPTIONAL = ("label", "mapped", "read_many", "stored", "zero_copy")  # that a MapSource takes from its object
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A complete source: what :func:`adapt` returns, and what the later stages rely on.
+
+    Attributes:
+        indices: int64 ``[len]``, ascending numbers of the active samples; None: 0 .. len - 1.
+        labels: int64 ``[N]`` by sample number; None if there are no labels, or only reading a sample shows its label.
+        classes: class names in the order of their labels.
+
+    A source may also have these:
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. A sample that cannot be read
+            keeps its label this way. Otherwise such a label comes from ``labels``, or is 0.
+        read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of ``(bytes, label)``
+            or exceptions.
+        prefetch: ``source.prefetch(numbers)`` names the samples of the ``read_many`` after the next. The source may
+            start to read them in the background.
+        same_group: ``source.same_group(i)`` returns the numbers of samples that were read together with sample ``i``
+            and are in memory now.
+        mapped: True if reading is at most a copy out of the page cache.
+        zero_copy: True if the returned bytes stay valid and unchanged for as long as they are referenced, so that a
+            batch need not copy them.
+    """
+
+    indices: Tensor | None
+    labels: Tensor | None
+    classes: list[str] | None
+    class_to_idx: dict[str, int] | None
+    num_classes: int | None
+
+    def __len__(self) -> int:
+        """Number of active samples."""
+        ...
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Encoded bytes and label (int, float, floats, or None) of sample number ``index``.
+
+        An OSError or GpuaugError becomes a fault of this sample; any other exception ends the epoch.
+        """
+        ...
+
+    def key(self, index: int) -> str:
+        """Relative path or name of sample number ``index``."""
+        ...
+
+    def digest(self) -> str:
+        """Hash of the keys of all samples, whichever are active and wherever they are stored."""
+        ...
 
 
 class MapSource:
@@ -47,13 +95,11 @@ class MapSource:
         self.class_to_idx: dict[str, int] | None = getattr(samples, "class_to_idx", None)
         number = getattr(samples, "num_classes", None)
         self.num_classes: int | None = len(self.classes) if number is None and self.classes is not None else number
-        self.mapped = bool(getattr(samples, "mapped", False))
-        self.zero_copy = bool(getattr(samples, "zero_copy", False))
-        self.stored = getattr(samples, "stored", None)  # materialized epochs, which a loader replays
-        if callable(many := getattr(samples, "read_many", None)):
-            self.read_many = many
-        if callable(label := getattr(samples, "label", None)):
-            self.label = label
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTIONAL:
+            return getattr(self.samples, name)
+        raise AttributeError(f"MapSource has no attribute {name!r}")
 
     def __len__(self) -> int:
         return len(self.samples) if self.indices is None else len(self.indices)
@@ -75,8 +121,7 @@ class MapSource:
         own = getattr(self.samples, "digest", None)
         if callable(own):
             return str(own())
-        keys = sorted(self.key(i).encode(errors="surrogateescape") for i in range(len(self.samples)))
-        return hashlib.blake2b(b"\0".join(keys), digest_size=16).hexdigest()
+        return Names.of([[os.fsencode(self.key(i)) for i in range(len(self.samples))]]).digest()
 
 
 def adapt(source: Any) -> Source:
@@ -89,7 +134,7 @@ def adapt(source: Any) -> Source:
     """
     if isinstance(source, Subset):
         return _subset(source)
-    if all(hasattr(source, name) for name in COMPLETE):
+    if isinstance(source, Source):
         return source
     if is_dataset(source):
         return cast(Source, DatasetSource(source))
@@ -119,24 +164,21 @@ def _subset(subset: Subset[Any]) -> Source:
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
         raise SourceError(f"a Subset must hold positions 0 .. {len(base) - 1}, and one at least. Found: {positions}.")
-    if len(np.unique(positions)) < len(positions):
+    unique = torch.from_numpy(np.unique(positions))  # ascending
+    if len(unique) < len(positions):
         raise SourceError(
             "a Subset must hold every position once. To repeat samples use `order=weighted` or a Sampler."
         )
-    numbers = torch.from_numpy(np.sort(positions))
-    if base.indices is not None:
-        numbers = base.indices[numbers]
+    numbers = unique if base.indices is None else base.indices[unique]
     return MapSource(base.samples if isinstance(base, MapSource) else base, indices=share(numbers))
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
     """Labels by sample number as int64; None unless they are integers and one per sample."""
-    if labels is None or isinstance(labels, str):
-        return None
     try:
-        values = labels.cpu() if isinstance(labels, Tensor) else torch.from_numpy(np.asarray(labels))
+        values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     except (TypeError, ValueError):
         return None
-    if values.ndim != 1 or len(values) < length or values.is_floating_point() or values.dtype == torch.bool:
+    if values.ndim != 1 or len(values) < length or values.dtype.kind not in "iu":
         return None
-    return share(values.to(torch.int64).clone())
+    return share(torch.from_numpy(values.astype(np.int64)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import operator
 import os
@@ -18,7 +19,7 @@ from torch import Tensor
 from gpuaug.errors import SourceError
 from gpuaug.source.classes import class_mapping, encode, some
 from gpuaug.source.filters import Subset, active
-from gpuaug.source.index import Names, outside, share
+from gpuaug.source.index import Names, share
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
 
@@ -39,7 +40,7 @@ class ListedSource:
     labels: Tensor | None = None
     classes: list[str] | None = None
     class_to_idx: dict[str, int] | None = None
-    _names: Names | FileKeys
+    _names: Names
     _storage: Storage
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not classes
     _digest: str | None = None
@@ -130,29 +131,18 @@ class ListedSource:
     def _set_labels(
         self, values: Sequence[Any] | NDArray[Any], *, classes: Classes, names: Sequence[str] | None = None
     ) -> None:
-        """Take the labels of all samples.
-
-        Args:
-            values: one per sample.
-            classes: the user's mapping.
-            names: class names in the data, in the order of their labels.
-        """
+        """Take one label per sample; ``names`` are the classes in the data, in the order of their labels."""
         root = redact(self.root)
         mapping = None if classes is None else class_mapping(classes)
-        if mapping is not None and names is not None and list(mapping) != list(names):
+        if names is not None and mapping is None:
+            mapping = {name: label for label, name in enumerate(names)}
+        elif names is not None and list(mapping or ()) != list(names):
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
                 raise SourceError(
-                    f"`source.classes` differs from the names of the labels in {root!r}: {some(list(names))}. Leave it "
-                    "out."
+                    f"`source.classes` differs from the names of the labels in {root!r}: {some(names)}. Leave it out."
                 )
-            if beyond := outside(values, len(names)):
-                raise SourceError(
-                    f"labels in {root!r} must be 0 .. {len(names) - 1}, as it names {len(names)} classes. "
-                    f"Found: {beyond}."
-                )
+            encode(values, classes={name: label for label, name in enumerate(names)}, place=root)  # are they in range?
             values = [names[i] for i in values.tolist()]  # the user's mapping may number the classes differently
-        elif mapping is None and names is not None:
-            mapping = {name: label for label, name in enumerate(names)}
         labels, known = encode(values, classes=mapping, place=root)
         tensor = share(torch.from_numpy(labels))
         if labels.dtype == np.int64:
@@ -160,8 +150,7 @@ class ListedSource:
         else:
             self._targets = tensor
         if known is not None:
-            self.class_to_idx = {name: label for label, name in enumerate(known)}
-            self.classes = known
+            self.classes, self.class_to_idx = known, {name: label for label, name in enumerate(known)}
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
         """Choose the active samples, and log how many there are."""
@@ -171,13 +160,10 @@ class ListedSource:
         log.info("source %s: %s, listed in %.1f s", redact(self.root), text, time.monotonic() - began)
 
 
-class FileKeys:
+class FileKeys(Names):
     """Keys ``file/member``, made when they are asked for: no file name is stored more than once.
 
-    Args:
-        files: names of the files.
-        bounds: int64 [files + 1], number of each file's first sample.
-        members: names of the samples in their files; None: the number of the row.
+    ``bounds`` are int64 [files + 1], the first sample of each file. Without ``members`` they are numbers of rows.
     """
 
     def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
@@ -187,25 +173,44 @@ class FileKeys:
         return int(self.bounds[-1])
 
     def __getitem__(self, index: int) -> bytes:
-        file, row = self.locate(index)
+        file, row = locate(self.bounds, index)
         return self.files[file] + b"/" + (b"%d" % row if self.members is None else self.members[index])
 
     def __iter__(self) -> Iterator[bytes]:
         counts = np.diff(self.bounds.numpy()).tolist()
-        if self.members is None:
-            return (file + b"/%d" % row for file, n in zip(self.files, counts, strict=True) for row in range(n))
+        members = (b"%d" % row for count in counts for row in range(count)) if self.members is None else self.members
         files = (file for file, count in zip(self.files, counts, strict=True) for _ in range(count))
-        return (file + b"/" + name for file, name in zip(files, self.members, strict=True))
+        return (file + b"/" + member for file, member in zip(files, members, strict=True))
 
-    def locate(self, index: int) -> tuple[int, int]:
-        """File of a sample, and its row in the file."""
-        bounds = self.bounds.numpy()
-        file = int(np.searchsorted(bounds, index, side="right")) - 1
-        return file, index - int(bounds[file])
 
-    def digest(self) -> str:
-        """Hash of the sorted keys, as :meth:`Names.digest`."""
-        return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
+def locate(bounds: Tensor, index: int) -> tuple[int, int]:
+    """The part of a sample, and its place in the part; ``bounds`` are int64 [parts + 1], the first sample of each."""
+    numbers = bounds.numpy()
+    part = int(np.searchsorted(numbers, index, side="right")) - 1
+    return part, index - int(numbers[part])
+
+
+def bounds_of(counts: Sequence[int]) -> Tensor:
+    """Running sums from 0, int64 [len(counts) + 1], shared."""
+    return share(torch.from_numpy(np.cumsum([0, *counts], dtype=np.int64)))
+
+
+def checksum(manifest: Mapping[str, Any]) -> str:
+    """Hash of a manifest without its field ``checksum``."""
+    text = json.dumps({k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
+    """The manifest in a file; ValueError if another command or version wrote it, or it was changed afterwards."""
+    manifest = json.loads(data)
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        raise ValueError(f"it was not written by `{kind}`")
+    if manifest.get("version") != version:
+        raise ValueError(f"it is of version {manifest.get('version')!r}, and this gpuaug knows {version}")
+    if manifest.get("checksum") != checksum(manifest):
+        raise ValueError("its content does not fit its checksum")
+    return manifest
 
 
 class SourceView:

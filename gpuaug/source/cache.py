@@ -33,8 +33,8 @@ from gpuaug import machine
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
+from gpuaug.source.adapt import Source
 from gpuaug.source.base import SourceView
-from gpuaug.source.protocol import Source
 
 log = logging.getLogger("gpuaug")
 

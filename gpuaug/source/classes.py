@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
+from gpuaug.source.index import outside
 from gpuaug.source.local import open_text
 
 log = logging.getLogger("gpuaug")
 
 
 def class_mapping(classes: Any) -> dict[str, int]:
-    """``source.classes`` as a mapping from name to label; labels are 0 .. C - 1, each once."""
+    """``source.classes`` as a mapping from name to label, in the order of the labels 0 .. C - 1."""
     given = classes
     if isinstance(classes, str | os.PathLike):
         path = os.path.expanduser(os.fspath(classes))
-        given = path
         try:
             text = open_text(path, errors="surrogateescape").read()
             lines = filter(None, map(str.strip, text.split("\n")))
@@ -44,7 +44,7 @@ def class_mapping(classes: Any) -> dict[str, int]:
         )
     if len(set(names)) != len(names) or not names:
         raise SourceError(f"`source.classes` must name every class once. Found {len(names)} names: {some(names)}.")
-    return dict(zip(names, numbers, strict=True))
+    return dict(sorted(zip(names, numbers, strict=True), key=lambda item: item[1]))
 
 
 def label_column(
@@ -52,15 +52,8 @@ def label_column(
 ) -> str | None:
     """Name of the label column; None: no labels.
 
-    Args:
-        label: the column; ``auto``: ``label`` or ``labels``, else the only one of ``with_classes``; ``none`` or None.
-        columns: all columns without images.
-        with_classes: columns whose values are class numbers with names.
-        place: of the data, for errors.
-        remedy: for errors.
-
-    Raises:
-        SourceError: if there is no such column, or ``auto`` does not find it among several.
+    ``auto`` means ``label`` or ``labels``, else the only one of ``with_classes``: columns of numbers with class names.
+    ``columns`` are all without images; ``place`` and ``remedy`` are for errors.
     """
     if label in (None, "none") or (label == "auto" and not columns):
         return None
@@ -92,31 +85,23 @@ def encode(
     lists of names      float32 [N, C], 1 for each class in the list
     ==================  =============================================
 
-    Args:
-        values: one per sample.
-        classes: from name to label; None: made from the sorted names.
-        place: of the data, for errors.
-
-    Raises:
-        SourceError: if the values are of several kinds, or a name is not in ``classes``.
+    ``classes`` leads from name to label; None: made from the sorted names. ``place`` is for errors: SourceError if the
+    values are of several kinds, or a name is not in ``classes``.
 
     >>> encode(["dog", "cat"], classes=None, place="train.csv")
     (array([1, 0]), ['cat', 'dog'])
     """
-    if isinstance(values, np.ndarray):
-        kinds: set[Any] = {values.dtype.type}
-    else:
-        kinds = set(map(type, values))
+    kinds: set[Any] = {values.dtype.type} if isinstance(values, np.ndarray) else set(map(type, values))
     named = None if classes is None else list(classes)
     if all(issubclass(kind, int | np.integer | np.bool_) for kind in kinds):
         try:
             numbers = np.asarray(values, dtype=np.int64)
         except OverflowError as error:
             raise _refused(values, kinds, place) from error
-        if classes is not None and len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(classes):
+        if classes is not None and (beyond := outside(numbers, len(classes))):
             raise SourceError(
-                f"labels in {place!r} must be 0 .. {len(classes) - 1}, as `source.classes` has {len(classes)} classes. "
-                f"Found: {numbers.min()} .. {numbers.max()}."
+                f"labels in {place!r} must be 0 .. {len(classes) - 1}, as there are {len(classes)} classes. Found: "
+                f"{beyond}."
             )
         return numbers, named
     if all(issubclass(kind, int | float | np.number) for kind in kinds):
@@ -127,7 +112,11 @@ def encode(
     if all(issubclass(kind, list | tuple) for kind in kinds):
         inside = {type(value) for row in values for value in row}
         if inside == {str}:
-            return _sets(values, classes, place)
+            mapping = _mapping({value for row in values for value in row}, classes, place)
+            sets = np.zeros((len(values), len(mapping)), dtype=np.float32)
+            for i, row in enumerate(values):
+                sets[i, [mapping[value] for value in row]] = 1
+            return sets, list(mapping)
         lengths = {len(row) for row in values}
         if len(lengths) > 1:
             raise SourceError(
@@ -139,21 +128,10 @@ def encode(
     raise _refused(values, kinds, place)
 
 
-def _sets(rows: Any, classes: Mapping[str, int] | None, place: str) -> tuple[NDArray[Any], list[str]]:
-    """Lists of class names as float32 [N, C] of 0 and 1."""
-    mapping = _mapping({value for row in rows for value in row}, classes, place)
-    sets = np.zeros((len(rows), len(mapping)), dtype=np.float32)
-    for i, row in enumerate(rows):
-        sets[i, [mapping[value] for value in row]] = 1
-    return sets, list(mapping)
-
-
 def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
     if bad.any():
-        raise SourceError(
-            f"label {int(bad.argmax())} in {place!r} is not a finite number. Found {bad.sum()} such ones."
-        )
+        raise SourceError(f"label {bad.argmax()} in {place!r} is not a finite number. Found {bad.sum()} such ones.")
     return values
 
 

@@ -36,15 +36,7 @@ def active(
 ) -> Tensor | None:
     """Ascending numbers of the active samples, int64; None: all.
 
-    Args:
-        names: keys of the samples.
-        subset: as the user gave it: a count, a fraction, a file or sequence of numbers.
-        exclude: the user's file of samples to leave out.
-        root: of the source, for messages.
-        numbers: of the samples, ascending; None: 0 .. len(names) - 1.
-
-    Raises:
-        SourceError: if ``subset`` names unknown samples, or no sample is left.
+    ``names`` are the keys of the samples, and ``numbers`` their numbers, ascending; None: 0 .. len(names) - 1.
     """
     known = np.arange(len(names)) if numbers is None else numbers
     chosen = known if subset is None else _subset(subset, known)
@@ -87,10 +79,10 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
     else:
         try:
             numbers = np.asarray(subset)
+            if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+                raise ValueError(f"{numbers.dtype} of shape {numbers.shape}")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise SourceError(f"`source.subset` must hold sample numbers. Found: {subset!r:.200}.") from error
-        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
-            raise SourceError(f"`source.subset` must hold sample numbers. Found: {numbers.dtype} {numbers.shape}.")
+            raise SourceError(f"`source.subset` must hold sample numbers. Found: {subset!r:.200} ({error}).") from error
     ascending = np.unique(numbers).astype(np.int64)
     if not len(ascending) or len(ascending) < len(numbers) or not np.isin(ascending, known).all():
         text = f"{len(numbers)} numbers, {len(ascending)} of them distinct"

@@ -7,18 +7,16 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import ListedSource
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.filters import IMAGE_EXTENSIONS, extensions_of
-from gpuaug.source.index import Names, share
+from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
+from gpuaug.source.index import Names
 from gpuaug.source.local import LARGE, read_file
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -64,8 +62,8 @@ class FolderSource(ListedSource):
         root: str | os.PathLike[str],
         *,
         labels: Literal["folder", "none"] | None = "folder",
-        classes: Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None = None,
-        subset: int | float | Sequence[int] | Tensor | str | os.PathLike[str] | None = None,
+        classes: Classes = None,
+        subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
         remote: Remote | None = None,
@@ -84,13 +82,16 @@ class FolderSource(ListedSource):
         elif classes is not None:
             raise ConfigError("`source.classes` names the folders' labels, but `source.labels` is none. Drop one.")
         else:
-            self._names = Names.of(map(_encode, tree.images(None)))
+            self._names = Names.of(tree.images(None))
             if not len(self._names):
                 raise SourceError(f"no images in {redact(self.root)!r}: no file below it ends in {', '.join(endings)}.")
-        if isinstance(tree, _UrlTree):
-            self._keep_listing(tree)
-        else:
+        if isinstance(tree, _LocalTree):
             tree.warn()
+        else:  # keep what reading needs: nearly nothing per sample unless there is a disk cache
+            files = [tree.files[os.fsdecode(name)] for name in self._names]
+            self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
+            if self._storage.remote.cache is not None:
+                self._versions = Names.of([[file.version.encode() for file in files]])
         self._activate(subset, exclude, began=began)
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
@@ -107,13 +108,6 @@ class FolderSource(ListedSource):
         version = "" if self._versions is None else self._versions[index].decode()
         path = join(self.root, os.fsdecode(self._names[index]))
         return Range(path, version=version, image=self._large.get(index, 0))
-
-    def _keep_listing(self, tree: _UrlTree) -> None:
-        """Keep what reading needs of a remote listing: nearly nothing per sample unless there is a disk cache."""
-        files = [tree.files[os.fsdecode(name)] for name in self._names]
-        self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
-        if self._storage.remote.cache is not None:
-            self._versions = Names.of([[file.version.encode() for file in files]])
 
     def _list_classes(
         self, given: dict[str, int] | None, tree: _LocalTree | _UrlTree, endings: tuple[str, ...]
@@ -137,7 +131,7 @@ class FolderSource(ListedSource):
             for folder in folders:
                 for block in tree.images(folder):
                     counts[folder] += len(block)
-                    yield _encode(block)
+                    yield block
 
         self._names = Names.of(blocks())
         empty = [folder for folder, count in counts.items() if not count]
@@ -152,9 +146,7 @@ class FolderSource(ListedSource):
                 "Remove them, or give `source.classes`, where a class may be without images."
             )
         labels = np.array([mapping[folder] for folder in folders], dtype=np.int64)
-        self.labels = share(torch.from_numpy(np.repeat(labels, list(counts.values()))))
-        self.class_to_idx = dict(sorted(mapping.items(), key=lambda item: item[1]))
-        self.classes = list(self.class_to_idx)
+        self._set_labels(np.repeat(labels, list(counts.values())), classes=mapping)
 
 
 class _LocalTree:
@@ -179,19 +171,30 @@ class _LocalTree:
         images = [e for e in entries if e.name.lower().endswith(self.endings) and not _is_folder(e)]
         return folders, len(images)
 
-    def images(self, folder: str | None) -> Iterator[list[str]]:
+    def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Keys of the images below a class folder, or all (None), one list per folder as ``sorted(os.walk(...))``."""
         listed: list[tuple[str, list[str]]] = []  # folder, names of its images
         visits: Counter[tuple[int, int]] = Counter()  # through links in links, by device and inode
-        above = frozenset() if folder is None else frozenset(filter(None, [self._identity(self.root)]))
+        above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
         # breadth first and by name, so that every machine leaves out the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()
             path = os.path.join(self.root, prefix[:-1]) if prefix else self.root
-            identity = self._identity(path)
-            if identity is None or not self._enter(path, identity, above, links, visits):
+            try:
+                identity = _identity(os.stat(path))
+            except OSError as error:
+                if error.errno not in TOO_LONG:
+                    raise _unlisted(path, error) from error
+                self._skip(path, "have a path too long to be opened")
                 continue
+            if identity in above:
+                self._skip(path, "lead back to a folder above them")
+                continue
+            if links > 1 and visits[identity] == MOST_VISITS:
+                self._skip(path, f"were reached {MOST_VISITS} times through links in links")
+                continue
+            visits[identity] += links > 1
             names, below = [], above | {identity}
             for entry in sorted(_scan(path), key=lambda entry: entry.name):
                 if _is_folder(entry):
@@ -202,25 +205,7 @@ class _LocalTree:
                 listed.append((prefix, names))
         # without the last "/": torchvision sorts the paths of folders
         for prefix, names in sorted(listed, key=lambda item: item[0][:-1]):
-            yield [prefix + name for name in names]
-
-    def _enter(
-        self,
-        path: str,
-        identity: tuple[int, int],
-        above: frozenset[tuple[int, int]],
-        links: int,
-        visits: Counter[tuple[int, int]],
-    ) -> bool:
-        """Whether to list a folder that was reached through ``links`` links; False ends a loop."""
-        if identity in above:
-            self._skip(path, "lead back to a folder above them")
-            return False
-        if links > 1 and visits[identity] == MOST_VISITS:
-            self._skip(path, f"were reached {MOST_VISITS} times through links in links")
-            return False
-        visits[identity] += links > 1
-        return True
+            yield [os.fsencode(prefix + name) for name in names]
 
     def warn(self) -> None:
         """Log one line about the folders that were not entered."""
@@ -230,17 +215,6 @@ class _LocalTree:
                 self.root, self.skipped.total(),
                 ", ".join(f"{count} {reason}" for reason, count in self.skipped.items()), self._first,
             )  # fmt: skip
-
-    def _identity(self, path: str) -> tuple[int, int] | None:
-        """Device and inode; None if the path is too long to be used."""
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            if error.errno in TOO_LONG:
-                self._skip(path, "have a path too long to be opened")
-                return None
-            raise _unlisted(path, error) from error
-        return status.st_dev, status.st_ino
 
     def _skip(self, path: str, reason: str) -> None:
         self._first = self._first or path
@@ -261,13 +235,13 @@ class _UrlTree:
         """Folders directly in the root, and the number of images beside them."""
         return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
 
-    def images(self, folder: str | None) -> Iterator[list[str]]:
+    def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Keys of the images below a class folder, or all (None), one list per folder."""
         folders: dict[str, list[str]] = {}
         for first in self.by_class if folder is None else [folder]:
             folders |= self.by_class[first]
-        for name in sorted(folders):
-            yield sorted(folders[name])
+        for _, keys in sorted(folders.items()):
+            yield [os.fsencode(key) for key in sorted(keys)]
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
@@ -289,5 +263,5 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _encode(block: list[str]) -> list[bytes]:
-    return [os.fsencode(key) for key in block]
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -52,7 +52,7 @@ class DatasetSource(ListedSource):
                 f"the images of a Dataset must be undecoded, and its column {self._image!r} decodes them. Cast it: "
                 f"dataset.cast_column({self._image!r}, datasets.Image(decode=False))."
             )
-        plain = dataset.with_format(None)
+        dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
         columns = [name for name in features if name != self._image]
         remedy = "Name one: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
@@ -62,12 +62,11 @@ class DatasetSource(ListedSource):
             raise SourceError("the Dataset has no rows.")
         if label is not None:
             names = getattr(features[label], "names", None)
-            values = list(plain.select_columns([label])[:][label])
+            values = list(dataset.select_columns([label])[:][label])
             if any(value is None for value in values):
                 raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Fill it.")
             self._set_labels(values, classes=None, names=names if isinstance(names, list) else None)
-        self._dataset = plain.select_columns([self._image])
-        self.indices = None
+        self._dataset = dataset.select_columns([self._image])
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         return [self._row(i) for i in numbers]

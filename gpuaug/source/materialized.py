@@ -17,11 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import operator
 import os
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.adapt import adapt
+from gpuaug.source.base import locate, parse_manifest
 from gpuaug.source.filters import Subset, active
-from gpuaug.source.index import NO_ARRAY, Names, check_array, outside, share
-from gpuaug.source.local import check_regular, open_text
+from gpuaug.source.index import NO_ARRAY, Names, check_array, occurrences, outside, share
+from gpuaug.source.local import check_regular, read_file
+from gpuaug.source.paths import absolute
 
 log = logging.getLogger("gpuaug")
 
@@ -72,27 +74,24 @@ class MaterializedSource:
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(root, str | os.PathLike) or not os.fspath(root):
-            raise ConfigError(f"`source.root` must be the path of a folder. Found: {root!r}.")
-        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self.root = absolute(root)
         self.manifest = read_manifest(Path(self.root))
         self.rows = Rows(self.root, self.manifest)
         self.classes: list[str] | None = self.manifest["classes"]
         self.class_to_idx: dict[str, int] | None = self.manifest["class_to_idx"]
         self.num_classes: int | None = self.manifest["num_classes"]
-        self._stored, self.labels = self._numbers("indices"), self._numbers("labels")  # numbers; None: 0 .. samples - 1
-        if self._stored is not None:
-            numbers = self._stored.numpy()
-            if not len(numbers) or numbers[0] < 0 or (np.diff(numbers) <= 0).any():
-                raise _damaged(os.path.join(self.root, "indices.npy"), "its numbers are not ascending")
+        self.labels = self._numbers("labels")
+        self._stored = self._numbers("indices")  # sample numbers; None: 0 .. samples - 1
+        numbers = None if self._stored is None else self._stored.numpy()
+        if numbers is not None and (not len(numbers) or numbers[0] < 0 or (np.diff(numbers) <= 0).any()):
+            raise _damaged(os.path.join(self.root, "indices.npy"), "its numbers are not ascending")
         self._names = self._keys()
         if original is not None and (digest := adapt(original).digest()) != self.digest():
             raise SourceError(
                 f"`source.original` has other samples than the epochs in {self.root!r} were made of: digest {digest}, "
                 f"and {self.digest()} there. Materialize anew, or restore the files."
             )
-        stored = None if self._stored is None else self._stored.numpy()
-        chosen = active(self._names, subset, exclude, root=self.root, numbers=stored)
+        chosen = active(self._names, subset, exclude, root=self.root, numbers=numbers)
         self.indices = self._stored if chosen is None else chosen
         log.info("source %s: %s", self.root, self)
 
@@ -132,31 +131,34 @@ class MaterializedSource:
         """Position of a sample number among the stored ones; IndexError if it is not stored."""
         number = operator.index(index)
         position = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
-        known = 0 <= position < len(self._names)
-        if not known or (self._stored is not None and int(self._stored[position]) != number):
+        if not 0 <= position < len(self._names) or (self._stored is not None and int(self._stored[position]) != number):
             raise IndexError(f"{self.root!r} has no sample {number}.")
         return position
 
     def _keys(self) -> Names:
         blob, offsets = self._numbers("keys", dtype=np.uint8), self._numbers("key_offsets")
-        stored = None if self._stored is None else len(self._stored)
-        if blob is None or offsets is None or len(offsets) != self.manifest["samples"] + 1:
+        count = self.manifest["samples"] if self._stored is None else len(self._stored)
+        if blob is None or offsets is None or not len(offsets) == count + 1 == self.manifest["samples"] + 1:
             raise _damaged(os.path.join(self.root, "keys.npy"), "its keys are not those of the manifest")
         ends = offsets.numpy()
-        if stored not in (None, len(ends) - 1) or ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
+        if ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
             raise _damaged(os.path.join(self.root, "key_offsets.npy"), "the keys overlap or are missing")
         return Names(blob, offsets)
 
     def _numbers(self, name: str, *, dtype: Any = np.int64) -> Tensor | None:
-        file = Path(self.root, f"{name}.npy")
-        return share(torch.from_numpy(np.array(_load(file, dtype=dtype)))) if file.exists() else None
+        values = _load(Path(self.root, f"{name}.npy"), dtype=dtype, optional=True)
+        return None if values is None else share(torch.from_numpy(np.array(values)))
 
 
 class Rows:
     """The source that workers read: stored samples by row number, one epoch after the other.
 
     ``rows[n]`` returns the pixels of all views as one view of mapped memory. For a sample without pixels it returns the
-    JSON of its fault, whose length differs. Pickles to the path and the manifest.
+    JSON of its fault, whose length differs. Pickles to the path and the manifest. The loader asks it for the row of
+    (epoch, index, repeat), and for the pixels in the bytes of its rows.
+
+    Attributes:
+        dtype: of the stored pixels; uint8 is before normalization.
     """
 
     indices = labels = classes = class_to_idx = num_classes = None
@@ -164,10 +166,17 @@ class Rows:
 
     def __init__(self, root: str, manifest: dict[str, Any]) -> None:
         self.root, self.manifest = root, manifest
+        self.dtype: torch.dtype = getattr(torch, manifest["store"])
         self.record = record(manifest)
-        self.size = pixel_bytes(self.record)  # of all views of a sample
-        self.first = np.concatenate([[0], np.cumsum(manifest["rows"])])  # int64 [K + 1], first row of each epoch
+        fields: Any = self.record.fields
+        self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of all views
+        self.first = torch.from_numpy(np.cumsum([0, *manifest["rows"]]))  # int64 [K + 1], first row of each epoch
+        self._labels = _load(Path(root, "labels.npy"), dtype=np.int64, optional=True)
+        # label(row), for samples that cannot be read; None if only reading a sample shows its label
+        self.label = None if self._labels is None else self._label
+        self._repeats_logged = False
         self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)
+        self._table = lru_cache(maxsize=2)(self._sorted)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Rows, (self.root, self.manifest)
@@ -176,56 +185,15 @@ class Rows:
         return int(self.first[-1])
 
     def __getitem__(self, row: int) -> tuple[Any, Any]:
-        """Stored bytes and label of one row.
-
-        Raises:
-            SourceError: if its chunk is missing or damaged.
-        """
-        slot, position = self.locate(row)
+        """Stored bytes and label of one row; SourceError if its chunk is missing or damaged."""
+        slot, position = locate(self.first, row)  # the stored epoch, counted from 0, and the place in it
         number, within = divmod(position, self.manifest["chunk"])
         samples, pixels, faults = self._chunk(slot, number)
-        label = None if "label" not in (self.record.names or ()) else samples["label"][within]
+        label = None if self.manifest["label"] is None else samples["label"][within]
         if within in faults:
             text = json.dumps(faults[within]).encode()
             return text if len(text) != self.size else text + b" ", label
         return pixels[within].data, label
-
-    def order(self, slot: int) -> NDArray[np.int64]:
-        """Sample numbers in the order of a stored epoch, int64 [M], mapped."""
-        file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
-        numbers = _load(file, dtype=np.int64)
-        if len(numbers) != self.manifest["rows"][slot]:
-            raise _damaged(file, f"{len(numbers)} numbers")
-        return numbers
-
-    def checked_order(self, slot: int) -> NDArray[np.int64]:
-        """As :meth:`order`, in memory and with every number checked.
-
-        Raises:
-            SourceError: if a number is not that of a sample.
-        """
-        numbers = np.array(self.order(slot))
-        indices = Path(self.root, "indices.npy")
-        last = int(_load(indices, dtype=np.int64)[-1]) if indices.exists() else self.manifest["samples"] - 1
-        if beyond := outside(numbers, last + 1):
-            file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
-            raise _damaged(file, f"samples have the numbers 0 .. {last}, and it holds {beyond}")
-        return numbers
-
-    @property
-    def label(self) -> Callable[[int], int] | None:
-        """``label(row)``, for samples that cannot be read; None if only reading a sample shows its label."""
-        return None if self._labels is None else self._label
-
-    @cached_property
-    def _labels(self) -> NDArray[np.int64] | None:
-        file = Path(self.root, "labels.npy")
-        return _load(file, dtype=np.int64) if file.exists() else None
-
-    def _label(self, row: int) -> int:
-        slot, position = self.locate(row)
-        assert self._labels is not None
-        return int(self._labels[self.order(slot)[position]])
 
     def key(self, index: int) -> str:
         """The row number; :class:`MaterializedSource` knows the keys."""
@@ -235,12 +203,102 @@ class Rows:
         """Hash of source, seed and recipe."""
         return str(self.manifest["key"])
 
-    def locate(self, row: int) -> tuple[int, int]:
-        """The stored epoch of a row, counted from 0, and the position in it."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"rows are 0 .. {len(self) - 1}. Found: {row}.")
-        slot = int(np.searchsorted(self.first, row, side="right")) - 1
-        return slot, int(row - self.first[slot])
+    def order(self, slot: int) -> NDArray[np.int64]:
+        """Sample numbers in the order of a stored epoch, int64 [M], mapped."""
+        file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
+        numbers = _load(file, dtype=np.int64)
+        if len(numbers) != self.manifest["rows"][slot]:
+            raise _damaged(file, f"{len(numbers)} numbers")
+        return numbers
+
+    def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """A function from (indices, repeats, valid) of a batch of this epoch to the numbers of its rows, int64 [B]."""
+        stored = self.stored_epoch(epoch)
+        if epoch != stored and not self._repeats_logged:
+            self._repeats_logged = True
+            log.warning(
+                "epoch %d shows the augmentations of epoch %d again: %d epochs are stored, from %d on",
+                epoch, stored, self.manifest["epochs"], self.manifest["start_epoch"],
+            )  # fmt: skip
+
+        def rows(indices: Tensor, repeats: Tensor, valid: Tensor) -> Tensor:
+            positions, there = self._find(stored, indices.numpy(), repeats.numpy())
+            if (missing := ~there & valid.numpy()).any():
+                at = int(missing.argmax())
+                sample = f"sample {int(indices[at])} (repeat {int(repeats[at])})"
+                raise ConfigError(f"{sample} is not among the stored ones of epoch {stored}.")
+            if not there.all():  # what fills a last batch shows a sample of the epoch again
+                again, _ = self._find(stored, indices.numpy(), np.zeros_like(positions))
+                positions = np.where(there, positions, again)
+            return torch.from_numpy(positions) + self.first[stored - self.manifest["start_epoch"]]
+
+        return rows
+
+    def has(self, epoch: int, indices: Tensor) -> bool:
+        """Whether all samples of an epoch's order, int64 [M], are stored for it."""
+        return bool(self._find(self.stored_epoch(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
+
+    def stored_epoch(self, epoch: int) -> int:
+        """The stored epoch that is shown in place of ``epoch``: itself, or another one where it is not stored."""
+        first, count = int(self.manifest["start_epoch"]), int(self.manifest["epochs"])
+        return first + (epoch - first) % count
+
+    def faults(self, batch: EncodedBatch) -> list[Fault]:
+        """The faults that were stored in place of pixels."""
+        without = set(np.flatnonzero(~self._has_pixels(batch)).tolist()) - {fault.row for fault in batch.faults}
+        stored = [(row, json.loads(batch.encoded(row).numpy().tobytes())) for row in sorted(without)]
+        return [Fault(row, f["stage"], f["reason"], f["size"], bytes.fromhex(f["head"])) for row, f in stored]
+
+    def pixels(self, batch: EncodedBatch) -> Tensor:
+        """Stored bytes of all views, uint8 [B, bytes]; zero where a sample has no pixels. Copied only for those."""
+        good = self._has_pixels(batch)
+        if good.all():
+            return batch.data.view(len(batch), self.size)
+        flat = torch.zeros((len(batch), self.size), dtype=torch.uint8)
+        for row in np.flatnonzero(good).tolist():
+            flat[row] = batch.encoded(row)
+        return flat
+
+    def views(self, pixels: Tensor) -> list[Tensor]:
+        """The views in stored bytes, on any device: uint8 [B, H, W, 3], or the stored dtype [B, 3, H, W]."""
+        fields: Any = self.record.fields
+        views = []
+        for number in range(len(self.manifest["views"])):
+            kind, begin = fields[f"view{number}"][:2]
+            part = pixels[:, begin : begin + kind.itemsize]
+            if self.dtype == torch.uint8 or part.stride(0) % self.dtype.itemsize:
+                part = part.contiguous()
+            if part.storage_offset() % self.dtype.itemsize:
+                part = part.clone()  # labels and faults before it moved it off the dtype's alignment
+            views.append(part.view(self.dtype).view(len(pixels), *kind.shape))
+        return views
+
+    def _has_pixels(self, batch: EncodedBatch) -> NDArray[np.bool_]:
+        """Per row; a fault has another number of bytes than pixels have."""
+        return np.asarray(np.diff(batch.offsets.numpy()) == self.size)
+
+    def _find(
+        self, epoch: int, indices: NDArray[np.int64], repeats: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Positions in the stored epoch, and whether the samples are there at all."""
+        values, positions = self._table(epoch - self.manifest["start_epoch"])
+        wanted = (indices << 16) | repeats  # one number for both; repeats are below 2**16, as the draws require
+        at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
+        return positions[at], values[at] == wanted
+
+    def _sorted(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        indices = np.array(self.order(slot))
+        stored = _load(Path(self.root, "indices.npy"), dtype=np.int64, optional=True)
+        last = self.manifest["samples"] - 1 if stored is None else int(stored[-1])
+        if beyond := outside(indices, last + 1):
+            raise _damaged(self.root, f"an order of samples 0 .. {last} holds {beyond}")
+        values = (indices << 16) | occurrences(torch.from_numpy(indices)).numpy()
+        positions = np.argsort(values, kind="stable")
+        return values[positions], positions
+
+    def _label(self, row: int) -> int:
+        slot, position = locate(self.first, row)
+        return int(self._labels[self.order(slot)[position]])
 
     def _mapped(self, slot: int, number: int) -> tuple[Any, NDArray[np.uint8], dict[int, Any]]:
         """A chunk: its records, their pixels uint8 [n, size], and the faults by row."""
@@ -272,12 +330,6 @@ def record(manifest: dict[str, Any]) -> np.dtype[Any]:
     return np.dtype(fields)
 
 
-def pixel_bytes(of: np.dtype[Any]) -> int:
-    """Bytes of all views of a record, which precede its label."""
-    assert of.fields is not None
-    return int(of.fields["label"][1]) if "label" in of.fields else of.itemsize
-
-
 def epoch_folder(root: Path, manifest: dict[str, Any], slot: int) -> Path:
     """Folder of the chunks of a stored epoch."""
     return root / f"epoch-{manifest['start_epoch'] + slot:04d}"
@@ -290,7 +342,7 @@ def chunk_file(root: Path, manifest: dict[str, Any], slot: int, number: int) -> 
 
 def chunk_count(manifest: dict[str, Any], slot: int) -> int:
     """Number of chunks of a stored epoch."""
-    return math.ceil(manifest["rows"][slot] / manifest["chunk"])
+    return int(-(-manifest["rows"][slot] // manifest["chunk"]))
 
 
 def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
@@ -299,12 +351,8 @@ def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
 
 
 def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """The note that is written after a chunk: rows, digest, faults.
-
-    Raises:
-        OSError, ValueError: if the chunk is incomplete, or the note is damaged.
-    """
-    note = json.load(open_text(str(file.with_suffix(".json"))))
+    """The note that is written after a chunk: rows, digest, faults; OSError or ValueError without a valid one."""
+    note = json.loads(read_file(str(file.with_suffix(".json"))))
     if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
         raise ValueError(f"its note is {str(note)[:100]}")
     for fault in note["faults"]:
@@ -316,54 +364,26 @@ def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest of a complete folder.
-
-    Raises:
-        SourceError: if it is missing or damaged, or has another version.
-    """
+    """The manifest of a complete folder; SourceError if it is missing or damaged, or has another version."""
     try:
-        manifest = json.load(open_text(str(root / MANIFEST)))
+        return parse_manifest(read_file(str(root / MANIFEST)), KIND, VERSION)
     except FileNotFoundError as error:
+        text = f"must be a folder that `gpuaug materialize` wrote. Found no {MANIFEST} in {str(root)!r}."
         if (root / PLAN).exists():
-            raise SourceError(
-                f"`source.root` is not finished: {str(root)!r}. Run the same `gpuaug materialize` once more: it goes "
-                "on where it stopped."
-            ) from error
-        raise SourceError(
-            f"`source.root` must be a folder that `gpuaug materialize` wrote. Found no {MANIFEST} in {str(root)!r}."
-        ) from error
+            text = f"is not finished: {str(root)!r}. Run the same `gpuaug materialize` once more: it goes on."
+        raise SourceError(f"`source.root` {text}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{str(root / MANIFEST)!r} cannot be read: {error}.") from error
-    kind, version = (manifest.get("kind"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
-    if (kind, version) != (KIND, VERSION):
-        raise SourceError(
-            f"{str(root)!r} must be a folder of `{KIND}`, version {VERSION}. Found: {kind!r}, version {version!r}."
-        )
-    try:
-        _check_manifest(manifest)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(root / MANIFEST, error) from error
-    return manifest
 
 
-def _check_manifest(manifest: dict[str, Any]) -> None:
-    """KeyError, TypeError, ValueError or OverflowError if a field is missing or has a wrong value."""
-    counts = [manifest.get(name) for name in ("samples", "epochs", "chunk", "start_epoch")]
-    rows: Any = manifest.get("rows")
-    valid = all(type(n) is int and n >= 0 for n in [*counts, *rows]) and len(rows) == manifest["epochs"] > 0
-    if not valid or not manifest["chunk"] or not pixel_bytes(record(manifest)):
-        raise ValueError(f"samples, epochs, chunk, start_epoch and rows are {counts}, {rows}")
-    if missing := {"classes", "class_to_idx", "num_classes", "key", "order"} - manifest.keys():
-        raise ValueError(f"it has no {', '.join(sorted(missing))}")
-    str(manifest["made_of"]["source"]), [view["backend"] for view in manifest["views"]]
-
-
-def _load(file: Path, *, dtype: Any) -> NDArray[Any]:
-    """A list of numbers, mapped."""
+def _load(file: Path, *, dtype: Any, optional: bool = False) -> Any:
+    """A list of numbers, mapped; None if the file is missing and optional."""
     try:
         check_regular(os.stat(file), file)
         return check_array(np.lib.format.open_memmap(file, mode="r"), dtype)
     except NO_ARRAY as error:
+        if optional and isinstance(error, FileNotFoundError):
+            return None
         raise _damaged(file, error) from error
 
 

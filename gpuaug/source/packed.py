@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
-import json
 import mmap
 import os
 import sys
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes, ListedSource, SourceView
+from gpuaug.source.base import Classes, ListedSource, SourceView, bounds_of, locate, parse_manifest
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, check_array, share
 from gpuaug.source.local import read_file
@@ -78,15 +76,10 @@ class PackedSource(ListedSource):
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self._schedule = self._sizes_by_epoch(size)
         self.total = int(self.manifest["samples"])  # active or not
-        self._first = np.cumsum([0, *self.manifest["shards"]])  # int64 [shards + 1], first sample of each
-        try:
-            keys = self._load("index/keys.bin", limit=sys.maxsize)
-        except OSError as error:
-            raise SourceError(f"index/keys.bin in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
-        self._names = Names(
-            share(torch.from_numpy(np.frombuffer(keys, dtype=np.uint8).copy())),
-            share(torch.from_numpy(self._array("index/keys.npy", np.int64, self.total + 1))),
-        )
+        self._first = bounds_of(self.manifest["shards"])
+        keys = self._array("index/keys.bin", np.uint8)
+        ends = self._array("index/keys.npy", np.int64, self.total + 1)
+        self._names = Names(share(torch.from_numpy(keys)), share(torch.from_numpy(ends)))
         self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self.used_sizes}
         self._bytes = {size: self._shared(f"index/{size}.lengths.npy", np.int32) for size in self.used_sizes}
         self._check_places()
@@ -160,7 +153,7 @@ class PackedSource(ListedSource):
 
     def _locate(self, size: Size, number: int) -> tuple[int, int, int]:
         """Shard, first byte and number of bytes."""
-        shard = int(np.searchsorted(self._first, number, side="right")) - 1
+        shard, _ = locate(self._first, number)
         return shard, int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
 
     def _range(self, index: int) -> Range:
@@ -182,13 +175,11 @@ class PackedSource(ListedSource):
     # -- manifest and index --
 
     def _read_manifest(self) -> dict[str, Any]:
-        if not is_url(self.root) and not os.path.isdir(self.root):
-            raise SourceError(f"`source.root` must be a folder that `gpuaug pack` has made. Found: {self.root!r}.")
         try:
-            manifest = parse_manifest(self._load(MANIFEST))
+            manifest = parse_manifest(self._load(MANIFEST), KIND, VERSION)
         except FileNotFoundError as error:
             raise SourceError(
-                f"`source.root` must be a finished folder of `gpuaug pack`. Found no {MANIFEST} in "
+                f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
                 f"{redact(self.root)!r}. The same `gpuaug pack` command goes on where a stopped one was."
             ) from error
         except (OSError, ValueError, RecursionError) as error:
@@ -202,13 +193,16 @@ class PackedSource(ListedSource):
                     raise SourceError(f"{name} in {self.root!r} {text}. {_REPAIR}")
         return manifest
 
-    def _load(self, name: str, *, limit: int | None = None) -> bytes:
+    def _load(self, name: str) -> bytes:
         path = join(self.root, name)
-        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=limit)
+        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=sys.maxsize)
 
     def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
         try:
-            array = np.lib.format.read_array(io.BytesIO(self._load(name, limit=sys.maxsize)), allow_pickle=False)
+            data = self._load(name)
+            if name.endswith(".bin"):
+                return np.frombuffer(data, dtype).copy()
+            array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
             return check_array(array, dtype, shape or array.shape)
         except NO_ARRAY as error:
             raise SourceError(f"{name} in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
@@ -220,7 +214,7 @@ class PackedSource(ListedSource):
         for size in self.used_sizes:
             begins, lengths = self._begins[size].numpy(), self._bytes[size].numpy()
             names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
-            room = np.repeat([self.manifest["files"][name][0] for name in names], np.diff(self._first))
+            room = np.repeat([self.manifest["files"][name][0] for name in names], self.manifest["shards"])
             if ((begins < 0) | (lengths < 0) | (begins + lengths > room)).any():
                 raise SourceError(
                     f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}"
@@ -232,7 +226,7 @@ class PackedSource(ListedSource):
                 raise ConfigError("`source.classes` names labels, and this packed source has none. Drop it.")
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
-        if len(values) != self.total:
+        if len(values) != self.total:  # there may be several per sample
             raise SourceError(f"index/labels.npy in {redact(self.root)!r} does not fit its {MANIFEST}. {_REPAIR}")
         self._set_labels(values, classes=classes, names=self.manifest["classes"])
 
@@ -242,18 +236,17 @@ class PackedSource(ListedSource):
             return [(0, self.sizes[-1])]
         schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
-            text = str(epoch)
-            if isinstance(epoch, bool) or not text.isascii() or not text.isdecimal():
+            if isinstance(epoch, bool) or not str(epoch).isascii() or not str(epoch).isdecimal():
                 raise ConfigError(f"`source.size` as a mapping needs epochs 0, 1, ... as keys. Found: {epoch!r}.")
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))
                 raise ConfigError(f"`source.size` must be one of the packed sizes: {known}. Found: {chosen!r}.")
-            schedule.append((int(text), chosen))
+            schedule.append((int(epoch), chosen))
         schedule.sort(key=lambda item: item[0])
-        if not schedule or schedule[0][0] != 0:
-            raise ConfigError(f"`source.size` as a mapping must begin with epoch 0. Found: {dict(size)!r}.")
-        if len(dict(schedule)) < len(schedule):
-            raise ConfigError(f"`source.size` must name every epoch once. Found: {dict(size)!r}.")
+        if not schedule or schedule[0][0] != 0 or len(dict(schedule)) < len(schedule):
+            raise ConfigError(
+                f"`source.size` as a mapping must begin with epoch 0, and name every epoch once. Found: {dict(size)!r}."
+            )
         return schedule
 
 
@@ -265,14 +258,13 @@ class Rows(SourceView):
 
     def __init__(self, source: PackedSource) -> None:
         super().__init__(source)
-        self.indices = None
-        self.total, self.sizes = source.total, source.used_sizes
+        self.indices, self.total = None, source.total
         self.mapped, self.zero_copy = source.mapped, source.zero_copy
-        self.views = [source.at_size(size) for size in self.sizes]
-        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.sizes)))
+        self.views = [source.at_size(size) for size in source.used_sizes]
+        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.views)))
 
     def __len__(self) -> int:
-        return self.total * len(self.sizes)
+        return self.total * len(self.views)
 
     def __getitem__(self, row: int) -> tuple[Any, Any]:
         """Encoded bytes of the row's sample at the row's size, and its label."""
@@ -280,16 +272,15 @@ class Rows(SourceView):
 
     def read_many(self, rows: Sequence[int]) -> list[Any]:
         """``(bytes, label)`` or the exception of each row, requested at the same time."""
-        items: list[Any] = [None] * len(rows)
+        items: dict[int, Any] = {}
         for position, view in enumerate(self.views):
-            mine = [k for k, row in enumerate(rows) if row // self.total == position]
-            for k, item in zip(mine, view.read_many([rows[k] % self.total for k in mine]), strict=True):
-                items[k] = item
-        return items
+            mine = [row for row in rows if row // self.total == position]
+            items |= zip(mine, view.read_many([row % self.total for row in mine]), strict=True)
+        return [items[row] for row in rows]
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """A function from the (indices, repeats, valid) of a batch of this epoch to its rows, int64 [B]."""
-        first = self.sizes.index(self.source.size_of(epoch)) * self.total
+        first = self.source.used_sizes.index(self.source.size_of(epoch)) * self.total
         return lambda indices, repeats, valid: indices + first
 
     def label(self, row: int) -> Any:
@@ -307,25 +298,3 @@ _REPAIR = "`gpuaug pack out=DIR verify=true` says what is damaged; pack again in
 def shard_name(size: Size, shard: int, form: str) -> str:
     """Path of a shard in the folder."""
     return f"{size}/{shard:05d}.{ENDINGS[form]}"
-
-
-def checksum(manifest: Mapping[str, Any]) -> str:
-    """Hash of a manifest without its field ``checksum``."""
-    text = json.dumps({k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def parse_manifest(data: bytes) -> dict[str, Any]:
-    """The content of `MANIFEST`.
-
-    Raises:
-        ValueError: if it is not a manifest, has another version, or was changed after it was written.
-    """
-    manifest = json.loads(data)
-    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
-        raise ValueError("it was not written by `gpuaug pack`")
-    if manifest.get("version") != VERSION:
-        raise ValueError(f"it is of version {manifest.get('version')!r}, and this gpuaug knows {VERSION}")
-    if manifest.get("checksum") != checksum(manifest):
-        raise ValueError("its content does not fit its checksum")
-    return manifest

@@ -10,18 +10,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.source.base import Classes, FileKeys, ListedSource
+from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
 from gpuaug.source.classes import label_column, some
 from gpuaug.source.filters import Subset
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import Names
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
 
@@ -29,8 +28,8 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # that read footers and labels
 OPEN_FILES = 64  # footers that a process keeps
-TAIL_BYTES = 1 << 16  # read first from the end of a file, as pyarrow does
-WAVE_BYTES = 64 << 20  # of remote row groups that are held at a time
+WAVE_BYTES = 64 << 20  # of remote row groups at a time, not counting the last of them
+BYTES = ("binary", "large_binary", "binary_view")  # Arrow's types
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
 
@@ -76,42 +75,40 @@ class ParquetSource(ListedSource):
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
         self.root, names = common_folder([file.path for file in files])
+        self._files = files
+        place = redact(files[0].path)
         with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-parquet") as pool:
-            metadata = list(pool.map(lambda file: _metadata(file, self._storage), files))
+            metadata = list(pool.map(partial(_metadata, storage=self._storage), files))
             schema = metadata[0].schema.to_arrow_schema()
-            self._column = _image_column(schema, image, redact(files[0].path))
+            self._column = _image_column(schema, image, place)
             columns = [field.name for field in schema if _bytes_column(field) is None]
             named = [name for name in columns if _class_names(schema, name)]
             remedy = "Set it to one of them, or to none for no labels."
-            column = label_column(label, columns, with_classes=named, place=repr(redact(files[0].path)), remedy=remedy)
+            column = label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
             for file, meta in zip(files, metadata, strict=True):
                 _check(file, meta, schema, [self._column.split(".")[0], *([column] if column else [])])
             if column is not None:
-                tasks = zip(files, metadata, strict=True)
-                values = list(pool.map(lambda task: _values(task[0], task[1], column, self._storage), tasks))
+                values = list(pool.map(partial(_values, column=column, storage=self._storage), files, metadata))
         rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
-        self._starts = _bounds([n for groups in rows for n in groups])  # first row of each row group
-        self._first = _bounds([len(groups) for groups in rows])  # first row group of each file
-        self._files = Names.of([[os.fsencode(file.path) for file in files]])
-        self._versions = Names.of([[f"{file.size} {file.version}".encode() for file in files]])
-        self._names = FileKeys(Names.of([[os.fsencode(name) for name in names]]), _bounds([sum(g) for g in rows]))
+        self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
+        self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
+        self._names = FileKeys(Names.of([[os.fsencode(name) for name in names]]), bounds_of([sum(g) for g in rows]))
         if not len(self._names):
             raise SourceError(f"no images in {len(files)} Parquet files of {redact(self.root)!r}: they have no rows.")
         if column is not None:
-            are_lists = any(isinstance(part, list) for part in values)
-            joined: Any = [x for part in values for x in (part if isinstance(part, list) else part.tolist())]
-            labels = joined if are_lists else np.concatenate(values)
+            are_arrays = isinstance(values[0], np.ndarray)
+            labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
             self._set_labels(labels, classes=classes, names=_class_names(schema, column))
         elif classes is not None:
             raise ConfigError("`source.classes` names the labels, but there is no column of labels. Drop it.")
-        largest = max((n for groups in rows for n in groups), default=0)
+        largest = max(n for groups in rows for n in groups)
         remedy = "; a shuffled order reads them all for each one, unless `cache=ram` keeps them" if largest > 1 else ""
         log.info("source %s: up to %d images in a row group, read together%s", redact(self.root), largest, remedy)
         self._reset()
         self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_footers", "_groups", "_pid")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_footer", "_groups", "_pid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -119,51 +116,47 @@ class ParquetSource(ListedSource):
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._footers: OrderedDict[int, Any] = OrderedDict()  # by file
+        self._footer = lru_cache(maxsize=OPEN_FILES)(partial(_metadata, storage=self._storage))
         self._groups: OrderedDict[int, Any] = OrderedDict()  # images by row group
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         if self._pid != os.getpid():
             self._reset()
-        rows: dict[int, list[int]] = {}
-        groups = (np.searchsorted(self._starts.numpy(), np.asarray(numbers), side="right") - 1).tolist()
-        for row, group in enumerate(groups):
+        starts, rows = self._starts.numpy(), dict[int, list[int]]()
+        for row, group in enumerate((np.searchsorted(starts, np.asarray(numbers), side="right") - 1).tolist()):
             rows.setdefault(group, []).append(row)
         items: list[Any] = [None] * len(numbers)
         for group, images in self._read_groups(list(rows)):
-            begin = int(self._starts.numpy()[group])
             for row in rows[group]:
-                items[row] = images if isinstance(images, Exception) else self._item(images, numbers[row], begin)
+                if isinstance(images, Exception):
+                    items[row] = images
+                elif (data := images[numbers[row] - int(starts[group])].as_py()) is None:
+                    items[row] = ReadError(f"{self.key(numbers[row])!r} has no image bytes")
+                else:
+                    items[row] = data, self._label_of(numbers[row])
         # Arrow's pool would keep several times the size of the groups: 90 instead of 20 MiB per worker, at 4 MiB each
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
-    def group_bytes(self, *, sample: int = 16) -> int:
-        """Bytes of the images in the largest of ``sample`` evenly spread row groups."""
-        count, column = len(self._starts) - 1, self._column.split(".")[0]
+    def group_bytes(self) -> int:
+        """Bytes of the images in the largest of 16 evenly spread row groups."""
         sizes = [0]
-        for group in np.unique(np.linspace(0, max(0, count - 1), min(sample, count)).round().astype(int)).tolist():
-            meta, _, inside = self._locate(group)
-            parts = (meta.row_group(inside).column(k) for k in range(meta.num_columns))
-            sizes.append(sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] == column))
+        for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
+            place = self._locate(group)
+            parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
+            sizes += [part.total_uncompressed_size for part in parts if part.path_in_schema == self._column]
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
         """Active samples of the row group of sample ``index``, int64 ``[n]``; none if it is not in memory."""
-        starts = self._starts.numpy()
-        group = int(np.searchsorted(starts, index, side="right")) - 1
+        group, _ = locate(self._starts, index)
         if self._pid != os.getpid() or group not in self._groups:
             return np.zeros(0, dtype=np.int64)
+        begin, end = self._starts[group : group + 2].tolist()
         if self.indices is None:
-            return np.arange(starts[group], starts[group + 1])
+            return np.arange(begin, end)
         active = self.indices.numpy()
-        return active[slice(*np.searchsorted(active, starts[group : group + 2]))]
-
-    def _item(self, images: Any, number: int, begin: int) -> Any:
-        data = images[number - begin].as_py()
-        if data is None:
-            return ReadError(f"{self.key(number)!r} has no image bytes")
-        return data, self._label_of(number)
+        return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
         """Images of each row group, or the error: first those in memory, then remote ones several at a time."""
@@ -172,89 +165,71 @@ class ParquetSource(ListedSource):
             if group in self._groups:
                 self._groups.move_to_end(group)
                 yield group, self._groups[group]
-        wave: list[tuple[int, _Location, Range | None]] = []
-        held = 0  # bytes of the wave
+        wave: dict[int, _Group] = {}
         for group in missing:
             try:
-                location = self._locate(group)
-                part = _range(location, self._column) if is_url(self.root) else None
+                wave[group] = self._locate(group)
             except (OSError, GpuaugError) as error:
                 yield group, error
-                continue
-            size = 0 if part is None or part.size is None else part.size
-            if wave and held + size > WAVE_BYTES:
+            if not is_url(self.root) or sum(place.part.size or 0 for place in wave.values()) > WAVE_BYTES:
                 yield from self._read_wave(wave)
-                wave, held = [], 0
-            wave.append((group, location, part))
-            held += size
+                wave = {}
         yield from self._read_wave(wave)
 
-    def _read_wave(self, wave: list[tuple[int, _Location, Range | None]]) -> Iterator[tuple[int, Any]]:
-        data = iter(self._storage.read([part for _, _, part in wave if part is not None]))
-        for group, location, part in wave:
-            images = self._decode(group, location, None if part is None else (part.begin, next(data)))
-            yield group, images
-
-    def _decode(self, group: int, location: _Location, piece: tuple[int, Any] | None) -> Any:
-        """The images of a row group, of which a remote piece has been read; or the error."""
-        if piece is not None and isinstance(piece[1], Exception):
-            return piece[1]
-        meta, file, inside = location
-        try:
-            images = _images(file, meta, inside, self._column, piece, self._storage)
-        except (OSError, GpuaugError, import_pyarrow().ArrowException) as error:
-            return ReadError(f"row group {inside} of {redact(file.path)!r} cannot be read: {error}")
-        if len(images) != (rows := meta.row_group(inside).num_rows):
-            return ReadError(f"row group {inside} of {redact(file.path)!r} has {len(images)} of {rows} rows")
-        self._groups[group] = images
-        if len(self._groups) > self.row_groups:
-            self._groups.popitem(last=False)
-        return images
-
-    def _locate(self, group: int) -> _Location:
-        number = int(np.searchsorted(self._first.numpy(), group, side="right")) - 1
-        size, _, version = self._versions[number].decode().partition(" ")
-        file = FileInfo(os.fsdecode(self._files[number]), int(size), version)
-        if number not in self._footers:
+    def _read_wave(self, wave: dict[int, _Group]) -> Iterator[tuple[int, Any]]:
+        parts = [place.part for place in wave.values()]
+        pieces: list[Any] = self._storage.read(parts) if is_url(self.root) else [b""] * len(parts)
+        for (group, place), piece in zip(wave.items(), pieces, strict=True):
+            if isinstance(piece, Exception):
+                yield group, piece
+                continue
             try:
-                self._footers[number] = _metadata(file, self._storage)
-            except SourceError as error:  # a fault of its samples: the file was readable at the start
-                raise ReadError(str(error)) from error
-            if len(self._footers) > OPEN_FILES:
-                self._footers.popitem(last=False)
-        return _Location(self._footers[number], file, group - int(self._first.numpy()[number]))
+                data = _RangeFile(place.file, self._storage, place.part.begin, piece)
+                images = _images(place, self._column, data)
+            except (OSError, GpuaugError, import_pyarrow().ArrowException) as error:
+                reason = f"row group {place.number} of {redact(place.file.path)!r} cannot be read: {error}"
+                yield group, ReadError(reason)
+            else:
+                self._groups[group] = images
+                if len(self._groups) > self.row_groups:
+                    self._groups.popitem(last=False)
+                yield group, images
+
+    def _locate(self, group: int) -> _Group:
+        number, inside = locate(self._first, group)
+        file = self._files[number]
+        try:
+            meta = self._footer(file)
+        except SourceError as error:  # a fault of its samples: the file was readable at the start
+            raise ReadError(str(error)) from error
+        return _Group(meta, file, inside, _range(file, meta, inside, self._column))
 
 
-class _Location(NamedTuple):
-    """Footer of the file of a row group, the file, and the number of the row group in the file."""
+class _Group(NamedTuple):
+    """A row group: footer of its file, the file, its number in the file, and the range of its images."""
 
     meta: Any
     file: FileInfo
-    group: int
+    number: int
+    part: Range
 
 
 class _RangeFile(io.RawIOBase):
-    """A file for pyarrow: one piece (first byte, bytes) may be in memory, the rest is read on demand."""
+    """A file for pyarrow: the bytes ``data`` from ``begin`` are in memory, the rest is read on demand."""
 
-    def __init__(self, file: FileInfo, storage: Storage, piece: tuple[int, bytes] | None = None) -> None:
-        self.file, self.storage, self.position = file, storage, 0
-        self.begin, self.data = piece or (0, b"")
+    def __init__(self, file: FileInfo, storage: Storage, begin: int = 0, data: bytes = b"") -> None:
+        self.file, self.storage, self.position, self.begin, self.data = file, storage, 0, begin, data
 
     def readable(self) -> bool:
-        """True."""
         return True
 
-    def seekable(self) -> bool:
-        """True."""
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position."""
         self.position = offset + (0, self.position, self.file.size)[whence]
         return self.position
 
     def tell(self) -> int:
-        """The position."""
         return self.position
 
     def read(self, size: int = -1) -> bytes:
@@ -272,11 +247,7 @@ class _RangeFile(io.RawIOBase):
 
 
 def import_pyarrow() -> Any:
-    """The package pyarrow.
-
-    Raises:
-        SourceError: if it is not installed.
-    """
+    """The package pyarrow; SourceError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -286,21 +257,12 @@ def import_pyarrow() -> Any:
 
 
 def _metadata(file: FileInfo, storage: Storage) -> Any:
-    """The footer of a file.
-
-    Raises:
-        SourceError: if it cannot be read.
-    """
+    """The footer of a file; SourceError if it cannot be read."""
     pyarrow = import_pyarrow()
     if file.size < 0:
         raise SourceError(f"{redact(file.path)!r}: its server says no size. Use one that does, or a copy.")
-    tail = max(0, file.size - TAIL_BYTES)
-    (end,) = storage.read([Range(file.path, tail, file.size - tail, file.version)])
     try:
-        if isinstance(end, Exception):
-            raise end
-        pieces = pyarrow.PythonFile(_RangeFile(file, storage, (tail, end)), mode="r")
-        return pyarrow.parquet.read_metadata(pieces)
+        return pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
         raise SourceError(f"{redact(file.path)!r} cannot be read as a Parquet file: {error}.") from error
 
@@ -311,38 +273,39 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
         if name not in own.names or not own.field(name).type.equals(schema.field(name).type):
             raise SourceError(
                 f"{redact(file.path)!r} must have the columns of the first file, as {name!r}: "
-                f"{schema.field(name).type}. Found: {some([f'{field.name}: {field.type}' for field in own])}."
+                f"{schema.field(name).type}. Found: {_columns(own)}."
             )
-    for g in range(meta.num_row_groups):
-        if (size := meta.row_group(g).total_byte_size) > LARGEST_GROUP:
-            raise SourceError(
-                f"row groups must be of at most {LARGEST_GROUP >> 30} GiB, as they are read as a whole. Found: {size} "
-                f"bytes in {redact(file.path)!r}. Write it with smaller ones (`row_group_size`)."
-            )
+    size = max((meta.row_group(g).total_byte_size for g in range(meta.num_row_groups)), default=0)
+    if size > LARGEST_GROUP:
+        raise SourceError(
+            f"row groups must be of at most {LARGEST_GROUP >> 30} GiB, as they are read as a whole. Found: {size} "
+            f"bytes in {redact(file.path)!r}. Write it with smaller ones (`row_group_size`)."
+        )
+
+
+def _columns(schema: Any) -> str:
+    return some([f"{field.name}: {field.type}" for field in schema])
 
 
 def _image_column(schema: Any, name: str | None, place: str) -> str:
     """Path of the column of bytes, as ``image.bytes``."""
-    known = {field.name: path for field in schema if (path := _bytes_column(field)) is not None}
-    columns = some([f"{field.name}: {field.type}" for field in schema])
-    if name is not None and name not in known:
-        raise SourceError(f"`source.image` must be a column of bytes in {place!r}. Found {name!r} among {columns}.")
+    known = {field.name: path for field in schema if (path := _bytes_column(field))}
     if name is None and len(known) != 1:
-        raise SourceError(f"`source.image` must be given: {len(known)} columns of {place!r} have bytes: {columns}.")
-    return known[next(iter(known)) if name is None else name]
+        text = f"`source.image` must be given: {len(known)} columns of {place!r} have bytes: {_columns(schema)}."
+        raise SourceError(text)
+    if name is not None and name not in known:
+        raise SourceError(
+            f"`source.image` must be a column of bytes in {place!r}. Found {name!r} among {_columns(schema)}."
+        )
+    return next(iter(known.values())) if name is None else known[name]
 
 
 def _bytes_column(field: Any) -> str | None:
     """Path of the bytes in a column that may hold images, else None."""
-    types = import_pyarrow().types
-
-    def is_bytes(kind: Any) -> bool:
-        return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-
-    if is_bytes(field.type):
+    if str(field.type) in BYTES:
         return str(field.name)
-    inside = {part.name: part.type for part in field.type} if types.is_struct(field.type) else {}
-    return f"{field.name}.bytes" if "bytes" in inside and is_bytes(inside["bytes"]) else None
+    parts = {part.name: str(part.type) for part in field.type} if str(field.type).startswith("struct<") else {}
+    return f"{field.name}.bytes" if parts.get("bytes") in BYTES else None
 
 
 def _class_names(schema: Any, column: str) -> list[str] | None:
@@ -359,8 +322,7 @@ def _values(file: FileInfo, meta: Any, column: str, storage: Storage) -> Any:
     """The labels of a file: an array of numbers, or a list."""
     pyarrow = import_pyarrow()
     try:
-        data = pyarrow.PythonFile(_RangeFile(file, storage), mode="r")
-        table = pyarrow.parquet.ParquetFile(data, metadata=meta, pre_buffer=False).read([column], use_threads=False)
+        table = _open(_RangeFile(file, storage), meta).read([column], use_threads=False)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
         raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
     if table.num_rows != meta.num_rows:
@@ -386,12 +348,10 @@ def plain_values(column: Any, place: str) -> Any:
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
-def _range(location: _Location, column: str) -> Range:
+def _range(file: FileInfo, meta: Any, group: int, column: str) -> Range:
     """The range of the images of a row group."""
-    meta, file, group = location
     inside = meta.row_group(group)
-    for i in range(inside.num_columns):
-        chunk = inside.column(i)
+    for chunk in map(inside.column, range(inside.num_columns)):
         if chunk.path_in_schema == column:
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
@@ -402,20 +362,17 @@ def _range(location: _Location, column: str) -> Range:
     raise ReadError(f"row group {group} of {redact(file.path)!r} has no column {column!r}")
 
 
-def _images(
-    file: FileInfo, meta: Any, group: int, column: str, piece: tuple[int, bytes] | None, storage: Storage
-) -> Any:
+def _images(place: _Group, column: str, data: _RangeFile) -> Any:
     """The encoded images of a row group: an Arrow column of bytes."""
-    pyarrow = import_pyarrow()
-    source = pyarrow.PythonFile(_RangeFile(file, storage, piece), mode="r")
-    opened = pyarrow.parquet.ParquetFile(source, metadata=meta, pre_buffer=False)
-    images = opened.read_row_group(group, columns=[column], use_threads=False).column(0)
-    if not pyarrow.types.is_struct(images.type):
+    images = _open(data, place.meta).read_row_group(place.number, columns=[column], use_threads=False).column(0)
+    if len(images) != (rows := place.meta.row_group(place.number).num_rows):
+        raise ReadError(f"it has {len(images)} of {rows} rows")
+    if not column.endswith(".bytes") or str(images.type) in BYTES:
         return images
     chunks = [chunk.field("bytes") if not chunk.null_count else chunk.flatten()[0] for chunk in images.chunks]
-    return pyarrow.chunked_array(chunks)
+    return import_pyarrow().chunked_array(chunks)
 
 
-def _bounds(counts: list[int]) -> Tensor:
-    """Running sums from 0, int64 [len(counts) + 1]."""
-    return share(torch.from_numpy(np.cumsum([0, *counts], dtype=np.int64)))
+def _open(data: _RangeFile, meta: Any) -> Any:
+    pyarrow = import_pyarrow()
+    return pyarrow.parquet.ParquetFile(pyarrow.PythonFile(data, mode="r"), metadata=meta, pre_buffer=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import some
 from gpuaug.source.filters import Subset
@@ -56,8 +56,7 @@ class TableSource(ListedSource):
         remote: Remote | None = None,
     ) -> None:
         several = isinstance(label, Sequence) and not isinstance(label, str)
-        none = label is None or (isinstance(label, str) and label == "none")
-        wanted: list[Any] = [] if none else list(label or ()) if several else [label]
+        wanted: list[Any] = list(label or ()) if several else [] if label in (None, "none") else [label]
         if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
@@ -88,12 +87,11 @@ def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
     if not is_url(table) and not os.path.exists(table):
         raise SourceError(f"`source.root` does not exist: {table!r}.")
+    table_error = import_pyarrow().ArrowException if kind == ".parquet" else csv.Error
     try:
         data = storage.read_file(table)
         return _parquet(data, names, redact(table)) if kind == ".parquet" else _csv(data, names, kind, redact(table))
-    except SourceError:
-        raise
-    except (OSError, GpuaugError, csv.Error) as error:
+    except (OSError, ReadError, table_error) as error:
         raise SourceError(f"the table {redact(table)!r} cannot be read: {error}.") from error
 
 
@@ -102,20 +100,18 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
     lines = csv.reader(text, delimiter="\t" if kind == ".tsv" else ",", strict=True)
     head = [name.strip() for name in next(lines, [])]
     wanted = [_column(name, head, place) for name in names]
-    columns: list[list[str]] = [[] for _ in names]
-    for row in lines:
-        if not row:
-            continue
+    rows = []
+    for row in filter(None, lines):
         if len(row) != len(head):
             raise SourceError(
                 f"line {lines.line_num} of {place!r} has {len(row)} fields, and the first one {len(head)}."
             )
-        for column, at in zip(columns, wanted, strict=True):
-            column.append(row[at])
-    return [columns[0], *(_typed(column, name, place) for column, name in zip(columns[1:], names[1:], strict=True))]
+        rows.append([row[at] for at in wanted])
+    paths, *columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return [paths, *(_typed(column, name, place) for column, name in zip(columns, names[1:], strict=True))]
 
 
-def _typed(column: list[str], name: str, place: str) -> list[Any]:
+def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
     """Text as whole numbers, other numbers, or names."""
     if "" in column:
         raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Fill it, or leave out the row.")
@@ -129,13 +125,10 @@ def _typed(column: list[str], name: str, place: str) -> list[Any]:
 
 def _parquet(data: bytes, names: list[str], place: str) -> list[Any]:
     pyarrow = import_pyarrow()
-    try:
-        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
-        for name in names:
-            _column(name, file.schema_arrow.names, place)
-        columns = file.read(names, use_threads=False)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise SourceError(f"the table {place!r} cannot be read: {error}.") from error
+    file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+    for name in names:
+        _column(name, file.schema_arrow.names, place)
+    columns = file.read(names, use_threads=False)
     return [columns.column(names[0]).to_pylist(), *(plain_values(columns.column(name), place) for name in names[1:])]
 
 

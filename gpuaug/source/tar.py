@@ -29,22 +29,15 @@ class Member(NamedTuple):
 
 
 class _TarError(Exception):
-    """A fault of a header, and its remedy."""
-
-    def __init__(self, text: str, remedy: str = "Write it again.") -> None:
-        super().__init__(text, remedy)
+    """A fault of a header, and its remedy if that is not to write it again."""
 
 
 def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Iterator[Member]:
     """The regular files of an uncompressed tar (ustar, GNU, pax), in order; folders are skipped.
 
     A tar that was cut off between two members yields the members that are there, with a warning. Each header lies
-    behind the one before, so ``size`` bytes take at most two reads per 512 of them.
-
-    Args:
-        read: returns at most (second argument) bytes from an offset (first argument).
-        size: bytes of the whole file.
-        path: for errors.
+    behind the one before, so ``size`` bytes take at most two reads per 512 of them. ``read(at, n)`` returns at most
+    ``n`` bytes.
 
     Raises:
         SourceError: if it is not a tar, is cut off, or has a member that is not a file, lies outside, or is sparse.
@@ -79,7 +72,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
         if at > size:
             raise _TarError("cut off in the padding of the last member, whose end lies")
     except _TarError as error:
-        text, remedy = error.args
+        text, remedy = (*error.args, "Write it again.")[:2]
         raise SourceError(f"shard {path!r}: {text} at byte {at} of {size}. {remedy}") from None
     if size:
         log.warning("shard %r ends without the empty blocks that end a tar: whatever came after may be cut off", path)

@@ -86,9 +86,9 @@ def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
     read = []
     real = module._images
 
-    def spy(file, meta, group, *more):
-        read.append((file.path, group))
-        return real(file, meta, group, *more)
+    def spy(place, *more):
+        read.append((place.file.path, place.number))
+        return real(place, *more)
 
     monkeypatch.setattr(module, "_images", spy)
     source = ParquetSource(folder, row_groups=1)

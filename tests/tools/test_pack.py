@@ -412,7 +412,7 @@ def test_killed_at_any_rename_and_gone_on(folder: Path, tmp_path: Path, monkeypa
         out, renames = tmp_path / f"killed{stop}", 0
         with pytest.raises(Killed):
             run(source, out, sizes=[20, 40], samples=4)
-        with pytest.raises(SourceError, match="finished folder of `gpuaug pack`"):
+        with pytest.raises(SourceError, match="`gpuaug pack` has finished"):
             PackedSource(out)
         assert finished(out) is None
         if stop <= total - 4:

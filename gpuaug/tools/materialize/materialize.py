@@ -40,6 +40,7 @@ from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import differences, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
+from gpuaug.source.base import checksum
 from gpuaug.source.index import Names
 from gpuaug.source.materialized import (
     KIND,
@@ -271,7 +272,7 @@ class Materialize:
         return {**layout, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
 
     def _refuse_other_layout(self, before: dict[str, Any], here: dict[str, Any]) -> None:
-        grown = ("epochs", "rows", "seal", "faults")
+        grown = ("epochs", "rows", "seal", "faults", "checksum")
         changes = differences({k: v for k, v in before.items() if k not in grown}, here)
         if changes:
             listed = "; ".join(f"{where}: {a!r} there, {b!r} here" for where, a, b in changes[:5])
@@ -342,7 +343,7 @@ class Materialize:
                 file, rows = chunk_file(self.out, self.plan, slot, number), chunk_rows(self.plan, slot, number)
                 faults += len(read_marker(file, rows=rows)["faults"])
         manifest = {**self.plan, "faults": faults, "seal": _seal(self.out, self.plan)}
-        files.write(self.out / MANIFEST, to_json(manifest), sync=True)
+        files.write(self.out / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
         (self.out / PLAN).unlink(missing_ok=True)
         return faults
 

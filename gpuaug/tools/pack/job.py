@@ -17,9 +17,10 @@ from gpuaug import checks, files
 from gpuaug.batch import Interpolation
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.adapt import Source
+from gpuaug.source.base import parse_manifest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import FULL, MANIFEST, Size, parse_manifest, shard_name
-from gpuaug.source.protocol import Source
+from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
 from gpuaug.tools.store import digest, read_json, to_json
 
 Format = Literal["jpeg", "uint8"]
@@ -181,7 +182,7 @@ def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     file = Path(out) / MANIFEST
     try:
-        return parse_manifest(read_file(str(file)))
+        return parse_manifest(read_file(str(file)), KIND, VERSION)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

@@ -37,8 +37,9 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
+from gpuaug.source.base import checksum, parse_manifest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import KIND, MANIFEST, VERSION, checksum, parse_manifest, shard_name
+from gpuaug.source.packed import KIND, MANIFEST, VERSION, shard_name
 from gpuaug.tools import on_ray
 from gpuaug.tools.pack.job import Job, Pack, finished, prepare_out
 from gpuaug.tools.pack.shards import GO_ON, Packer
@@ -310,4 +311,4 @@ def _publish(job: Job) -> dict[str, Any]:
         finally:
             os.close(folder)
     shutil.rmtree(job.work)
-    return parse_manifest(read_file(str(job.out / MANIFEST)))
+    return parse_manifest(read_file(str(job.out / MANIFEST)), KIND, VERSION)
