@@ -1,35 +1,75 @@
-"""What `pack` and `materialize` share: one writer per folder, arrays as bytes, checksums of files."""
+"""What `pack` and `materialize` share: the folder they write, their worker processes, arrays as bytes, checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
+import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from tqdm import tqdm
 
-from gpuaug.errors import ConfigError
+from gpuaug import machine
+from gpuaug.augment.fingerprint import differences
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.source.local import check_regular, read_file
+from gpuaug.tools import on_ray
 
-DIGEST_BYTES = 16
-_CHUNK_BYTES = 1 << 22
+log = logging.getLogger("gpuaug")
+
+
+def check_out(out: Path, *ours: str) -> None:
+    """Check that ``out`` is missing, empty, or holds one of the files ``ours`` of an earlier run.
+
+    Raises:
+        ConfigError: if it holds other files, or cannot be read.
+    """
+    try:
+        names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
+    if names and not {*names} & {*ours}:
+        raise ConfigError(
+            f"`out` must be a new or empty folder, or one that an earlier run has written. Found {len(names)} other "
+            f"files in {str(out)!r}, such as {names[0]!r}."
+        )
+
+
+def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
+    """Raise ``error`` if the job that an earlier run began in ``out`` differs from this one, and name what differs."""
+    if changes := differences(before, json.loads(json.dumps(here))):
+        listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} here" for where, a, b in changes[:5])
+        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore what differs, or set another `out`.")
 
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Lock a folder while the block runs. The lock ends with the process that holds it.
+    """Create a folder, and lock it while the block runs. The lock ends with the process that holds it.
 
     Where the system or the file system has no locks, nothing is locked.
 
     Raises:
-        ConfigError: if another run holds the lock.
+        ConfigError: if the folder cannot be created, or another run holds the lock.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
     try:
         import fcntl
     except ImportError:  # Windows
@@ -48,6 +88,106 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+# -- tasks --
+
+
+def results(
+    open_worker: on_ray.OpenWorker,
+    tasks: Sequence[Any],
+    *,
+    on: str,
+    progress: Callable[[int], Any],
+    num_workers: int | None = None,
+    cpus: int = 1,
+    gpus: int = 0,
+) -> Generator[tuple[Any, Any], None, None]:
+    """Do tasks, on this machine or on Ray. Yields ``(task, result)`` of each, in the order they end.
+
+    Args:
+        open_worker: makes the object whose ``write(task, progress)`` does a task; pickled for other processes.
+        tasks: the arguments; the first ones start first.
+        on: ``local`` or ``ray``.
+        progress: is called with the number of samples of each step.
+        num_workers: processes; 0: only this one (not on Ray); None: as many as there is room for.
+        cpus: cores of a process on Ray, at most.
+        gpus: GPUs of a process on Ray.
+
+    Raises:
+        GpuaugError: if a process dies. What is done is kept.
+    """
+    if on == "ray":
+        yield from on_ray.results(open_worker, tasks, progress=progress, num_workers=num_workers, cpus=cpus, gpus=gpus)
+    elif num_workers == 0:
+        with closing(open_worker()) as worker:
+            for task in tasks:
+                yield task, worker.write(task, progress)
+    else:
+        cores = machine.usable_cpus()
+        workers = min(num_workers or cores, len(tasks))
+        log.info("%d processes for %d parts, on %d cores", workers, len(tasks), cores)
+        yield from _in_processes(open_worker, tasks, progress, workers)
+
+
+def _in_processes(
+    open_worker: on_ray.OpenWorker, tasks: Sequence[Any], progress: Callable[[int], Any], workers: int
+) -> Generator[tuple[Any, Any], None, None]:
+    context = multiprocessing.get_context("spawn")  # DALI's and torch's threads do not survive a fork
+    count, stop = context.Value("q", 0), context.Event()
+    waiting: dict[Future[Any], Any] = {}
+    done = 0
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(open_worker, count, stop))
+    try:
+        try:
+            for task in tasks:
+                waiting[pool.submit(_write, task)] = task
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise SourceError(
+                f"the source cannot be sent to other processes: {error}. Define its class in a module and keep open "
+                "files and functions out of it, or set `num_workers=0`."
+            ) from error
+        while waiting:
+            ready, _ = wait(waiting, timeout=0.3, return_when=FIRST_COMPLETED)
+            progress(count.value - done)
+            done = count.value
+            for future in ready:
+                yield waiting.pop(future), future.result()
+    except BrokenProcessPool as error:
+        raise GpuaugError(
+            "a worker process ended, usually because memory ran out: lower `num_workers`. Where its own message is "
+            f'above, that is why; a script must begin its work under `if __name__ == "__main__":`. {on_ray.GO_ON}'
+        ) from error
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: tuple[Any, Callable[[int], Any]]  # of a worker process, and its progress
+
+
+def _start(open_worker: on_ray.OpenWorker, count: Any, stop: Any) -> None:
+    """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
+    global _worker
+    machine.exit_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+    def progress(samples: int) -> None:
+        with count.get_lock():
+            count.value += samples
+        if stop.is_set():
+            raise GpuaugError(f"the run was stopped. {on_ray.GO_ON}")
+
+    _worker = open_worker(), progress
+
+
+def _write(task: Any) -> Any:
+    worker, progress = _worker
+    return worker.write(task, progress)
+
+
+# -- files --
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file that a user's folder holds.
 
@@ -63,40 +203,44 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def npy(values: Any, dtype: Any = None) -> bytes:
-    """An array as the bytes of a .npy file."""
+def npy(values: Any, dtype: Any = None) -> tuple[bytes, memoryview]:
+    """An array as the two parts of a .npy file: the header, and the array's own memory."""
+    array = np.ascontiguousarray(values, dtype=dtype)
     stream = io.BytesIO()
-    np.save(stream, np.ascontiguousarray(values, dtype=dtype), allow_pickle=False)
-    return stream.getvalue()
-
-
-def npy_header(values: NDArray[Any]) -> bytes:
-    """The first bytes of the array's .npy file. The rest are the array's own bytes, which need no copy."""
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(values))
-    return stream.getvalue()
+    np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(array))
+    return stream.getvalue(), array.reshape(-1).view(np.uint8).data
 
 
 def digest(*parts: bytes | memoryview) -> str:
     """BLAKE2b of bytes, as hex."""
-    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    total = hashlib.blake2b(digest_size=16)
     for data in parts:
         total.update(data)
     return total.hexdigest()
 
 
-def file_digest(path: Path, progress: Callable[[int], Any] = lambda _: None) -> tuple[int, str]:
-    """Number of bytes of a file, and their BLAKE2b as hex. ``progress`` gets the number of bytes of each part read.
+def file_digest(path: Path) -> str:
+    """BLAKE2b of a file, as hex.
 
     Raises:
         OSError: if the file cannot be read, or is a pipe or device.
     """
-    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    size = 0
     check_regular(os.stat(path), path)
     with path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            total.update(data)
-            size += len(data)
-            progress(len(data))
-    return size, total.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def damaged(digests: Mapping[Path, str], *, num_workers: int | None = None) -> dict[Path, str]:
+    """Compare files with their digests. Returns what is wrong with each file that differs."""
+
+    def problem(path: Path) -> str | None:
+        try:
+            return None if file_digest(path) == digests[path] else "its content does not fit its checksum"
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+
+    with ThreadPoolExecutor(num_workers or machine.usable_cpus()) as pool:  # hashing releases the GIL
+        problems = tqdm(
+            pool.map(problem, digests), "verify", len(digests), unit="file", disable=not sys.stderr.isatty()
+        )
+        return {path: text for path, text in zip(digests, problems, strict=True) if text is not None}

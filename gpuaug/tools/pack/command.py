@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,62 +21,46 @@ PARTS = ("source", "decode", "faults")  # the keys of the loader that decide wha
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Pack):
     """What to write and how; the keys of ``conf/gpuaug/command/pack.yaml``, which says what they mean."""
 
     out: str | None = None
-    format: Any = "jpeg"
-    sizes: Any = None
-    quality: int = 90
-    subsampling: str = "4:2:0"
-    interpolation: Any = "bicubic"
-    samples: int = 1000
     num_workers: int | None = None
     on: Literal["local", "ray"] = "local"
     verify: bool = False
     json: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.text("out", self.out, optional=True)
         checks.text("json", self.json, optional=True)
         checks.flag("verify", self.verify)
-
-    @property
-    def what(self) -> Pack:
-        """What is written."""
-        names = ("format", "sizes", "quality", "subsampling", "interpolation", "samples")
-        return Pack(**{name: getattr(self, name) for name in names})
 
 
 def main(request: Request) -> int:
     """Pack, or continue a stopped run; then check the files if `verify` is set."""
     settings = Settings(**request.settings())
-    what, out = settings.what, settings.out
-    if out is None:
+    if (out := settings.out) is None:
         raise ConfigError("`out` must be given: the folder to write. Set it: out=DIR")
     report = Report(file=settings.json)
     _refuse_overrides_without_effect(request)
     config = request.loader()
-    only_check = settings.verify and _nothing_to_pack(config) and finished(out) is not None
-    if not only_check:
-        source = request.build(config.source)
-        decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
-        faults: Faults = request.build(config.faults) if config.get("faults") is not None else Faults()
-        begin, before = time.monotonic(), finished(out)
+    before = finished(out)
+    if not (settings.verify and _nothing_to_pack(config) and before is not None):
+        decode, faults = config.get("decode"), config.get("faults")
+        begin = time.monotonic()
         manifest = pack(
-            source,
+            request.build(config.source),
             out,
-            what=what,
-            decode=decode,
-            faults=faults,
+            what=Pack(**{field.name: getattr(settings, field.name) for field in fields(Pack)}),
+            decode=Decode() if decode is None else request.build(decode),
+            faults=Faults() if faults is None else request.build(faults),
             num_workers=settings.num_workers,
             on=settings.on,
         )
-        seconds = time.monotonic() - begin
-        _add_result(report, manifest, out, seconds=None if before is not None else seconds)
+        _add_result(report, manifest, out, seconds=None if before is not None else time.monotonic() - begin)
     if settings.verify:
-        damage = verify(out, num_workers=settings.num_workers or None)
-        if damage:
+        if damage := verify(out, num_workers=settings.num_workers or None):
             report.values["damage"] = damage
             report.write()
             more = f", and {len(damage) - 20} more" if len(damage) > 20 else ""
@@ -96,8 +80,7 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     report.add("images", total, f"{total}{left_out} ({speed})")
     report.values |= {"dropped": bad, "seconds": seconds}
     for size in manifest["sizes"]:
-        files = {name: size_of for name, (size_of, _) in manifest["files"].items() if name.startswith(f"{size}/")}
-        used = sum(files.values())
+        used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
             f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
         )

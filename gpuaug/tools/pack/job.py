@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -20,10 +19,9 @@ from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, MANIFEST, Size, parse_manifest, shard_name
 from gpuaug.source.protocol import Source
-from gpuaug.tools.store import digest, read_json, to_json
+from gpuaug.tools.store import check_out, digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
-SUBSAMPLING = ("4:4:4", "4:2:2", "4:2:0")
 PARTIAL = ".partial"
 
 
@@ -51,11 +49,11 @@ class Pack:
 
     def __post_init__(self) -> None:
         checks.one_of("format", self.format, get_args(Format))
-        sizes = [self.sizes] if isinstance(self.sizes, int) else self.sizes
+        sizes = [self.sizes] if type(self.sizes) is int else self.sizes
         if sizes is not None and (
-            isinstance(sizes, str)
+            not isinstance(sizes, Sequence)
             or not sizes
-            or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes)
+            or any(type(size) is not int or size < 1 for size in sizes)
             or len(set(sizes)) < len(sizes)
         ):
             raise ConfigError(
@@ -63,7 +61,8 @@ class Pack:
             )
         object.__setattr__(self, "sizes", None if sizes is None else tuple(sorted(sizes)))
         checks.whole_number("quality", self.quality, 1, 100)
-        checks.one_of("subsampling", self.subsampling, SUBSAMPLING, hint=" In YAML it needs quotes.")
+        subsampling = ("4:4:4", "4:2:2", "4:2:0")
+        checks.one_of("subsampling", self.subsampling, subsampling, hint=" In YAML it needs quotes.")
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.whole_number("samples", self.samples, 1)
 
@@ -143,7 +142,7 @@ class Job:
 
         Raises:
             ConfigError: if the folder holds another job.
-            SourceError: if the note of the earlier job cannot be read.
+            SourceError: if the description of the earlier job cannot be read.
         """
         file = self.work / "job.json"
         if file.exists():
@@ -159,18 +158,12 @@ class Job:
         for name in self.what.names:
             if not (self.out / str(name)).exists():
                 (self.work / str(name)).mkdir(exist_ok=True)
-        (self.work / "done").mkdir(exist_ok=True)
         for part in self.work.rglob("*.part"):  # this run holds the lock, so the writers of these files are dead
             part.unlink()
 
     def check_same(self, earlier: dict[str, Any]) -> None:
         """Raise ConfigError if the folder holds another job, and name what differs."""
-        wanted = json.loads(json.dumps(self.describe()))
-        if differ := [key for key in {**wanted, **earlier} if wanted.get(key) != earlier.get(key)]:
-            listed = "; ".join(f"{k}: {_short(earlier.get(k))} there, {_short(wanted.get(k))} now" for k in differ[:4])
-            raise ConfigError(
-                f"`out` holds another job: {str(self.out)!r}. {listed}. Choose another folder, or remove it."
-            )
+        refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -200,33 +193,18 @@ def _labels_digest(source: Source) -> str | None:
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
 
-def prepare_out(out: Path, source: Source) -> Path:
-    """The absolute path of ``out``, created.
+def checked_out(out: Path, source: Source) -> Path:
+    """The absolute path of ``out``.
 
     Raises:
-        ConfigError: if it cannot be created, lies inside the source, or holds other files.
+        ConfigError: if it lies inside the source, or holds other files.
     """
     place = Path(os.path.abspath(out.expanduser()))
-    root = getattr(source, "root", None)
-    if isinstance(root, str) and "://" not in root and os.path.isdir(root):
-        inside = os.path.realpath(place)
-        if os.path.commonpath([inside, os.path.realpath(root)]) == os.path.realpath(root):
-            raise ConfigError(
-                f"`out` must not be inside `source.root` ({root!r}): it would become part of it. Found: {str(out)!r}."
-            )
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        names = sorted(os.listdir(place))
-    except OSError as error:
-        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
-    if names and MANIFEST not in names and PARTIAL not in names:
+    root: Any = getattr(source, "root", None)
+    is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
+    if is_folder and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(
-            f"`out` must be new, empty, or left by a stopped run. Found {len(names)} other files in {str(place)!r}, "
-            f"such as {names[0]!r}."
+            f"`out` must not be inside `source.root` ({root!r}): it would become part of it. Found: {str(out)!r}."
         )
+    check_out(place, MANIFEST, PARTIAL)
     return place
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

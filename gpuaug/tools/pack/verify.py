@@ -5,22 +5,18 @@ from __future__ import annotations
 import io
 import os
 import re
-import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from gpuaug import machine
 from gpuaug.errors import SourceError
 from gpuaug.source.index import NO_ARRAY
 from gpuaug.source.local import check_regular, read_file
 from gpuaug.source.packed import ENDINGS, MANIFEST
 from gpuaug.tools.pack.job import finished
-from gpuaug.tools.store import file_digest
+from gpuaug.tools.store import damaged
 
 
 def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> list[str]:
@@ -43,32 +39,17 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
     files: dict[str, list[Any]] = manifest["files"]
     if bad := [name for name in files if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
         raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}.")
-    total = sum(size for size, _ in files.values())
-    damage: list[str] = []
-    with (
-        tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
-        ThreadPoolExecutor(num_workers or machine.usable_cpus()) as pool,
-    ):
-        problems = pool.map(lambda name: _problem(place / name, bar, *files[name]), files)
-        for name, problem in zip(files, problems, strict=True):
-            if problem is not None:
-                damage.append(f"{name}: {problem}{_damaged_samples(place, name, manifest)}")
-    for name in manifest["sizes"]:  # an extra shard would be read with the others
-        for path in sorted((place / str(name)).glob(f"*.{ENDINGS[manifest['format']]}")):
-            if (extra := f"{name}/{path.name}") not in files:
-                damage.append(f"{extra}: does not belong here")
-    return damage
-
-
-def _problem(path: Path, bar: Any, size: int, digest: str) -> str | None:
-    """What is wrong with a file; None if nothing is."""
-    try:
-        read_bytes, read_digest = file_digest(path, bar.update)
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
-    if read_bytes != size:
-        return f"has {read_bytes} bytes instead of {size}"
-    return None if read_digest == digest else "its content does not fit its checksum"
+    lines = []
+    for path, problem in damaged({place / name: files[name][1] for name in files}, num_workers=num_workers).items():
+        name = str(path.relative_to(place))
+        if path.is_file() and (actual := path.stat().st_size) != files[name][0]:
+            problem = f"has {actual} bytes instead of {files[name][0]}"
+        lines.append(f"{name}: {problem}{_damaged_samples(place, name, manifest)}")
+    for size in manifest["sizes"]:  # an extra shard would be read with the others
+        for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
+            if (extra := f"{size}/{path.name}") not in files:
+                lines.append(f"{extra}: does not belong here")
+    return lines
 
 
 def _damaged_samples(place: Path, name: str, manifest: dict[str, Any]) -> str:
