@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gpuaug import checks
 from gpuaug.errors import ConfigError
 
 
@@ -23,11 +22,6 @@ class Sample:
     boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom in the original; one per picture
     pictures: list[Image.Image]  # all views of the first epoch, then those of the next
     absent: str = "cannot be decoded"  # why the original is None
-
-
-def at_least(name: str, value: Any, low: int) -> None:
-    """As :func:`gpuaug.checks.whole_number`."""
-    checks.whole_number(name, value, low)
 
 
 def indices_of(given: Any) -> list[int] | None:

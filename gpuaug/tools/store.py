@@ -26,9 +26,11 @@ from gpuaug import machine
 from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.source.local import check_regular, read_file
-from gpuaug.tools import on_ray
 
 log = logging.getLogger("gpuaug")
+
+GO_ON = "What is done is kept: the same command goes on."
+OpenWorker = Callable[[], Any]  # makes an object with write(task, progress) and close()
 
 
 def check_out(out: Path, *ours: str) -> None:
@@ -92,7 +94,7 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
 
 
 def results(
-    open_worker: on_ray.OpenWorker,
+    open_worker: OpenWorker,
     tasks: Sequence[Any],
     *,
     on: str,
@@ -102,6 +104,8 @@ def results(
     gpus: int = 0,
 ) -> Generator[tuple[Any, Any], None, None]:
     """Do tasks, on this machine or on Ray. Yields ``(task, result)`` of each, in the order they end.
+
+    Ray is the connection of this process, else the cluster of ``RAY_ADDRESS``, else one on this machine.
 
     Args:
         open_worker: makes the object whose ``write(task, progress)`` does a task; pickled for other processes.
@@ -113,10 +117,11 @@ def results(
         gpus: GPUs of a process on Ray.
 
     Raises:
-        GpuaugError: if a process dies. What is done is kept.
+        ConfigError: if Ray cannot be imported.
+        GpuaugError: if a process or the cluster fails. A GpuaugError of the work itself is raised unchanged.
     """
     if on == "ray":
-        yield from on_ray.results(open_worker, tasks, progress=progress, num_workers=num_workers, cpus=cpus, gpus=gpus)
+        yield from _on_ray(open_worker, tasks, progress, num_workers, cpus=cpus, gpus=gpus)
     elif num_workers == 0:
         with closing(open_worker()) as worker:
             for task in tasks:
@@ -129,7 +134,7 @@ def results(
 
 
 def _in_processes(
-    open_worker: on_ray.OpenWorker, tasks: Sequence[Any], progress: Callable[[int], Any], workers: int
+    open_worker: OpenWorker, tasks: Sequence[Any], progress: Callable[[int], Any], workers: int
 ) -> Generator[tuple[Any, Any], None, None]:
     context = multiprocessing.get_context("spawn")  # DALI's and torch's threads do not survive a fork
     count, stop = context.Value("q", 0), context.Event()
@@ -154,7 +159,7 @@ def _in_processes(
     except BrokenProcessPool as error:
         raise GpuaugError(
             "a worker process ended, usually because memory ran out: lower `num_workers`. Where its own message is "
-            f'above, that is why; a script must begin its work under `if __name__ == "__main__":`. {on_ray.GO_ON}'
+            f'above, that is why; a script must begin its work under `if __name__ == "__main__":`. {GO_ON}'
         ) from error
     finally:
         stop.set()
@@ -164,7 +169,7 @@ def _in_processes(
 _worker: tuple[Any, Callable[[int], Any]]  # of a worker process, and its progress
 
 
-def _start(open_worker: on_ray.OpenWorker, count: Any, stop: Any) -> None:
+def _start(open_worker: OpenWorker, count: Any, stop: Any) -> None:
     """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
     global _worker
     machine.exit_with_parent()
@@ -175,7 +180,7 @@ def _start(open_worker: on_ray.OpenWorker, count: Any, stop: Any) -> None:
         with count.get_lock():
             count.value += samples
         if stop.is_set():
-            raise GpuaugError(f"the run was stopped. {on_ray.GO_ON}")
+            raise GpuaugError(f"the run was stopped. {GO_ON}")
 
     _worker = open_worker(), progress
 
@@ -183,6 +188,64 @@ def _start(open_worker: on_ray.OpenWorker, count: Any, stop: Any) -> None:
 def _write(task: Any) -> Any:
     worker, progress = _worker
     return worker.write(task, progress)
+
+
+def _on_ray(
+    open_worker: OpenWorker,
+    tasks: Sequence[Any],
+    progress: Callable[[int], Any],
+    num_workers: int | None,
+    *,
+    cpus: int,
+    gpus: int,
+) -> Generator[tuple[Any, Any], None, None]:
+    try:
+        import ray
+        from ray.util import ActorPool
+    except ImportError as error:
+        raise ConfigError(
+            f"`on=ray` needs Ray, which cannot be imported ({error}). pip install 'gpuaug[ray]'"
+        ) from error
+    mine, actors = not ray.is_initialized(), list[Any]()
+    if mine:
+        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+    try:
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cores = [int(machine["CPU"]) for machine in machines if machine.get("CPU")]
+        cpus = min([cpus, *cores])
+        room = sum(int(machine.get("GPU", 0)) for machine in machines) if gpus else sum(n // cpus for n in cores)
+        workers = max(1, min(room if num_workers is None else num_workers, len(tasks)))
+        log.info("on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(cores))
+        shared, actor = ray.put(open_worker), ray.remote(num_cpus=cpus, num_gpus=gpus)(_Process)
+        actors += [actor.remote(shared) for _ in range(workers)]
+        pool: Any = ActorPool(actors)
+        for task, result, samples in pool.map_unordered(lambda process, task: process.write.remote(task), tasks):
+            progress(samples)
+            yield task, result
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, GpuaugError):
+            raise cause from error
+        raise GpuaugError(f"the work on Ray failed: {error}. {GO_ON}") from error
+    except ray.exceptions.RayError as error:
+        raise GpuaugError(f"the work on Ray failed: {error}. {GO_ON}") from error
+    finally:
+        for each in actors:
+            ray.kill(each)
+        if mine:
+            ray.shutdown()
+
+
+class _Process:
+    """The actor in each process."""
+
+    def __init__(self, open_worker: OpenWorker) -> None:
+        self._worker = open_worker()
+
+    def write(self, task: Any) -> tuple[Any, Any, int]:
+        counts = list[int]()
+        result = self._worker.write(task, counts.append)
+        return task, result, sum(counts)
 
 
 # -- files --

@@ -37,9 +37,9 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
 from gpuaug.tools.main import main
 from gpuaug.tools.memory import tree
+from gpuaug.tools.pack.command import verify
 from gpuaug.tools.pack.job import Pack, finished
 from gpuaug.tools.pack.pack import pack
-from gpuaug.tools.pack.verify import verify
 
 PILLOW = Decode(backend="pillow")  # starts at once
 DROP = {"policy": "drop"}

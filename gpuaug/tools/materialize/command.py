@@ -56,7 +56,8 @@ def main(request: Request) -> int:
         report.add("key", plan["key"], f"{plan['key']} (recipe, source and seed)")
         formula = f"{plan['epochs']} x {plan['samples']} x {size} bytes as {plan['store']} = {format_bytes(job.bytes)}"
         report.add("size", job.bytes, formula)
-        missing, count = job.bytes_missing, job.samples_missing
+        count = job.samples_missing
+        missing = count * size
         report.add("to_write", missing, f"{format_bytes(missing)}, {format_bytes(job.free)} free in {job.out}")
         begin = time.perf_counter()
         faults = job.run()

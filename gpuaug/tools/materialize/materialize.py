@@ -54,8 +54,8 @@ from gpuaug.source.materialized import (
     read_marker,
     record,
 )
-from gpuaug.tools.on_ray import GO_ON
 from gpuaug.tools.store import (
+    GO_ON,
     check_out,
     damaged,
     digest,
@@ -95,6 +95,7 @@ class Materialize:
 
     Attributes:
         plan: what will be written, as JSON.
+        samples, bytes: of all epochs together.
         missing: (epoch counted from 0, number) of the chunks that are not written yet.
 
     Raises:
@@ -149,27 +150,14 @@ class Materialize:
         ]
         self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
         self.record = record(self.plan)
+        self.samples = sum(self.plan["rows"])
+        self.bytes = self.samples * self.record.itemsize
         self.missing = [place for place in self._chunks if not self._is_done(*place)]
-
-    @property
-    def samples(self) -> int:
-        """Samples of all epochs together."""
-        return sum(self.plan["rows"])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all epochs together."""
-        return self.samples * self.record.itemsize
 
     @property
     def samples_missing(self) -> int:
         """Samples that are not written yet."""
         return sum(chunk_rows(self.plan, *place) for place in self.missing)
-
-    @property
-    def bytes_missing(self) -> int:
-        """Bytes that are not written yet."""
-        return self.samples_missing * self.record.itemsize
 
     @property
     def free(self) -> int:
@@ -183,7 +171,7 @@ class Materialize:
             DataError, FaultBudgetError: as the loader's faults say.
             GpuaugError: if a pixel does not fit into uint8, or the disk is full.
         """
-        if (needed := self.bytes_missing + SPARE_BYTES) > self.free:
+        if (needed := self.samples_missing * self.record.itemsize + SPARE_BYTES) > self.free:
             raise GpuaugError(
                 f"{format_bytes(needed)} are needed in {str(self.out)!r}, and {format_bytes(self.free)} are free. "
                 + ("Set `store=uint8`, or fewer" if self.plan["store"] != "uint8" else "Set fewer")
@@ -394,28 +382,18 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
 def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
     """Arguments of a loader of all samples on one rank, whose pixels are those to store."""
     cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
+    same = ("source", "batch_size", "order", "decode", "ahead", "device", "num_workers", "prefetch", "seed")
     return {
-        "source": loader.source,
+        **{name: getattr(loader, name) for name in same},
         "augment": loader.augment if final else before_normalization(loader.augment),
-        "batch_size": loader.batch_size,
-        "order": loader.order,
-        "decode": loader.decode,
         "cache": None if cache is None else cache.settings,
-        "ahead": loader.ahead,
         "faults": Noted(
             policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
-            max=faults.max,
-            window=faults.window,
-            truncated=faults.truncated,
-            file=faults.file,
+            **{name: getattr(faults, name) for name in ("max", "window", "truncated", "file")},
         ),
-        "device": loader.device,
         "dtype": loader.dtype if final else torch.float32,
-        "num_workers": loader.num_workers,
-        "prefetch": loader.prefetch,
         "timeout": reader.timeout,
         "start_method": reader.start_method,
-        "seed": loader.seed,
         "rank": 0,
         "world_size": 1,
     }

@@ -36,10 +36,8 @@ from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import KIND, MANIFEST, VERSION, checksum, parse_manifest, shard_name
-from gpuaug.tools.on_ray import GO_ON
-from gpuaug.tools.pack.job import Job, Pack, checked_out, finished
-from gpuaug.tools.pack.shards import Packer
-from gpuaug.tools.store import digest, npy, only_writer, results, to_json
+from gpuaug.tools.pack.job import Job, Pack, Packer, checked_out, finished
+from gpuaug.tools.store import GO_ON, digest, npy, only_writer, results, to_json
 
 log = logging.getLogger("gpuaug")
 

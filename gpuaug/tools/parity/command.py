@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from gpuaug import checks
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.tools.parity.compare import Difference, Parity, Worst, compare, summary
-from gpuaug.tools.report import Report, check_text, png, printable, written
+from gpuaug.tools.report import Report, png, printable, written
 from gpuaug.tools.request import Request
-from gpuaug.tools.samples import at_least, chosen, indices_of
+from gpuaug.tools.samples import chosen, indices_of
 from gpuaug.tools.sheet import FAINT, INK, PAPER, fitting, font, scaled, wrapped
 
 MARK = (230, 57, 70)
@@ -48,10 +49,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low in (("samples", 1), ("epoch", 0), ("rows", 1)):
-            at_least(name, getattr(self, name), low)
+            checks.whole_number(name, getattr(self, name), low)
         object.__setattr__(self, "indices", indices_of(self.indices))
-        check_text(self, "out")
-        check_text(self, "json", optional=True)
+        checks.text("out", self.out)
+        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:
