@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -31,6 +31,7 @@ log = logging.getLogger("gpuaug")
 
 GO_ON = "What is done is kept: the same command goes on."
 OpenWorker = Callable[[], Any]  # makes an object with write(task, progress) and close()
+Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of samples
 
 
 def check_out(out: Path, *ours: str) -> None:
@@ -111,7 +112,7 @@ def results(
         open_worker: makes the object whose ``write(task, progress)`` does a task; pickled for other processes.
         tasks: the arguments; the first ones start first.
         on: ``local`` or ``ray``.
-        progress: is called with the number of samples of each step.
+        progress: is called with a number of samples that are done.
         num_workers: processes; 0: only this one (not on Ray); None: as many as there is room for.
         cpus: cores of a process on Ray, at most.
         gpus: GPUs of a process on Ray.
@@ -120,85 +121,79 @@ def results(
         ConfigError: if Ray cannot be imported.
         GpuaugError: if a process or the cluster fails. A GpuaugError of the work itself is raised unchanged.
     """
-    if on == "ray":
-        yield from _on_ray(open_worker, tasks, progress, num_workers, cpus=cpus, gpus=gpus)
-    elif num_workers == 0:
+    if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:
             for task in tasks:
                 yield task, worker.write(task, progress)
-    else:
-        cores = machine.usable_cpus()
-        workers = min(num_workers or cores, len(tasks))
-        log.info("%d processes for %d parts, on %d cores", workers, len(tasks), cores)
-        yield from _in_processes(open_worker, tasks, progress, workers)
+        return
+    done = (
+        _on_ray(open_worker, tasks, num_workers, cpus, gpus) if on == "ray" else _here(open_worker, tasks, num_workers)
+    )
+    with closing(done):
+        for task, result, samples in done:
+            progress(samples)
+            yield task, result
 
 
-def _in_processes(
-    open_worker: OpenWorker, tasks: Sequence[Any], progress: Callable[[int], Any], workers: int
-) -> Generator[tuple[Any, Any], None, None]:
+class _Process:
+    """Does tasks in a process of its own."""
+
+    def __init__(self, open_worker: OpenWorker) -> None:
+        self._worker = open_worker()
+
+    def write(self, task: Any) -> tuple[Any, Any, int]:
+        """The task, its result, and its number of samples."""
+        counts = list[int]()
+        result = self._worker.write(task, counts.append)
+        return task, result, sum(counts)
+
+
+_process: _Process  # of this worker process
+
+
+def _start(open_worker: OpenWorker) -> None:
+    """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
+    global _process
+    machine.exit_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _process = _Process(open_worker)
+
+
+def _write(task: Any) -> tuple[Any, Any, int]:
+    return _process.write(task)
+
+
+def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None) -> Done:
+    """Do tasks in processes of this machine."""
+    workers = min(num_workers or machine.usable_cpus(), len(tasks))
+    log.info("%d processes for %d parts, on %d cores", workers, len(tasks), machine.usable_cpus())
     context = multiprocessing.get_context("spawn")  # DALI's and torch's threads do not survive a fork
-    count, stop = context.Value("q", 0), context.Event()
-    waiting: dict[Future[Any], Any] = {}
-    done = 0
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(open_worker, count, stop))
+    before, waiting = {*multiprocessing.active_children()}, set[Future[tuple[Any, Any, int]]]()
+    pool = ProcessPoolExecutor(workers, context, _start, (open_worker,))
     try:
         try:
-            for task in tasks:
-                waiting[pool.submit(_write, task)] = task
+            waiting |= {pool.submit(_write, task) for task in tasks}
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise SourceError(
                 f"the source cannot be sent to other processes: {error}. Define its class in a module and keep open "
                 "files and functions out of it, or set `num_workers=0`."
             ) from error
-        while waiting:
-            ready, _ = wait(waiting, timeout=0.3, return_when=FIRST_COMPLETED)
-            progress(count.value - done)
-            done = count.value
-            for future in ready:
-                yield waiting.pop(future), future.result()
+        for future in as_completed({*waiting}):
+            yield future.result()
+            waiting.remove(future)
     except BrokenProcessPool as error:
         raise GpuaugError(
             "a worker process ended, usually because memory ran out: lower `num_workers`. Where its own message is "
             f'above, that is why; a script must begin its work under `if __name__ == "__main__":`. {GO_ON}'
         ) from error
     finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        for process in {*multiprocessing.active_children()} - before if waiting else ():
+            process.terminate()  # their tasks could take minutes
+        pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Any, Callable[[int], Any]]  # of a worker process, and its progress
-
-
-def _start(open_worker: OpenWorker, count: Any, stop: Any) -> None:
-    """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
-    global _worker
-    machine.exit_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-    def progress(samples: int) -> None:
-        with count.get_lock():
-            count.value += samples
-        if stop.is_set():
-            raise GpuaugError(f"the run was stopped. {GO_ON}")
-
-    _worker = open_worker(), progress
-
-
-def _write(task: Any) -> Any:
-    worker, progress = _worker
-    return worker.write(task, progress)
-
-
-def _on_ray(
-    open_worker: OpenWorker,
-    tasks: Sequence[Any],
-    progress: Callable[[int], Any],
-    num_workers: int | None,
-    *,
-    cpus: int,
-    gpus: int,
-) -> Generator[tuple[Any, Any], None, None]:
+def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None, cpus: int, gpus: int) -> Done:
     try:
         import ray
         from ray.util import ActorPool
@@ -219,9 +214,7 @@ def _on_ray(
         shared, actor = ray.put(open_worker), ray.remote(num_cpus=cpus, num_gpus=gpus)(_Process)
         actors += [actor.remote(shared) for _ in range(workers)]
         pool: Any = ActorPool(actors)
-        for task, result, samples in pool.map_unordered(lambda process, task: process.write.remote(task), tasks):
-            progress(samples)
-            yield task, result
+        yield from pool.map_unordered(lambda process, task: process.write.remote(task), tasks)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, GpuaugError):
@@ -234,18 +227,6 @@ def _on_ray(
             ray.kill(each)
         if mine:
             ray.shutdown()
-
-
-class _Process:
-    """The actor in each process."""
-
-    def __init__(self, open_worker: OpenWorker) -> None:
-        self._worker = open_worker()
-
-    def write(self, task: Any) -> tuple[Any, Any, int]:
-        counts = list[int]()
-        result = self._worker.write(task, counts.append)
-        return task, result, sum(counts)
 
 
 # -- files --

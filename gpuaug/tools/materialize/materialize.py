@@ -37,8 +37,8 @@ from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import plain
-from gpuaug.random import keyed as draw
-from gpuaug.read import order as orders
+from gpuaug.random.keyed import EPOCHS
+from gpuaug.read.order import ordered
 from gpuaug.source.index import Names
 from gpuaug.source.materialized import (
     KIND,
@@ -119,7 +119,7 @@ class Materialize:
         checks.whole_number("chunk", chunk, 1, optional=True)
         checks.one_of("store", store, ("uint8", "final"))
         checks.one_of("on", on, ("local", "ray"))
-        if start_epoch + epochs > draw.EPOCHS:
+        if start_epoch + epochs > EPOCHS:
             raise ConfigError(f"`start_epoch` and `epochs` must end below 2**32. Found: {start_epoch} and {epochs}.")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
             raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
@@ -146,7 +146,7 @@ class Materialize:
                 log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
                 epochs = before["epochs"]
         self._orders = [
-            orders.ordered(loader.order, loader.seed, start_epoch + slot, source).indices for slot in range(epochs)
+            ordered(loader.order, loader.seed, start_epoch + slot, source).indices for slot in range(epochs)
         ]
         self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
         self.record = record(self.plan)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from gpuaug import checks
 from gpuaug.decode.decoder import Decode
@@ -54,12 +55,13 @@ def main(request: Request) -> int:
     report = Report(file=settings.json)
     _refuse_overrides_without_effect(request)
     config = request.loader()
-    before = finished(out)
-    if not (settings.verify and _nothing_to_pack(config) and before is not None):
+    before, source = finished(out), config.get("source")
+    only_verify = settings.verify and before is not None and (source is None or OmegaConf.is_missing(source, "root"))
+    if not only_verify:
         decode, faults = config.get("decode"), config.get("faults")
         begin = time.monotonic()
         manifest = pack(
-            request.build(config.source),
+            request.build(source),
             out,
             what=Pack(**{field.name: getattr(settings, field.name) for field in fields(Pack)}),
             decode=Decode() if decode is None else request.build(decode),
@@ -95,13 +97,6 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
         )
     or_webdataset = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
     report.add("read_it_with", out, f"source=packed source.root={out}{or_webdataset}")
-
-
-def _nothing_to_pack(config: Any) -> bool:
-    from omegaconf import OmegaConf
-
-    source = config.get("source")
-    return source is None or OmegaConf.is_missing(source, "root")
 
 
 def _refuse_overrides_without_effect(request: Request) -> None:

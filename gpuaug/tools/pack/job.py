@@ -266,7 +266,7 @@ class Packer:
             }
             files.write(job.note_file(shard), json.dumps(note), sync=True)
         except _BadSampleError as error:
-            return error.faults
+            return list(error.args[0])
         except OSError as error:
             raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
         return list(note["faults"])
@@ -300,13 +300,14 @@ class Packer:
         what, headers = self.job.what, self._decoder.read_headers(batch)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
         boxes = [_whole(sizes, name, what) for name in what.names]
+        faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
+        rows = range(len(batch))
         if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (box.size for box in boxes)) > _CANVAS_BYTES:
-            return [one for row in range(len(batch)) for one in self._encode(_single(batch, row))]
+            return [faults.get(row) or self._encode(_single(batch, row))[0] for row in rows]
         images, bad = self._decoder.pixels(batch, headers, boxes)
-        faults = {fault.row: fault for fault in [*headers.faults, *bad, *batch.faults]}
+        faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         return [
-            faults.get(row) or self._encode_row(row, batch, headers, zip(boxes, images, strict=True))
-            for row in range(len(batch))
+            faults.get(row) or self._encode_row(row, batch, headers, zip(boxes, images, strict=True)) for row in rows
         ]
 
     def _encode_row(
@@ -337,24 +338,14 @@ class Packer:
 
 
 class _BadSampleError(Exception):
-    """Ends a shard, so that its files are not kept."""
-
-    def __init__(self, faults: list[list[Any]]) -> None:
-        super().__init__()
-        self.faults = faults
+    """Ends a shard, so that its files are not kept; its argument is the faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
     """One row of a batch, as a batch."""
-    data, at = batch.encoded(row), slice(row, row + 1)
-    return EncodedBatch(
-        data=data,
-        offsets=torch.tensor([0, len(data)]),
-        labels=None,
-        indices=batch.indices[at],
-        repeats=batch.repeats[at],
-        valid=batch.valid[at],
-    )
+    data = batch.encoded(row)
+    rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
+    return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:

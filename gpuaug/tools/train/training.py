@@ -104,7 +104,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 
 
 class Pace:
-    """Images, seconds, and the seconds in which the device waited for a batch, between ``start`` and ``stop``.
+    """Images, seconds, and the seconds in which the device waited for a batch, while training.
 
     On the CPU that is the time between asking for a batch and having it. On CUDA it is the gap between two steps on the
     training's stream, because the host may wait for a batch while the device still works on the one before. What comes
@@ -113,14 +113,10 @@ class Pace:
 
     def __init__(self, device: torch.device) -> None:
         self.images, self.waited, self.seconds = 0, 0.0, 1e-9
-        self._device, self._warm = device, False
-        self._last = 0.0
+        self._device = device
+        self._last: float | None = None  # when the seconds were counted; None: between two epochs
         self._asked: Any = None  # when the next batch was asked for
-        self._gaps = deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._last = time.perf_counter()
+        self._gaps: deque[tuple[Any, Any]] | None = None  # None: before the first batch
 
     def ask(self) -> None:
         """Note that the last step is queued and the next batch is asked for."""
@@ -128,37 +124,37 @@ class Pace:
 
     def have(self) -> None:
         """Note that the batch is there."""
-        mark = self._mark()
-        if not self._warm:
-            self._warm, self.seconds = True, 1e-9
-        elif self._device.type != "cuda":
-            self.waited += mark - self._asked
-        else:
-            self._gaps.append((self._asked, mark))
-            if len(self._gaps) > 2:  # waiting for the oldest keeps the host at most two steps ahead
-                self._take()
+        there = self._mark()
+        if self._gaps is None:
+            self._gaps, self.seconds = deque(), 1e-9
+            return
+        self._gaps.append((self._asked, there))
+        self._take(2 if self._device.type == "cuda" else 0)  # waiting keeps the host at most two steps ahead
 
     def stop(self) -> None:
-        """Wait until the last step is done."""
-        while self._gaps:
-            self._take()
+        """Wait until the last step of an epoch is done."""
+        self._take(0)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._mark()
+        self._last = None
 
     def _mark(self) -> Any:
         now = time.perf_counter()
-        self.seconds, self._last = self.seconds + now - self._last, now
+        self.seconds += now - (self._last or now)
+        self._last = now
         if self._device.type != "cuda":
             return now
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _take(self) -> None:
-        asked, there = self._gaps.popleft()
-        there.synchronize()
-        self.waited += asked.elapsed_time(there) / 1000
+    def _take(self, left: int) -> None:
+        while self._gaps and len(self._gaps) > left:
+            asked, there = self._gaps.popleft()
+            if self._device.type == "cuda":
+                there.synchronize()
+            self.waited += asked.elapsed_time(there) / 1000 if self._device.type == "cuda" else there - asked
 
 
 class EachView(nn.Module):
@@ -246,7 +242,6 @@ class Training:
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
         self.each.train()
-        self.pace.start()
         with tqdm(
             total=whole,
             initial=min(whole, round(done)),
