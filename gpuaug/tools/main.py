@@ -43,69 +43,57 @@ Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DI
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 2 for what the user can fix, 130 or 143 if interrupted."""
-    try:
-        status = _main(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not _reader_is_gone():  # the broken pipe was a worker's
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in buffers
-        return 141
-    return status
-
-
-def _reader_is_gone() -> bool:
-    """Whether the program that reads stdout has closed it, as `head` does."""
-    if not hasattr(select, "poll"):
-        return False
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except (OSError, ValueError):
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
+    with _logging():
+        try:
+            status = _run(given, parser)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            if not _reader_is_gone():  # the broken pipe was a worker's
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in buffers
+            return 141
+        except (GpuaugError, KeyboardInterrupt) as error:
+            if given.debug or os.environ.get("GPUAUG_DEBUG"):
+                traceback.print_exc()
+            if isinstance(error, KeyboardInterrupt):
+                print("gpuaug: interrupted", file=sys.stderr)
+                return 130
+            rank = os.environ.get("RANK", "0")
+            print(f"gpuaug{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
+            return 2
+
+
+def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not given.words:
         print(parser.format_help())
         return 0 if given.help else 2
     name, *overrides = given.words
-    debug = given.debug or bool(os.environ.get("GPUAUG_DEBUG"))
-    with _logging():
-        try:
-            if name not in COMMANDS:
-                raise ConfigError(f"`{name}` is not a command. {_nearest(name)}")
-            if given.help:
-                print(_help(name, parser))
-                return 0
-            # torch reads this when it is imported. Threads of a network on the CPU that spin while they wait take the
-            # cores from the loader (`gpuaug train` on two busy cores: 46 images/s spinning, 348 sleeping)
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            from gpuaug.tools.request import Request
+    if name not in COMMANDS:
+        raise ConfigError(f"`{name}` is not a command. {_nearest(name)}")
+    if given.help:
+        print(_help(name, parser))
+        return 0
+    # torch reads this when it is imported. Threads of a network on the CPU that spin while they wait take the cores
+    # from the loader (`gpuaug train` on two busy cores: 46 images/s spinning, 348 sleeping)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from gpuaug.tools.request import Request
 
-            request = Request(
-                command=name,
-                overrides=tuple(overrides),
-                config_dir=given.config_dir,
-                config_name=given.config_name,
-                at=given.at,
-                trust=tuple(given.trust),
-            )
-            return int(importlib.import_module(f"gpuaug.tools.{name}.command").main(request))
-        except GpuaugError as error:
-            if debug:
-                traceback.print_exc()
-            rank = os.environ.get("RANK", "0")
-            print(f"gpuaug{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            if debug:
-                traceback.print_exc()
-            print("gpuaug: interrupted", file=sys.stderr)
-            return 130
+    options = {key: getattr(given, key) for key in ("config_dir", "config_name", "at")}
+    request = Request(command=name, overrides=tuple(overrides), trust=tuple(given.trust), **options)
+    return int(importlib.import_module(f"gpuaug.tools.{name}.command").main(request))
+
+
+def _reader_is_gone() -> bool:
+    """Whether the program that reads stdout has closed it, as `head` does."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except (AttributeError, OSError, ValueError):  # AttributeError: not on Windows
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:

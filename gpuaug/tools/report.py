@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuaug import checks, files
+from gpuaug import files
 from gpuaug.errors import ConfigError, GpuaugError
 
 
@@ -26,9 +26,7 @@ class Report:
 
     def __init__(self, *, file: str | None = None, quiet: bool = False) -> None:
         self.values: dict[str, Any] = {}
-        self._file, self._quiet = None if file is None else Path(file), quiet
-        if self._file is not None and not quiet:
-            _writable(self._file, "json")
+        self._file, self._quiet = None if file is None or quiet else output(file, "json"), quiet
 
     def add(self, name: str, value: Any, text: str) -> None:
         """Print ``name  text`` and keep ``value``, which must be plain JSON."""
@@ -38,7 +36,7 @@ class Report:
 
     def write(self) -> None:
         """Write the values, whole or not at all."""
-        if self._file is not None and not self._quiet:
+        if self._file is not None:
             save(self._file, "json", json.dumps(self.values, indent=1) + "\n")
 
 
@@ -88,23 +86,6 @@ def written(file: Path, key: str) -> Iterator[None]:
         raise GpuaugError(f"`{key}`, {str(file)!r}, could not be written: {error}.") from error
 
 
-def _writable(file: Path, key: str) -> None:
-    """Check before the work begins that its result can be written."""
-    place = file.absolute()
-    try:
-        if place.is_relative_to("/dev") and not place.is_relative_to("/dev/shm"):
-            raise FileExistsError("a file of the system")  # root could replace /dev/stdout by a regular file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir():
-            raise IsADirectoryError("a folder")
-        if file.exists() and not file.is_file():
-            raise FileExistsError("not a regular file")
-        with tempfile.TemporaryFile(dir=file.parent):  # permissions say little: root has all
-            pass
-    except OSError as error:
-        raise ConfigError(f"`{key}` must name a file that can be written. Found: {str(file)!r} ({error}).") from error
-
-
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
     """As :func:`output`, for a name that ends in .png, in one of ``also``, or has no ending."""
     endings = (".png", *also)
@@ -114,17 +95,21 @@ def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
 
 
 def output(file: str, key: str) -> Path:
-    """The path of a file that a command will write. Creates its folder.
+    """The path of a file that a command will write. Creates its folder, and checks that the file can be written.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: if it cannot.
     """
     path = Path(file)
-    _writable(path, key)
+    place = path.absolute()
+    try:
+        if place.is_relative_to("/dev") and not place.is_relative_to("/dev/shm"):
+            raise FileExistsError("a file of the system")  # root could replace /dev/stdout by a regular file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise FileExistsError("a folder" if path.is_dir() else "not a regular file")
+        with tempfile.TemporaryFile(dir=path.parent):  # permissions say little: root has all
+            pass
+    except OSError as error:
+        raise ConfigError(f"`{key}` must name a file that can be written. Found: {file!r} ({error}).") from error
     return path
-
-
-def check_text(settings: Any, *names: str, optional: bool = False) -> None:
-    """Check with :func:`gpuaug.checks.text` that fields of ``settings`` are texts."""
-    for name in names:
-        checks.text(name, getattr(settings, name), optional=optional)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuaug import config
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that a held-out loader takes from the training's, unless `val.` sets them: the machine, not the recipe
 SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
-
-
-def _split(override: str) -> tuple[str, str, str]:
-    match = OVERRIDE.fullmatch(override)
-    assert match is not None  # every part of the pattern may be empty
-    return match["sign"], match["root"], match["rest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,28 +51,52 @@ class Request:
                 f"`--config-name {self.config_name}` is a file of your own: give its folder, --config-dir."
             )
 
+    @cached_property
+    def _keys(self) -> list[str]:
+        """The command's own keys."""
+        from omegaconf import OmegaConf
+
+        return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
+
+    @cached_property
+    def _overrides(self) -> dict[str, list[tuple[str, str]]]:
+        """Overrides of command, held-out loader and loader: the first word of each key, and the override."""
+        overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
+        for text in self.overrides:
+            sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # every part may be empty
+            if self.command == "train" and root == "val" and rest.startswith("."):
+                overrides["held out"].append((root, sign + rest[1:]))
+            elif root in self._keys:
+                overrides["command"].append((root, f"{sign}command.{root}{rest}"))
+            else:
+                overrides["loader"].append((root, text))
+        return overrides
+
     def settings(self) -> dict[str, Any]:
         """The command's own keys: defaults with overrides."""
         from omegaconf import OmegaConf
 
-        mine = [f"{sign}command.{root}{rest}" for sign, root, rest in self._split() if self._is_mine(root, rest)]
         try:
-            composed = config.compose(f"command/{self.command}", mine)
+            composed = config.compose(f"command/{self.command}", [text for _, text in self._overrides["command"]])
         except ConfigError as error:
             raise ConfigError(str(error).replace("command.", "")) from error
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
         """The loader's configuration: ``train`` with overrides, or the part ``at`` of the user's own."""
-        overrides = [
-            sign + root + rest
-            for sign, root, rest in self._split()
-            if not self._is_mine(root, rest) and not self._is_held_out(root, rest)
-        ]
-        name = self.config_name or "train"
-        self._check_roots(overrides)
-        composed = config.compose(name, overrides, config_dir=self.config_dir)
-        return self._part(composed, at or self.at)
+        from omegaconf import OmegaConf
+
+        self._check_roots()
+        overrides = [text for _, text in self.others()]
+        composed = config.compose(self.config_name or "train", overrides, config_dir=self.config_dir)
+        at = at or self.at
+        if at is None:
+            return composed
+        part = OmegaConf.select(composed, at, throw_on_missing=False)
+        if not OmegaConf.is_dict(part):
+            keys = ", ".join(map(str, composed)) or "nothing"
+            raise ConfigError(f"`{at}` must be the place of a loader in your configuration, which has: {keys}.")
+        return part
 
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
         """The configuration of the held-out loader; None if no override asks for one.
@@ -86,7 +105,7 @@ class Request:
             train: the training's configuration. Its keys in ``SHARED`` are used unless overridden.
             at: path in the user's configuration, instead of overrides that begin with ``val.``.
         """
-        overrides = [sign + rest[1:] for sign, root, rest in self._split() if self._is_held_out(root, rest)]
+        overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:
             if overrides:
                 raise ConfigError(
@@ -97,18 +116,17 @@ class Request:
                     f"`val={at}` names a place in your own configuration (--config-dir, --config-name). "
                     "Without one: val.source.root=DIR."
                 )
-            composed = self.loader(at=at)
-        elif overrides:
-            try:
-                composed = config.compose("eval", overrides, config_dir=self.config_dir)
-            except ConfigError as error:
-                raise ConfigError(f"Behind `val.`: {error}") from error
-            given = {text.lstrip("+~").partition("=")[0] for text in overrides}
-            for key in SHARED:
-                if key in train and key not in given:
-                    composed[key] = train[key]
-        else:
+            return self.loader(at=at)
+        if not overrides:
             return None
+        try:
+            composed = config.compose("eval", overrides, config_dir=self.config_dir)
+        except ConfigError as error:
+            raise ConfigError(f"Behind `val.`: {error}") from error
+        given = {text.lstrip("+~").partition("=")[0] for text in overrides}
+        for key in SHARED:
+            if key in train and key not in given:
+                composed[key] = train[key]
         return composed
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
@@ -123,53 +141,24 @@ class Request:
 
     def others(self) -> list[tuple[str, str]]:
         """Overrides of the loader: the first word of each key, and the whole override."""
-        parts = zip(self._split(), self.overrides, strict=True)
-        return [(root, text) for (_, root, rest), text in parts if not self._is_mine(root, rest)]
+        return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
         """Build the object that a part of the configuration describes."""
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
-    def _split(self) -> list[tuple[str, str, str]]:
-        """Each override as its sign (+, ++, ~), the first word of its key, and what follows."""
-        return [_split(text) for text in self.overrides]
-
-    def _is_held_out(self, root: str, rest: str) -> bool:
-        return self.command == "train" and root == "val" and rest.startswith(".")
-
-    def _is_mine(self, root: str, rest: str) -> bool:
-        return root in self._keys() and not self._is_held_out(root, rest)
-
-    def _keys(self) -> list[str]:
-        from omegaconf import OmegaConf
-
-        return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
-
-    def _check_roots(self, overrides: list[str]) -> None:
+    def _check_roots(self) -> None:
         """Raise ConfigError for a key of neither command nor loader that resembles one of the command's."""
-        for text in overrides:
+        for _, text in self.others():
             if "=" not in text and not text.startswith("~"):
                 raise ConfigError(f"`{text}` is no override: expected key=value. Options begin with --.")
         if self.config_name is not None:
             return  # the keys are the user's; compose checks them
         theirs = [str(key) for key in config.compose("train", config_dir=self.config_dir)]
-        for text in overrides:
-            _, root, _ = _split(text)
+        for root, text in self.others():
             if root.startswith("hydra") or text.startswith("+") or "/" in root or root in theirs:
                 continue
-            if near := difflib.get_close_matches(root, self._keys(), n=1):
+            if near := difflib.get_close_matches(root, self._keys, n=1):
                 raise ConfigError(
                     f"`{root}` is a key neither of the command nor of the loader. Did you mean `{near[0]}`?"
                 )
-
-    @staticmethod
-    def _part(composed: DictConfig, at: str | None) -> DictConfig:
-        from omegaconf import OmegaConf
-
-        if at is None:
-            return composed
-        part = OmegaConf.select(composed, at, throw_on_missing=False)
-        if not OmegaConf.is_dict(part):
-            keys = ", ".join(map(str, composed)) or "nothing"
-            raise ConfigError(f"`{at}` must be the place of a loader in your configuration, which has: {keys}.")
-        return part

@@ -1,35 +1,78 @@
-"""What `pack` and `materialize` share: one writer per folder, arrays as bytes, checksums of files."""
+"""What `pack` and `materialize` share: the folder they write, their worker processes, arrays as bytes, checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
+import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from tqdm import tqdm
 
-from gpuaug.errors import ConfigError
+from gpuaug import machine
+from gpuaug.augment.fingerprint import differences
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.source.local import check_regular, read_file
 
-DIGEST_BYTES = 16
-_CHUNK_BYTES = 1 << 22
+log = logging.getLogger("gpuaug")
+
+GO_ON = "What is done is kept: the same command goes on."
+OpenWorker = Callable[[], Any]  # makes an object with write(task, progress) and close()
+Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of samples
+
+
+def check_out(out: Path, *ours: str) -> None:
+    """Check that ``out`` is missing, empty, or holds one of the files ``ours`` of an earlier run.
+
+    Raises:
+        ConfigError: if it holds other files, or cannot be read.
+    """
+    try:
+        names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
+    if names and not {*names} & {*ours}:
+        raise ConfigError(
+            f"`out` must be a new or empty folder, or one that an earlier run has written. Found {len(names)} other "
+            f"files in {str(out)!r}, such as {names[0]!r}."
+        )
+
+
+def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
+    """Raise ``error`` if the job that an earlier run began in ``out`` differs from this one, and name what differs."""
+    if changes := differences(before, json.loads(json.dumps(here))):
+        listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} here" for where, a, b in changes[:5])
+        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore what differs, or set another `out`.")
 
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Lock a folder while the block runs. The lock ends with the process that holds it.
+    """Create a folder, and lock it while the block runs. The lock ends with the process that holds it.
 
     Where the system or the file system has no locks, nothing is locked.
 
     Raises:
-        ConfigError: if another run holds the lock.
+        ConfigError: if the folder cannot be created, or another run holds the lock.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
     try:
         import fcntl
     except ImportError:  # Windows
@@ -48,6 +91,147 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+# -- tasks --
+
+
+def results(
+    open_worker: OpenWorker,
+    tasks: Sequence[Any],
+    *,
+    on: str,
+    progress: Callable[[int], Any],
+    num_workers: int | None = None,
+    cpus: int = 1,
+    gpus: int = 0,
+) -> Generator[tuple[Any, Any], None, None]:
+    """Do tasks, on this machine or on Ray. Yields ``(task, result)`` of each, in the order they end.
+
+    Ray is the connection of this process, else the cluster of ``RAY_ADDRESS``, else one on this machine.
+
+    Args:
+        open_worker: makes the object whose ``write(task, progress)`` does a task; pickled for other processes.
+        tasks: the arguments; the first ones start first.
+        on: ``local`` or ``ray``.
+        progress: is called with a number of samples that are done.
+        num_workers: processes; 0: only this one (not on Ray); None: as many as there is room for.
+        cpus: cores of a process on Ray, at most.
+        gpus: GPUs of a process on Ray.
+
+    Raises:
+        ConfigError: if Ray cannot be imported.
+        GpuaugError: if a process or the cluster fails. A GpuaugError of the work itself is raised unchanged.
+    """
+    if on == "local" and num_workers == 0:
+        with closing(open_worker()) as worker:
+            for task in tasks:
+                yield task, worker.write(task, progress)
+        return
+    done = (
+        _on_ray(open_worker, tasks, num_workers, cpus, gpus) if on == "ray" else _here(open_worker, tasks, num_workers)
+    )
+    with closing(done):
+        for task, result, samples in done:
+            progress(samples)
+            yield task, result
+
+
+class _Process:
+    """Does tasks in a process of its own."""
+
+    def __init__(self, open_worker: OpenWorker) -> None:
+        self._worker = open_worker()
+
+    def write(self, task: Any) -> tuple[Any, Any, int]:
+        """The task, its result, and its number of samples."""
+        counts = list[int]()
+        result = self._worker.write(task, counts.append)
+        return task, result, sum(counts)
+
+
+_process: _Process  # of this worker process
+
+
+def _start(open_worker: OpenWorker) -> None:
+    """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
+    global _process
+    machine.exit_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _process = _Process(open_worker)
+
+
+def _write(task: Any) -> tuple[Any, Any, int]:
+    return _process.write(task)
+
+
+def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None) -> Done:
+    """Do tasks in processes of this machine."""
+    workers = min(num_workers or machine.usable_cpus(), len(tasks))
+    log.info("%d processes for %d parts, on %d cores", workers, len(tasks), machine.usable_cpus())
+    context = multiprocessing.get_context("spawn")  # DALI's and torch's threads do not survive a fork
+    before, waiting = {*multiprocessing.active_children()}, set[Future[tuple[Any, Any, int]]]()
+    pool = ProcessPoolExecutor(workers, context, _start, (open_worker,))
+    try:
+        try:
+            waiting |= {pool.submit(_write, task) for task in tasks}
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise SourceError(
+                f"the source cannot be sent to other processes: {error}. Define its class in a module and keep open "
+                "files and functions out of it, or set `num_workers=0`."
+            ) from error
+        for future in as_completed({*waiting}):
+            yield future.result()
+            waiting.remove(future)
+    except BrokenProcessPool as error:
+        raise GpuaugError(
+            "a worker process ended, usually because memory ran out: lower `num_workers`. Where its own message is "
+            f'above, that is why; a script must begin its work under `if __name__ == "__main__":`. {GO_ON}'
+        ) from error
+    finally:
+        for process in {*multiprocessing.active_children()} - before if waiting else ():
+            process.terminate()  # their tasks could take minutes
+        pool.shutdown(cancel_futures=True)
+
+
+def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None, cpus: int, gpus: int) -> Done:
+    try:
+        import ray
+        from ray.util import ActorPool
+    except ImportError as error:
+        raise ConfigError(
+            f"`on=ray` needs Ray, which cannot be imported ({error}). pip install 'gpuaug[ray]'"
+        ) from error
+    mine, actors = not ray.is_initialized(), list[Any]()
+    if mine:
+        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+    try:
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cores = [int(machine["CPU"]) for machine in machines if machine.get("CPU")]
+        cpus = min([cpus, *cores])
+        room = sum(int(machine.get("GPU", 0)) for machine in machines) if gpus else sum(n // cpus for n in cores)
+        workers = max(1, min(room if num_workers is None else num_workers, len(tasks)))
+        log.info("on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(cores))
+        shared, actor = ray.put(open_worker), ray.remote(num_cpus=cpus, num_gpus=gpus)(_Process)
+        actors += [actor.remote(shared) for _ in range(workers)]
+        pool: Any = ActorPool(actors)
+        yield from pool.map_unordered(lambda process, task: process.write.remote(task), tasks)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, GpuaugError):
+            raise cause from error
+        raise GpuaugError(f"the work on Ray failed: {error}. {GO_ON}") from error
+    except ray.exceptions.RayError as error:
+        raise GpuaugError(f"the work on Ray failed: {error}. {GO_ON}") from error
+    finally:
+        for each in actors:
+            ray.kill(each)
+        if mine:
+            ray.shutdown()
+
+
+# -- files --
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file that a user's folder holds.
 
@@ -63,40 +247,44 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def npy(values: Any, dtype: Any = None) -> bytes:
-    """An array as the bytes of a .npy file."""
+def npy(values: Any, dtype: Any = None) -> tuple[bytes, memoryview]:
+    """An array as the two parts of a .npy file: the header, and the array's own memory."""
+    array = np.ascontiguousarray(values, dtype=dtype)
     stream = io.BytesIO()
-    np.save(stream, np.ascontiguousarray(values, dtype=dtype), allow_pickle=False)
-    return stream.getvalue()
-
-
-def npy_header(values: NDArray[Any]) -> bytes:
-    """The first bytes of the array's .npy file. The rest are the array's own bytes, which need no copy."""
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(values))
-    return stream.getvalue()
+    np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(array))
+    return stream.getvalue(), array.reshape(-1).view(np.uint8).data
 
 
 def digest(*parts: bytes | memoryview) -> str:
     """BLAKE2b of bytes, as hex."""
-    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    total = hashlib.blake2b(digest_size=16)
     for data in parts:
         total.update(data)
     return total.hexdigest()
 
 
-def file_digest(path: Path, progress: Callable[[int], Any] = lambda _: None) -> tuple[int, str]:
-    """Number of bytes of a file, and their BLAKE2b as hex. ``progress`` gets the number of bytes of each part read.
+def file_digest(path: Path) -> str:
+    """BLAKE2b of a file, as hex.
 
     Raises:
         OSError: if the file cannot be read, or is a pipe or device.
     """
-    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    size = 0
     check_regular(os.stat(path), path)
     with path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            total.update(data)
-            size += len(data)
-            progress(len(data))
-    return size, total.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def damaged(digests: Mapping[Path, str], *, num_workers: int | None = None) -> dict[Path, str]:
+    """Compare files with their digests. Returns what is wrong with each file that differs."""
+
+    def problem(path: Path) -> str | None:
+        try:
+            return None if file_digest(path) == digests[path] else "its content does not fit its checksum"
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+
+    with ThreadPoolExecutor(num_workers or machine.usable_cpus()) as pool:  # hashing releases the GIL
+        problems = tqdm(
+            pool.map(problem, digests), "verify", len(digests), unit="file", disable=not sys.stderr.isatty()
+        )
+        return {path: text for path, text in zip(digests, problems, strict=True) if text is not None}

@@ -37,9 +37,9 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
 from gpuaug.tools.main import main
 from gpuaug.tools.memory import tree
+from gpuaug.tools.pack.command import verify
 from gpuaug.tools.pack.job import Pack, finished
 from gpuaug.tools.pack.pack import pack
-from gpuaug.tools.pack.verify import verify
 
 PILLOW = Decode(backend="pillow")  # starts at once
 DROP = {"policy": "drop"}
@@ -470,7 +470,7 @@ def test_a_dead_worker_is_said_and_the_rest_is_kept(photos: Path, tmp_path: Path
     source = Deadly(FolderSource(photos), tmp_path / "armed")
     (tmp_path / "armed").touch()
     what = Pack(sizes=32, samples=13)
-    with pytest.raises(GpuaugError, match="a process that packs ended.*the same command goes on"):
+    with pytest.raises(GpuaugError, match="a worker process ended.*the same command goes on"):
         pack(source, tmp_path / "out", what=what, decode=PILLOW, num_workers=1)
     assert len(list((tmp_path / "out").glob(".partial/done/*"))) == 2
     (tmp_path / "armed").unlink()
@@ -503,9 +503,9 @@ def test_a_finished_folder_is_left_and_another_job_is_refused(folder: Path, tmp_
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert run(source, out, sizes=20) == first
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    with pytest.raises(ConfigError, match=r"holds another job.*quality: 90 there, 80 now"):
+    with pytest.raises(ConfigError, match=r"holds another job.*quality: 90 there, 80 here"):
         run(source, out, sizes=20, quality=80)
-    with pytest.raises(ConfigError, match=r"holds another job.*images: 5 there, 6 now"):
+    with pytest.raises(ConfigError, match=r"holds another job.*images: 5 there, 6 here"):
         run(FolderSource(folder, subset=6), out, sizes=20)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()

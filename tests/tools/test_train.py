@@ -82,11 +82,10 @@ def test_learns_and_reports(photos: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(words(photos, tmp_path, *more, "augment=flip", "augment.crop.scale=[0.5,1]")) == 0
     values = json.loads(file.read_text())
     printed = capsys.readouterr().out
-    for name in ("images_per_second", "waiting_for_data", "peak_memory", "train_accuracy", "held_out_accuracy"):
+    for name in ("images_per_second", "waiting_for_data", "train_accuracy", "held_out_accuracy"):
         assert name.replace("_", " ") in printed
     assert f"{values['images_per_second']:.0f} (" in printed
     assert 0 <= values["waiting_for_data"] <= 1
-    assert values["peak_memory"] > 50 * 2**20
     assert values["train_accuracy"] > 0.4  # ten classes
     assert values["held_out_accuracy"] > 0.25
     assert [entry["epoch"] for entry in values["history"]] == list(range(8))
@@ -488,6 +487,5 @@ def test_on_the_gpu(amp: str, photos: Path, tmp_path: Path) -> None:
     given = [word for word in words(photos, tmp_path) if word != "device=cpu"]
     assert main([*given, "device=cuda", f"amp={amp}", *more]) == 0
     values = json.loads(file.read_text())
-    assert values["device_memory"]["torch_peak"] > 0
     assert 0 <= values["waiting_for_data"] <= 1
     assert math.isfinite(values["history"][-1]["loss"])

@@ -50,28 +50,21 @@ def main(request: Request) -> int:
         log.info("mix is not stored: it is drawn at replay")
     report = Report(file=settings.json)
     with logging_redirect_tqdm(loggers=[log]), request.build(config, mix=None, rank=0, world_size=1) as loader:
-        job = Materialize(
-            loader,
-            out=settings.out,
-            epochs=settings.epochs,
-            start_epoch=settings.start_epoch,
-            store=settings.store,
-            chunk=settings.chunk,
-            on=settings.on,
-        )
+        names = ("out", "epochs", "start_epoch", "store", "chunk", "on")
+        job = Materialize(loader, **{name: getattr(settings, name) for name in names})
         plan, size = job.plan, job.record.itemsize
         report.add("key", plan["key"], f"{plan['key']} (recipe, source and seed)")
-        told = f"{plan['epochs']} x {plan['samples']} x {size} bytes as {plan['store']} = {format_bytes(job.bytes)}"
-        report.add("size", job.bytes, told)
-        missing, free = job.bytes_missing, job.free
-        report.add("to_write", missing, f"{format_bytes(missing)}, {format_bytes(free)} free in {job.out}")
+        formula = f"{plan['epochs']} x {plan['samples']} x {size} bytes as {plan['store']} = {format_bytes(job.bytes)}"
+        report.add("size", job.bytes, formula)
+        count = job.samples_missing
+        missing = count * size
+        report.add("to_write", missing, f"{format_bytes(missing)}, {format_bytes(job.free)} free in {job.out}")
         begin = time.perf_counter()
         faults = job.run()
         seconds = time.perf_counter() - begin
         report.add("faults", faults, f"{faults} of {job.samples} samples have no pixels")
-        if missing:
-            speed = missing / size / seconds
-            report.add("images_per_second", speed, f"{speed:.0f} ({missing // size} in {seconds:.1f} s)")
+        if count:
+            report.add("images_per_second", count / seconds, f"{count / seconds:.0f} ({count} in {seconds:.1f} s)")
         if settings.verify:
             damaged = job.verify()
             report.values["damaged"] = damaged

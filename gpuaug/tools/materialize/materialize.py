@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from gpuaug import checks, files, machine
+from gpuaug import checks, files
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.decode.dali import choose_backend
@@ -37,9 +36,9 @@ from gpuaug.loader.arguments import DTYPES
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others
-from gpuaug.loader.state import differences, plain
-from gpuaug.random import keyed as draw
-from gpuaug.read import order as orders
+from gpuaug.loader.state import plain
+from gpuaug.random.keyed import EPOCHS
+from gpuaug.read.order import ordered
 from gpuaug.source.base import checksum
 from gpuaug.source.index import Names
 from gpuaug.source.materialized import (
@@ -56,28 +55,31 @@ from gpuaug.source.materialized import (
     read_marker,
     record,
 )
-from gpuaug.tools import on_ray
-from gpuaug.tools.store import digest, file_digest, npy, npy_header, only_writer, read_json, to_json
+from gpuaug.tools.store import (
+    GO_ON,
+    check_out,
+    damaged,
+    digest,
+    file_digest,
+    npy,
+    only_writer,
+    read_json,
+    refuse_changes,
+    results,
+    to_json,
+)
 
 log = logging.getLogger("gpuaug")
 
 CHUNK_BYTES = 1 << 27  # seconds of work, so that a killed run loses little, and few files
-PROBED_SAMPLES = 1000  # tried to find a good one, which shows the sizes of views and labels
+PROBED_SAMPLES = 32  # of which a good one shows the sizes of views and labels
 RAY_CORES = 4  # of one process on a cluster without GPUs: a loader's stages share them
+RAY_TASKS, RAY_CHUNKS = 64, 8  # at least so many tasks on a cluster, where there are chunks, and chunks of one at most
 SPARE_BYTES = 1 << 24  # left free on the disk, for keys, notes and the file system
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive chunks ``first .. last - 1`` of one stored epoch."""
-
-    slot: int
-    first: int
-    last: int
-
-
 class Materialize:
-    """Augmented epochs of a loader on disk. The constructor decodes one sample and plans; :meth:`run` writes.
+    """Augmented epochs of a loader on disk. The constructor decodes a few samples and plans; :meth:`run` writes.
 
     Args:
         loader: gives source, recipe, order, seed, decoding and faults. It is not iterated itself. Its batch size and
@@ -94,7 +96,8 @@ class Materialize:
 
     Attributes:
         plan: what will be written, as JSON.
-        missing: chunks that are not written yet.
+        samples, bytes: of all epochs together.
+        missing: (epoch counted from 0, number) of the chunks that are not written yet.
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed, saying what differs.
@@ -117,7 +120,7 @@ class Materialize:
         checks.whole_number("chunk", chunk, 1, optional=True)
         checks.one_of("store", store, ("uint8", "final"))
         checks.one_of("on", on, ("local", "ray"))
-        if start_epoch + epochs > draw.EPOCHS:
+        if start_epoch + epochs > EPOCHS:
             raise ConfigError(f"`start_epoch` and `epochs` must end below 2**32. Found: {start_epoch} and {epochs}.")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
             raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
@@ -129,48 +132,38 @@ class Materialize:
                 "samples use `source.subset`."
             )
         self.out, self.on = Path(os.path.abspath(Path(out).expanduser())), on
-        self._work = Work.of(loader, self.out, final=store == "final")
-        self._source, self._order, self._seed = loader.source, loader.order, loader.seed
+        self._loader, source = loader, loader.source
         before = _earlier(self.out)
-        if before is not None:  # before a sample is decoded for the sizes
-            refuse_others(
-                str(self.out), before["made_of"], made_of(loader.source.digest(), loader.augment, loader.seed)
-            )
-        self.plan = self._planned(loader, epochs, start_epoch, chunk, store, before)
+        here = made_of(source.digest(), loader.augment, loader.seed)
+        if before is not None:  # before samples are decoded for the sizes
+            refuse_others(str(self.out), before["made_of"], here)
+        plan = {"made_of": here, "key": key_of(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
+        default = before["chunk"] if before else max(1, CHUNK_BYTES // record(plan).itemsize)
+        plan = plain({**plan, "chunk": chunk or default})
+        if before is not None:
+            layout = {k: v for k, v in before.items() if k not in ("epochs", "rows", "seal", "faults", "checksum")}
+            refuse_changes(self.out, layout, plan, error=StateError)
+            if "seal" in before and before["epochs"] > epochs:
+                log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
+                epochs = before["epochs"]
+        self._orders = [
+            ordered(loader.order, loader.seed, start_epoch + slot, source).indices for slot in range(epochs)
+        ]
+        self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
         self.record = record(self.plan)
-        self.missing = self._missing()
+        self.samples = sum(self.plan["rows"])
+        self.bytes = self.samples * self.record.itemsize
+        self.missing = [place for place in self._chunks if not self._is_done(*place)]
 
     @property
-    def samples(self) -> int:
-        """Samples of all epochs together."""
-        return sum(self.plan["rows"])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all epochs together."""
-        return self.samples * self.record.itemsize
-
-    @property
-    def bytes_missing(self) -> int:
-        """Bytes that are not written yet."""
-        return sum(self._rows(span) for span in self.missing) * self.record.itemsize
+    def samples_missing(self) -> int:
+        """Samples that are not written yet."""
+        return sum(chunk_rows(self.plan, *place) for place in self.missing)
 
     @property
     def free(self) -> int:
         """Bytes free on the disk of ``out``."""
-        place = self.out
-        while not place.exists():
-            place = place.parent
-        return shutil.disk_usage(place).free
-
-    def check_space(self) -> None:
-        """Raise GpuaugError if the missing chunks do not fit onto the disk."""
-        if (needed := self.bytes_missing + SPARE_BYTES) > self.free:
-            raise GpuaugError(
-                f"{format_bytes(needed)} are needed in {str(self.out)!r}, and {format_bytes(self.free)} are free. "
-                + ("Set `store=uint8`, or fewer" if self.plan["store"] != "uint8" else "Set fewer")
-                + " `epochs`, or another `out`."
-            )
+        return shutil.disk_usage(next(place for place in (self.out, *self.out.parents) if place.exists())).free
 
     def run(self) -> int:
         """Write the missing chunks. Returns how many samples of all epochs have no pixels.
@@ -179,140 +172,53 @@ class Materialize:
             DataError, FaultBudgetError: as the loader's faults say.
             GpuaugError: if a pixel does not fit into uint8, or the disk is full.
         """
-        self.check_space()
-        self._mkdir()
+        if (needed := self.samples_missing * self.record.itemsize + SPARE_BYTES) > self.free:
+            raise GpuaugError(
+                f"{format_bytes(needed)} are needed in {str(self.out)!r}, and {format_bytes(self.free)} are free. "
+                + ("Set `store=uint8`, or fewer" if self.plan["store"] != "uint8" else "Set fewer")
+                + " `epochs`, or another `out`."
+            )
         with only_writer(self.out, out=self.out):
             self._prepare()
-            bar = tqdm(
-                total=self.samples,
-                initial=self.samples - sum(self._rows(span) for span in self.missing),
-                desc=f"materialize {self.plan['epochs']} epochs",
-                unit="image",
-                mininterval=0.5,
-                smoothing=0.05,
-            )
-            with bar:
-                if self.missing:
-                    try:
-                        (_on_ray if self.on == "ray" else _here)(self._work, self.plan, self.missing, bar.update)
-                    except OSError as error:
-                        raise GpuaugError(
-                            f"the epochs cannot be written to {str(self.out)!r}: {error}. Fix that and run the same "
-                            "command again: it goes on where it stopped."
-                        ) from error
+            done, title = self.samples - self.samples_missing, f"materialize {self.plan['epochs']} epochs"
+            with tqdm(total=self.samples, initial=done, desc=title, unit="image", smoothing=0.05) as bar:
+                try:
+                    self._write(bar.update)
+                except OSError as error:
+                    raise GpuaugError(
+                        f"the epochs cannot be written to {str(self.out)!r}: {error}. Fix that. {GO_ON}"
+                    ) from error
             return self._finish()
 
     def verify(self) -> list[str]:
         """Compare all files with their checksums. Returns the files that are damaged or missing."""
-        chunks = [(slot, n) for slot in range(self.plan["epochs"]) for n in range(chunk_count(self.plan, slot))]
-        damaged = []
-
-        def damage(place: tuple[int, int]) -> str | None:
-            file, rows = chunk_file(self.out, self.plan, *place), chunk_rows(self.plan, *place)
+        digests = {}
+        for place in self._chunks:
+            file = chunk_file(self.out, self.plan, *place)
             try:
-                sound = read_marker(file, rows=rows).get("digest") == file_digest(file)[1]
+                digests[file] = str(self._note(*place).get("digest"))
             except (OSError, ValueError):
-                sound = False
-            return None if sound else str(file)
+                digests[file] = "no note"
+        bad = [str(file) for file in damaged(digests)]
+        if not bad and (seal := read_manifest(self.out).get("seal")) != self._seal():
+            bad.append(f"{self.out / MANIFEST} (its seal {seal} is not that of the files)")
+        return bad
 
-        with ThreadPoolExecutor(machine.usable_cpus()) as pool:  # hashing releases the GIL
-            for file in tqdm(pool.map(damage, chunks), total=len(chunks), desc="verify", unit="file"):
-                if file is not None:
-                    damaged.append(file)
-        if not damaged and (seal := read_manifest(self.out).get("seal")) != _seal(self.out, self.plan):
-            damaged.append(f"{self.out / MANIFEST} (its seal {seal} is not that of the files)")
-        return damaged
+    @property
+    def _chunks(self) -> list[tuple[int, int]]:
+        """Epoch and number of every chunk."""
+        return [(slot, n) for slot in range(self.plan["epochs"]) for n in range(chunk_count(self.plan, slot))]
 
-    def _planned(
-        self,
-        loader: Loader,
-        epochs: int,
-        start_epoch: int,
-        chunk: int | None,
-        store: str,
-        before: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        source = loader.source
-        shown = self._work.look()
-        views = [
-            {"name": v.name, "copy": v.copy, "size": [*x.shape[-2:]], "backend": v.augment.backend}
-            for v, x in zip(loader.augment.views, _views(shown), strict=True)
-        ]
-        label = None
-        if shown.labels is not None:
-            label = {"dtype": str(shown.labels.dtype).removeprefix("torch."), "shape": [*shown.labels.shape[1:]]}
-        dtype = next(name for name, kind in DTYPES.items() if kind is loader.dtype)
-        origin = made_of(source.digest(), loader.augment, loader.seed)
-        given: dict[str, Any] = {
-            "kind": KIND,
-            "version": VERSION,
-            "key": key_of(origin),
-            "made_of": origin,
-            "order": repr(loader.order),
-            "samples": len(source),
-            "store": "uint8" if store == "uint8" else dtype,
-            "views": views,
-            "label": label,
-            "made_by": {"device": loader.device.type, "decode": self._work.decoder},
-            "start_epoch": start_epoch,
-            "classes": None if source.classes is None else list(source.classes),
-            "class_to_idx": source.class_to_idx,
-            "num_classes": source.num_classes,
-        }
-        size = record(given).itemsize
-        layout = plain({**given, "chunk": chunk or (before["chunk"] if before else max(1, CHUNK_BYTES // size))})
-        if before is not None:
-            self._refuse_other_layout(before, layout)
-            if "seal" in before and before["epochs"] > epochs:
-                log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
-                epochs = before["epochs"]
-        self._orders = [
-            orders.ordered(self._order, self._seed, start_epoch + slot, source).indices for slot in range(epochs)
-        ]
-        return {**layout, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
-
-    def _refuse_other_layout(self, before: dict[str, Any], here: dict[str, Any]) -> None:
-        grown = ("epochs", "rows", "seal", "faults", "checksum")
-        changes = differences({k: v for k, v in before.items() if k not in grown}, here)
-        if changes:
-            listed = "; ".join(f"{where}: {a!r} there, {b!r} here" for where, a, b in changes[:5])
-            raise StateError(
-                f"`out` holds epochs that were stored otherwise: {str(self.out)!r}. {listed}. Restore what differs, or "
-                "set another `out`."
-            )
-
-    def _missing(self) -> list[Span]:
-        """Chunks without a note, joined to runs."""
-        spans: list[Span] = []
-        for slot in range(self.plan["epochs"]):
-            for number in range(chunk_count(self.plan, slot)):
-                if self._is_done(slot, number):
-                    continue
-                if spans and (spans[-1].slot, spans[-1].last) == (slot, number):
-                    spans[-1] = Span(slot, spans[-1].first, number + 1)
-                else:
-                    spans.append(Span(slot, number, number + 1))
-        return spans
+    def _note(self, slot: int, number: int) -> dict[str, Any]:
+        return read_marker(chunk_file(self.out, self.plan, slot, number), rows=chunk_rows(self.plan, slot, number))
 
     def _is_done(self, slot: int, number: int) -> bool:
-        file, rows = chunk_file(self.out, self.plan, slot, number), chunk_rows(self.plan, slot, number)
         try:
-            read_marker(file, rows=rows)
-            return file.stat().st_size >= rows * self.record.itemsize
+            self._note(slot, number)
+            size = chunk_file(self.out, self.plan, slot, number).stat().st_size
+            return size >= chunk_rows(self.plan, slot, number) * self.record.itemsize
         except (OSError, ValueError):
             return False
-
-    def _rows(self, span: Span) -> int:
-        chunk, rows = self.plan["chunk"], self.plan["rows"][span.slot]
-        return int(min(rows, span.last * chunk) - span.first * chunk)
-
-    def _mkdir(self) -> None:
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"`out` must be a folder that can be written. Found: {str(self.out)!r} ({error})."
-            ) from error
 
     def _prepare(self) -> None:
         """Remove temporary files of a killed run, and write all that is known before the first pixel."""
@@ -320,120 +226,86 @@ class Materialize:
             part.unlink()
         if not (self.out / MANIFEST).exists():
             files.write(self.out / PLAN, to_json(self.plan), sync=True)
-        source = self._source
+        source = self._loader.source
         numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
-        names = Names.of([os.fsencode(source.key(i)) for i in block] for block in _blocks(numbers.tolist()))
+        blocks = np.array_split(numbers, 1 + len(numbers) // 65536)
+        names = Names.of([os.fsencode(source.key(i)) for i in block.tolist()] for block in blocks)
         known = {"keys": names.blob, "key_offsets": names.offsets, "labels": source.labels, "indices": source.indices}
+        for slot, indices in enumerate(self._orders):
+            known[f"{epoch_folder(self.out, self.plan, slot).name}/order"] = indices
         for name, values in known.items():
             if values is not None:
-                files.write(self.out / f"{name}.npy", npy(values.numpy()), sync=True)
-        for slot, indices in enumerate(self._orders):
-            folder = epoch_folder(self.out, self.plan, slot)
-            folder.mkdir(exist_ok=True)
-            files.write(folder / "order.npy", npy(indices.numpy()), sync=True)
+                files.write(self.out / f"{name}.npy", *npy(values.numpy()), sync=True)
+
+    def _write(self, progress: Callable[[int], Any]) -> None:
+        """Write the missing chunks: in this process, whose loader uses all cores, or in processes of a cluster."""
+        if not self.missing:
+            return
+        arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
+        most, gpus = len(self.missing), 0
+        if self.on == "ray":  # each process reads a part only
+            arguments |= {"device": self._loader.device.type, "cache": None}
+            most, gpus = min(RAY_CHUNKS, -(-most // RAY_TASKS)), int(self._loader.device.type == "cuda")
+        make, tasks = partial(Writer, self.out, self.plan, arguments), _spans(self.missing, most)
+        workers = 0 if self.on == "local" else None
+        list(results(make, tasks, on=self.on, progress=progress, num_workers=workers, cpus=RAY_CORES, gpus=gpus))
 
     def _finish(self) -> int:
         """Write the manifest, if every chunk has a note. Returns the number of faults."""
-        if left := self._missing():
-            raise GpuaugError(f"{len(left)} stretches of chunks are missing in {str(self.out)!r}. Run it once more.")
-        self.missing = []
-        faults = 0
-        for slot in range(self.plan["epochs"]):
-            for number in range(chunk_count(self.plan, slot)):
-                file, rows = chunk_file(self.out, self.plan, slot, number), chunk_rows(self.plan, slot, number)
-                faults += len(read_marker(file, rows=rows)["faults"])
-        manifest = {**self.plan, "faults": faults, "seal": _seal(self.out, self.plan)}
+        self.missing = [place for place in self._chunks if not self._is_done(*place)]
+        if self.missing:
+            raise GpuaugError(f"{len(self.missing)} chunks are missing in {str(self.out)!r}. Run it once more.")
+        faults = sum(len(self._note(*place)["faults"]) for place in self._chunks)
+        manifest = {**self.plan, "faults": faults, "seal": self._seal()}
         files.write(self.out / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
         (self.out / PLAN).unlink(missing_ok=True)
         return faults
 
+    def _seal(self) -> str:
+        """Hash of all files except the chunks, whose checksums are in their notes."""
+        sealed = [self.out / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
+        for slot in range(self.plan["epochs"]):
+            sealed.append(epoch_folder(self.out, self.plan, slot) / "order.npy")
+            numbers = range(chunk_count(self.plan, slot))
+            sealed += [chunk_file(self.out, self.plan, slot, n).with_suffix(".json") for n in numbers]
+        return digest(*(file_digest(file).encode() if file.exists() else b"none" for file in sealed))
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Writes chunks, here or on another machine: the arguments of a loader, and where to write."""
 
-    out: Path
-    loader: Mapping[str, Any]  # arguments of Loader; for uint8 the recipe has no normalization
-    final: bool
+class Writer:
+    """Writes chunks with a loader of its own, here or on another machine.
 
-    @classmethod
-    def of(cls, loader: Loader, out: Path, *, final: bool) -> Work:
-        """For all samples of a loader, in order, on one rank."""
-        cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
-        arguments = {
-            "source": loader.source,
-            "augment": loader.augment if final else before_normalization(loader.augment),
-            "batch_size": loader.batch_size,
-            "order": loader.order,
-            "decode": loader.decode,
-            "cache": None if cache is None else cache.settings,
-            "ahead": loader.ahead,
-            "faults": Noted(
-                policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
-                max=faults.max,
-                window=faults.window,
-                truncated=faults.truncated,
-                file=faults.file,
-            ),
-            "device": loader.device,
-            "dtype": loader.dtype if final else torch.float32,
-            "num_workers": loader.num_workers,
-            "prefetch": loader.prefetch,
-            "timeout": reader.timeout,
-            "start_method": reader.start_method,
-            "seed": loader.seed,
-            "rank": 0,
-            "world_size": 1,
-        }
-        return cls(out, arguments, final)
+    Args:
+        out: the folder.
+        plan: of :class:`Materialize`.
+        arguments: of the loader.
+    """
 
-    @property
-    def decoder(self) -> str:
-        """The decoder's backend: pixels of DALI and Pillow differ."""
+    def __init__(self, out: Path, plan: dict[str, Any], arguments: dict[str, Any]) -> None:
+        self.out, self.plan = out, plan
+        self.loader, self.noted = Loader(**arguments), arguments["faults"]
 
-        return choose_backend(self.loader["decode"].backend)
+    def close(self) -> None:
+        """Close the loader."""
+        self.loader.close()
 
-    def open(self) -> tuple[Loader, Noted]:
-        """The loader, and its faults."""
-        return Loader(**self.loader), self.loader["faults"]
-
-    def look(self) -> Batch:
-        """A batch of one sample, for the sizes of views and labels.
-
-        Raises:
-            DataError: under ``faults.policy=raise``, if the first sample is bad.
-        """
-        quiet = Faults(policy=self.loader["faults"].policy)
-        alone = {"faults": quiet, "num_workers": 0, "prefetch": 0, "cache": None, "ahead": None}
-        with Loader(**{**self.loader, **alone}) as loader:
-            source = loader.source
-            numbers = range(len(source)) if source.indices is None else source.indices[:PROBED_SAMPLES].tolist()
-            for number in numbers[:PROBED_SAMPLES]:
-                batch = loader.fetch([number], epoch=0)
-                if bool(batch.valid.all()):
-                    return batch
-        raise GpuaugError(f"none of the first {len(numbers[:PROBED_SAMPLES])} samples could be decoded.")
-
-    def write(self, opened: tuple[Loader, Noted], plan: dict[str, Any], span: Span, done: Callable[[int], Any]) -> None:
-        """Write the chunks of a span. ``done`` is called with the number of samples after each step."""
-        loader, noted = opened
-        kind, chunk = record(plan), plan["chunk"]
-        position, end = span.first * chunk, min(plan["rows"][span.slot], span.last * chunk)
-        order = np.load(epoch_folder(self.out, plan, span.slot) / "order.npy", mmap_mode="r")
-        epoch = plan["start_epoch"] + span.slot
-        loader.start_at(epoch, position)
+    def write(self, span: tuple[int, int, int], progress: Callable[[int], Any]) -> None:
+        """Write the chunks ``first .. last - 1`` of an epoch, given as (epoch, first, last)."""
+        (slot, first, last), plan = span, self.plan
+        chunk, final = plan["chunk"], plan["store"] != "uint8"
+        position, end = first * chunk, min(plan["rows"][slot], last * chunk)
+        order = np.load(epoch_folder(self.out, plan, slot) / "order.npy", mmap_mode="r")
+        self.loader.start_at(plan["start_epoch"] + slot, position)
         writing: Future[None] | None = None
-        batches = iter(loader)
         with ThreadPoolExecutor(1) as writer:  # hashes and writes a chunk while the next one is made
-            for batch in batches:
-                views = [_stored(view, final=self.final) for view in _views(batch)]
-                begin = 0
+            for batch in self.loader:
+                views, begin = [_stored(view, final=final) for view in _views(batch)], 0
                 while begin < len(batch) and position < end:
                     number, at = divmod(position, chunk)
                     if at == 0:
-                        samples, faults = np.zeros(chunk_rows(plan, span.slot, number), dtype=kind), list[Any]()
-                    rows = slice(begin, begin + min(len(batch) - begin, len(samples) - at))
-                    count = rows.stop - begin
+                        samples = np.zeros(chunk_rows(plan, slot, number), dtype=record(plan))
+                        faults = list[Any]()
+                    count = min(len(batch) - begin, len(samples) - at)
+                    rows = slice(begin, begin + count)
                     if (batch.indices[rows].numpy() != order[position : position + count]).any():
                         raise GpuaugError("the order of the epoch is another than when it was planned.")
                     for k, view in enumerate(views):
@@ -441,20 +313,17 @@ class Work:
                     if batch.labels is not None:
                         samples["label"][at : at + count] = batch.labels[rows].cpu().numpy()
                     for row in (~batch.valid[rows]).nonzero().flatten().tolist():
-                        faults.append(noted.of(int(batch.indices[begin + row]), row=at + row))
-                    begin, position = rows.stop, position + count
+                        faults.append(self.noted.of(int(batch.indices[begin + row]), row=at + row))
+                    begin, position = begin + count, position + count
                     if at + count == len(samples):
                         if writing is not None:
                             writing.result()
-                        writing = writer.submit(
-                            save_chunk, chunk_file(self.out, plan, span.slot, number), samples, faults
-                        )
-                    done(count)
+                        writing = writer.submit(save_chunk, chunk_file(self.out, plan, slot, number), samples, faults)
+                    progress(count)
                 if position >= end:
                     break
             if writing is not None:
                 writing.result()
-        del batches  # ends what was made ahead
 
 
 class Noted(Faults):
@@ -476,6 +345,60 @@ class Noted(Faults):
         fault = self._noted[index]
         reason = {"stage": fault.stage, "reason": fault.reason, "size": fault.size, "head": fault.head.hex()}
         return {"row": row, **reason}
+
+
+def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
+    """What the samples are and how they are stored, as JSON; decodes a few for the sizes of views and labels.
+
+    Raises:
+        DataError: under ``faults.policy=raise``, if one of them is bad.
+    """
+    source = loader.source
+    numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+    probed = numbers[np.unique(np.linspace(0, len(numbers) - 1, PROBED_SAMPLES).astype(np.int64))]
+    shown = loader.fetch(probed.tolist(), epoch=0)
+    loader.pipeline.stage.close()  # the loader that writes has a decoder of its own
+    if not shown.valid.any():
+        raise GpuaugError(f"none of {len(probed)} samples out of {len(numbers)} could be decoded.")
+    label = None
+    if shown.labels is not None:
+        label = {"dtype": str(shown.labels.dtype).removeprefix("torch."), "shape": [*shown.labels.shape[1:]]}
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "order": repr(loader.order),
+        "samples": len(source),
+        "store": "uint8" if as_uint8 else next(name for name, kind in DTYPES.items() if kind is loader.dtype),
+        "views": [
+            {"name": v.name, "copy": v.copy, "size": [*x.shape[-2:]], "backend": v.augment.backend}
+            for v, x in zip(loader.augment.views, _views(shown), strict=True)
+        ],
+        "label": label,
+        "made_by": {"device": loader.device.type, "decode": choose_backend(loader.decode.backend)},
+        "classes": None if source.classes is None else list(source.classes),
+        "class_to_idx": source.class_to_idx,
+        "num_classes": source.num_classes,
+    }
+
+
+def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
+    """Arguments of a loader of all samples on one rank, whose pixels are those to store."""
+    cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
+    same = ("source", "batch_size", "order", "decode", "ahead", "device", "num_workers", "prefetch", "seed")
+    return {
+        **{name: getattr(loader, name) for name in same},
+        "augment": loader.augment if final else before_normalization(loader.augment),
+        "cache": None if cache is None else cache.settings,
+        "faults": Noted(
+            policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
+            **{name: getattr(faults, name) for name in ("max", "window", "truncated", "file")},
+        ),
+        "dtype": loader.dtype if final else torch.float32,
+        "timeout": reader.timeout,
+        "start_method": reader.start_method,
+        "rank": 0,
+        "world_size": 1,
+    }
 
 
 def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
@@ -506,19 +429,10 @@ def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
 
 def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) -> None:
     """Write a chunk, whole or not at all, and then its note."""
-    parts = npy_header(samples), memoryview(samples.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+    parts = npy(samples)
     files.write(file, *parts, sync=True)
     note = {"rows": len(samples), "digest": digest(*parts), "faults": faults}
     files.write(file.with_suffix(".json"), to_json(note), sync=True)
-
-
-def _seal(root: Path, plan: dict[str, Any]) -> str:
-    """Hash of all files except the chunks, whose checksums are in their notes."""
-    sealed = [root / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
-    for slot in range(plan["epochs"]):
-        sealed.append(epoch_folder(root, plan, slot) / "order.npy")
-        sealed += [chunk_file(root, plan, slot, n).with_suffix(".json") for n in range(chunk_count(plan, slot))]
-    return digest(*(file_digest(file)[1].encode() if file.exists() else b"none" for file in sealed))
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
@@ -527,70 +441,26 @@ def _earlier(out: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: if the folder holds anything else.
     """
-    try:
-        if not out.exists():
-            return None
-    except OSError as error:
-        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
+    check_out(out, MANIFEST, PLAN)
     if (out / MANIFEST).exists():
         return read_manifest(out)
+    if not (out / PLAN).exists():
+        return None
     try:
-        if (out / PLAN).exists():
-            plan = read_json(out / PLAN)
-            if isinstance(plan, dict) and plan.get("version") == VERSION:
-                return plan
-        elif not out.is_dir() or any(not entry.name.endswith(".part") for entry in out.iterdir()):
-            raise ConfigError(
-                f"`out` must be a new or empty folder, or one of `gpuaug materialize`. Found: {str(out)!r}."
-            )
-        else:
-            return None
+        plan: Any = read_json(out / PLAN)
     except (OSError, ValueError) as error:
         raise ConfigError(f"`out` cannot be read: {str(out)!r} ({error}). Set another.") from error
-    raise ConfigError(f"`out` was begun by another version of gpuaug: {str(out)!r}. Set another, or remove it.")
+    if not isinstance(plan, dict) or plan.get("version") != VERSION:
+        raise ConfigError(f"`out` was begun by another version of gpuaug: {str(out)!r}. Set another, or remove it.")
+    return plan
 
 
-def _here(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Callable[[int], Any]) -> None:
-    """Write in this process: the loader's own stages use all cores."""
-    opened = work.open()
-    with opened[0]:
-        for span in spans:
-            work.write(opened, plan, span, done)
-
-
-def _on_ray(work: Work, plan: dict[str, Any], spans: Sequence[Span], done: Callable[[int], Any]) -> None:
-    """Write in processes of a cluster, each with a GPU if the loader has one, else with some cores."""
-    device = work.loader["device"].type
-    work = replace(work, loader={**work.loader, "device": device, "cache": None})  # each process reads a part only
-    with on_ray.cluster() as ray:
-        cores = on_ray.machines(ray, "CPU")
-        cpus = min([RAY_CORES, *cores])
-        gpus = int(device == "cuda")
-        workers = sum(on_ray.machines(ray, "GPU")) if gpus else sum(count // cpus for count in cores)
-        log.info("materialize on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(cores))
-        items = list(_pieces(spans, at_most=-(-sum(s.last - s.first for s in spans) // (4 * max(1, workers)))))
-        make = partial(_writer, work, plan)
-        for _, count in on_ray.results(ray, make, items, workers=max(1, workers), cpus=cpus, gpus=gpus):
-            done(count)
-
-
-def _writer(work: Work, plan: dict[str, Any]) -> Callable[[Span], int]:
-    """Open a loader on a machine of a cluster. Returns what writes a span and gives its number of samples."""
-    opened = work.open()
-
-    def write(span: Span) -> int:
-        counts: list[int] = []
-        work.write(opened, plan, span, counts.append)
-        return sum(counts)
-
-    return write
-
-
-def _pieces(spans: Sequence[Span], *, at_most: int) -> Iterator[Span]:
-    for span in spans:
-        for first in range(span.first, span.last, at_most):
-            yield Span(span.slot, first, min(span.last, first + at_most))
-
-
-def _blocks(numbers: Sequence[int], size: int = 1 << 16) -> Iterator[Sequence[int]]:
-    return (numbers[i : i + size] for i in range(0, len(numbers), size))
+def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
+    """Consecutive chunks of an epoch joined, at most ``most`` of them: (epoch, first, last + 1)."""
+    spans: list[tuple[int, int, int]] = []
+    for slot, number in chunks:
+        if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:
+            spans[-1] = slot, spans[-1][1], number + 1
+        else:
+            spans.append((slot, number, number + 1))
+    return spans

@@ -1,31 +1,46 @@
-"""The job of `gpuaug pack`: what to write, where, and whether an earlier run left the same job there."""
+"""The job of `gpuaug pack`: what to write, whether an earlier run left the same job there, and how to write a shard."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-from collections.abc import Sequence
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
 from gpuaug import checks, files
-from gpuaug.batch import Interpolation
+from gpuaug.augment.crop import Resize
+from gpuaug.batch import Boxes, EncodedBatch, Fault, Interpolation
+from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
-from gpuaug.errors import ConfigError, SourceError
+from gpuaug.decode.plan import HeaderInfo
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.read.reader import Reader
 from gpuaug.source.adapt import Source
 from gpuaug.source.base import parse_manifest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
-from gpuaug.tools.store import digest, read_json, to_json
+from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
-SUBSAMPLING = ("4:4:4", "4:2:2", "4:2:0")
 PARTIAL = ".partial"
+_READ_SAMPLES = 32  # read at a time
+_CANVAS_BYTES = 1 << 28  # of resized images at a time; a batch that needs more is resized image by image
+_LONGEST_JPEG = 65_535  # pixels of a side
+
+Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (height, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +67,11 @@ class Pack:
 
     def __post_init__(self) -> None:
         checks.one_of("format", self.format, get_args(Format))
-        sizes = [self.sizes] if isinstance(self.sizes, int) else self.sizes
+        sizes = [self.sizes] if type(self.sizes) is int else self.sizes
         if sizes is not None and (
-            isinstance(sizes, str)
+            not isinstance(sizes, Sequence)
             or not sizes
-            or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes)
+            or any(type(size) is not int or size < 1 for size in sizes)
             or len(set(sizes)) < len(sizes)
         ):
             raise ConfigError(
@@ -64,7 +79,8 @@ class Pack:
             )
         object.__setattr__(self, "sizes", None if sizes is None else tuple(sorted(sizes)))
         checks.whole_number("quality", self.quality, 1, 100)
-        checks.one_of("subsampling", self.subsampling, SUBSAMPLING, hint=" In YAML it needs quotes.")
+        subsampling = ("4:4:4", "4:2:2", "4:2:0")
+        checks.one_of("subsampling", self.subsampling, subsampling, hint=" In YAML it needs quotes.")
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.whole_number("samples", self.samples, 1)
 
@@ -144,7 +160,7 @@ class Job:
 
         Raises:
             ConfigError: if the folder holds another job.
-            SourceError: if the note of the earlier job cannot be read.
+            SourceError: if the description of the earlier job cannot be read.
         """
         file = self.work / "job.json"
         if file.exists():
@@ -160,18 +176,12 @@ class Job:
         for name in self.what.names:
             if not (self.out / str(name)).exists():
                 (self.work / str(name)).mkdir(exist_ok=True)
-        (self.work / "done").mkdir(exist_ok=True)
         for part in self.work.rglob("*.part"):  # this run holds the lock, so the writers of these files are dead
             part.unlink()
 
     def check_same(self, earlier: dict[str, Any]) -> None:
         """Raise ConfigError if the folder holds another job, and name what differs."""
-        wanted = json.loads(json.dumps(self.describe()))
-        if differ := [key for key in {**wanted, **earlier} if wanted.get(key) != earlier.get(key)]:
-            listed = "; ".join(f"{k}: {_short(earlier.get(k))} there, {_short(wanted.get(k))} now" for k in differ[:4])
-            raise ConfigError(
-                f"`out` holds another job: {str(self.out)!r}. {listed}. Choose another folder, or remove it."
-            )
+        refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -201,33 +211,182 @@ def _labels_digest(source: Source) -> str | None:
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
 
-def prepare_out(out: Path, source: Source) -> Path:
-    """The absolute path of ``out``, created.
+def checked_out(out: Path, source: Source) -> Path:
+    """The absolute path of ``out``.
 
     Raises:
-        ConfigError: if it cannot be created, lies inside the source, or holds other files.
+        ConfigError: if it lies inside the source, or holds other files.
     """
     place = Path(os.path.abspath(out.expanduser()))
-    root = getattr(source, "root", None)
-    if isinstance(root, str) and "://" not in root and os.path.isdir(root):
-        inside = os.path.realpath(place)
-        if os.path.commonpath([inside, os.path.realpath(root)]) == os.path.realpath(root):
-            raise ConfigError(
-                f"`out` must not be inside `source.root` ({root!r}): it would become part of it. Found: {str(out)!r}."
-            )
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        names = sorted(os.listdir(place))
-    except OSError as error:
-        raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
-    if names and MANIFEST not in names and PARTIAL not in names:
+    root: Any = getattr(source, "root", None)
+    is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
+    if is_folder and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(
-            f"`out` must be new, empty, or left by a stopped run. Found {len(names)} other files in {str(place)!r}, "
-            f"such as {names[0]!r}."
+            f"`out` must not be inside `source.root` ({root!r}): it would become part of it. Found: {str(out)!r}."
         )
+    check_out(place, MANIFEST, PARTIAL)
     return place
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+class Packer:
+    """Writes shards of a job, one after the other, with one thread."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
+        self._reader = Reader(job.source, num_workers=0)
+
+    def close(self) -> None:
+        """Free the decoder's memory."""
+        self._decoder.close()
+
+    def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
+        """Write a shard at all sizes, and then its note.
+
+        Args:
+            shard: its number.
+            progress: is called with the number of samples after each batch.
+
+        Returns:
+            The bad samples as (row, stage, reason, size, head in hex). If bad samples are not dropped, the first one
+            ends the work, and nothing is written.
+
+        Raises:
+            GpuaugError: if a file cannot be written.
+        """
+        job = self.job
+        paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
+        try:
+            with ExitStack() as stack:
+                jpeg = job.what.format == "jpeg"
+                shards = [_ShardFile(stack, path, jpeg=jpeg) for path in paths.values()]
+                note = self._write_samples(job.numbers(shard), shards, progress)
+            note["files"] = {
+                name: {"bytes": path.stat().st_size, "hash": file_digest(path), **shard.index}
+                for (name, path), shard in zip(paths.items(), shards, strict=True)
+            }
+            files.write(job.note_file(shard), json.dumps(note), sync=True)
+        except _BadSampleError as error:
+            return list(error.args[0])
+        except OSError as error:
+            raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
+        return list(note["faults"])
+
+    def _write_samples(
+        self, numbers: NDArray[np.int64], shards: list[_ShardFile], progress: Callable[[int], Any]
+    ) -> dict[str, Any]:
+        keys, kept, labels, faults = [], [], [], []
+        for first in range(0, len(numbers), _READ_SAMPLES):
+            some = numbers[first : first + _READ_SAMPLES]
+            indices = torch.from_numpy(some.astype(np.int64))
+            batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
+            for row, encoded in enumerate(self._encode(batch)):
+                if isinstance(encoded, Fault):
+                    faults.append([first + row, encoded.stage, encoded.reason, encoded.size, encoded.head.hex()])
+                    continue
+                number = int(some[row])
+                label = None if batch.labels is None else batch.labels[row].tolist()
+                for shard, (data, shape) in zip(shards, encoded, strict=True):
+                    shard.add(number, data, shape, label)
+                keys.append(self.job.source.key(number))
+                kept.append(number)
+                labels.append(label)
+            if faults and not self.job.drop:
+                raise _BadSampleError(faults)
+            progress(len(some))
+        return {"keys": keys, "numbers": kept, "labels": labels, "faults": faults}
+
+    def _encode(self, batch: EncodedBatch) -> list[Encoded | Fault]:
+        """What to write for each row, or why it is bad."""
+        what, headers = self.job.what, self._decoder.read_headers(batch)
+        sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
+        boxes = [_whole(sizes, name, what) for name in what.names]
+        faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
+        rows = range(len(batch))
+        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (box.size for box in boxes)) > _CANVAS_BYTES:
+            return [faults.get(row) or self._encode(_single(batch, row))[0] for row in rows]
+        images, bad = self._decoder.pixels(batch, headers, boxes)
+        faults |= {fault.row: fault for fault in bad if fault.row not in faults}
+        return [
+            faults.get(row) or self._encode_row(row, batch, headers, zip(boxes, images, strict=True)) for row in rows
+        ]
+
+    def _encode_row(
+        self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[Boxes, Tensor]]
+    ) -> Encoded | Fault:
+        """What to write for an image, given the batch's boxes and canvases of each size."""
+        what, data = self.job.what, batch.encoded(row).numpy()
+        begin = data[:16].tobytes()
+        upright = headers.orientation[row] == 1 and row not in headers.replaced
+        original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
+        encoded: Encoded = []
+        for boxes, canvases in views:
+            height, width = boxes.resized[row].tolist()
+            pixels = canvases[row, :height, :width].numpy()
+            if what.format == "uint8":
+                made = header.raw_header(height, width) + pixels.tobytes()
+            elif (height, width) == original:
+                made = data.tobytes()
+            elif max(height, width) > _LONGEST_JPEG:
+                reason = f"{height}x{width} is more than the {_LONGEST_JPEG} pixels of a side of a JPEG"
+                return Fault(row, "encode", reason, len(data), begin)
+            else:
+                stream = io.BytesIO()
+                Image.fromarray(pixels).save(stream, "JPEG", quality=what.quality, subsampling=what.subsampling)
+                made = stream.getvalue()
+            encoded.append((made, (height, width)))
+        return encoded
+
+
+class _BadSampleError(Exception):
+    """Ends a shard, so that its files are not kept; its argument is the faults."""
+
+
+def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
+    """One row of a batch, as a batch."""
+    data = batch.encoded(row)
+    rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
+    return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
+
+
+def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:
+    """Resize whole images [B, 2] to a shorter side of ``size``, on a canvas for the largest. Nothing is enlarged."""
+    box = np.maximum(sizes, 1)  # bad rows are 0x0
+    resized = box.copy()
+    for row, (height, width) in enumerate(box.tolist()):
+        if isinstance(size, int) and size < min(height, width):
+            resized[row] = Resize(size).boxes(None, np.array([height]), np.array([width])).size
+    zero = np.zeros_like(box)
+    canvas = int(resized[:, 0].max()), int(resized[:, 1].max())
+    return Boxes(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
+
+
+class _ShardFile:
+    """One file of samples: a tar of JPEGs, or headers and pixels. ``index`` says where each sample is."""
+
+    def __init__(self, stack: ExitStack, path: Path, *, jpeg: bool) -> None:
+        self._file = stack.enter_context(files.replacing(path, sync=True))
+        tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT) if jpeg else None
+        self._tar = tar and stack.enter_context(tar)
+        self.index: dict[str, list[Any]] = {"offsets": [], "lengths": [], "shapes": [], "checksums": []}
+
+    def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any) -> None:
+        """Append a sample. WebDataset's `cls` is a whole number; other labels go into a JSON member."""
+        offset = self._file.tell() + (0 if self._tar is None else tarfile.BLOCKSIZE)  # of a member's header
+        values = {"offsets": offset, "lengths": len(data), "shapes": shape, "checksums": zlib.crc32(data)}
+        for name, value in values.items():
+            self.index[name].append(value)
+        if self._tar is None:
+            self._file.write(data)
+            return
+        self._add_member(f"{number:09d}.jpg", data)
+        if isinstance(label, int):
+            self._add_member(f"{number:09d}.cls", b"%d" % label)
+        elif label is not None:
+            self._add_member(f"{number:09d}.json", json.dumps({"label": label}).encode())
+
+    def _add_member(self, name: str, data: bytes) -> None:
+        info = tarfile.TarInfo(name)  # without times and owners, which would change the bytes of every run
+        info.size = len(data)
+        assert self._tar is not None
+        self._tar.addfile(info, io.BytesIO(data))

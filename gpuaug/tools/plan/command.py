@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuaug import machine
+from gpuaug import checks, machine
 from gpuaug.errors import ConfigError
 from gpuaug.files import format_bytes
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.plan.predict import Machine, Plan
-from gpuaug.tools.report import Report, check_text
+from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")
@@ -37,7 +37,7 @@ class Settings:
             raise ConfigError(f"`seconds` must be a number above 0. Found: {self.seconds!r}.")
         if type(self.sample) is not int or self.sample < 1:
             raise ConfigError(f"`sample` must be a whole number >= 1. Found: {self.sample!r}.")
-        check_text(self, "json", optional=True)
+        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:

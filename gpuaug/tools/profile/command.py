@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gpuaug import machine
+from gpuaug import checks, machine
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
@@ -29,7 +29,7 @@ from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
 from gpuaug.tools.profile.bottleneck import Change, Cost, Measured, Verdict
 from gpuaug.tools.profile.measure import Profiler, Step
-from gpuaug.tools.report import Report, check_text, output, png, written
+from gpuaug.tools.report import Report, output, png, written
 from gpuaug.tools.request import Request
 from gpuaug.tools.sheet import FAINT, INK, PAPER, fitting, font, wrapped
 from gpuaug.tools.train.training import Settings as TrainingSettings
@@ -86,7 +86,8 @@ class Settings:
             raise ConfigError(f"`seconds` must be a number in (0, 60]. Found: {self.seconds!r}.")
         if not isinstance(self.tune, bool):
             raise ConfigError(f"`tune` must be true or false. Found: {self.tune!r}.")
-        check_text(self, "out", "trace", "json", optional=True)
+        for name in ("out", "trace", "json"):
+            checks.text(name, getattr(self, name), optional=True)
 
     @property
     def training(self) -> TrainingSettings:

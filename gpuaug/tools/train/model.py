@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-
-def _convolution(inputs: int, outputs: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+_convolution = partial(nn.Conv2d, kernel_size=3, padding=1, bias=False)
 
 
 class _Block(nn.Module):
@@ -15,8 +15,8 @@ class _Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.BatchNorm2d(inputs), _convolution(inputs, outputs, stride)
-        self.norm2, self.conv2 = nn.BatchNorm2d(outputs), _convolution(outputs, outputs, 1)
+        self.norm1, self.conv1 = nn.BatchNorm2d(inputs), _convolution(inputs, outputs, stride=stride)
+        self.norm2, self.conv2 = nn.BatchNorm2d(outputs), _convolution(outputs, outputs)
         same = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
 

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gpuaug import checks
+from gpuaug import checks, files
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
-from gpuaug.tools import memory
+from gpuaug.source.local import check_regular
 from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
-from gpuaug.tools.train import checkpoint
-from gpuaug.tools.train.pace import Pace
 
 log = logging.getLogger("gpuaug")
 
+VERSION = 1  # of the checkpoint
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
 AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = ("sgd", "adamw")
@@ -102,6 +103,60 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         self.asked = True
 
 
+class Pace:
+    """Images, seconds, and the seconds in which the device waited for a batch, while training.
+
+    On the CPU that is the time between asking for a batch and having it. On CUDA it is the gap between two steps on the
+    training's stream, because the host may wait for a batch while the device still works on the one before. What comes
+    before the very first batch is not counted: workers start and kernels are compiled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.images, self.waited, self.seconds = 0, 0.0, 1e-9
+        self._device = device
+        self._last: float | None = None  # when the seconds were counted; None: between two epochs
+        self._asked: Any = None  # when the next batch was asked for
+        self._gaps: deque[tuple[Any, Any]] | None = None  # None: before the first batch
+
+    def ask(self) -> None:
+        """Note that the last step is queued and the next batch is asked for."""
+        self._asked = self._mark()
+
+    def have(self) -> None:
+        """Note that the batch is there."""
+        there = self._mark()
+        if self._gaps is None:
+            self._gaps, self.seconds = deque(), 1e-9
+            return
+        self._gaps.append((self._asked, there))
+        self._take(2 if self._device.type == "cuda" else 0)  # waiting keeps the host at most two steps ahead
+
+    def stop(self) -> None:
+        """Wait until the last step of an epoch is done."""
+        self._take(0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._mark()
+        self._last = None
+
+    def _mark(self) -> Any:
+        now = time.perf_counter()
+        self.seconds += now - (self._last or now)
+        self._last = now
+        if self._device.type != "cuda":
+            return now
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _take(self, left: int) -> None:
+        while self._gaps and len(self._gaps) > left:
+            asked, there = self._gaps.popleft()
+            if self._device.type == "cuda":
+                there.synchronize()
+            self.waited += asked.elapsed_time(there) / 1000 if self._device.type == "cuda" else there - asked
+
+
 class EachView(nn.Module):
     """Applies a model to every view of a batch, as one forward pass that DDP can wrap."""
 
@@ -138,7 +193,9 @@ class Training:
         self.device = loader.device
         self.amp = _amp(settings, self.device)
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
-        self.each = _parallel(EachView(self.model), self.device)
+        self.each: nn.Module = EachView(self.model)
+        if distributed.active():
+            self.each = DistributedDataParallel(self.each, [self.device.index] if self.device.type == "cuda" else None)
         self.optimizer = _optimizer(self.model, settings)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
         self.ranks = dist.get_world_size() if distributed.active() else 1
@@ -153,8 +210,9 @@ class Training:
         file = Path(self.settings.out) / "last.pt"
         if self.first:
             output(str(file), "out")
-        if (checkpoint_file := self._resume_from(file)) is not None:
-            self.load(checkpoint_file)
+        resume = self.settings.resume
+        if resume is not None and (resume != "auto" or file.exists()):
+            self.load(file if resume == "auto" else Path(resume))
             if self.loader.epoch >= self.settings.epochs:
                 log.info("nothing is left to train: `epochs=%d` are done", self.settings.epochs)
         elif self.first and file.exists():
@@ -184,7 +242,6 @@ class Training:
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
         self.each.train()
-        self.pace.start()
         with tqdm(
             total=whole,
             initial=min(whole, round(done)),
@@ -193,16 +250,24 @@ class Training:
             disable=not self.first,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         ) as bar:
-            ended = self._steps(bar, epoch=epoch, done=done, whole=whole)
+            ended = self._steps(bar, done=done, whole=whole)
             self.pace.stop()
             bar.set_postfix_str(self._postfix(), refresh=True)
-        if ended:
-            self._note_epoch(epoch)
-        return ended
+        if not ended:
+            return False
+        loss, right, samples = _sum(self.sums.tolist())
+        self.sums.zero_()
+        if not math.isfinite(loss):
+            raise GpuaugError(
+                f"the loss of epoch {epoch + 1} is {loss}. Lower `lr`, now {self.settings.lr:g}, or set `amp=float32`."
+            )
+        loss, right = loss / max(1.0, samples), right / max(1.0, samples)
+        self.history.append({"epoch": epoch, "loss": loss, "train_accuracy": right, "held_out_accuracy": None})
+        return True
 
-    def _steps(self, bar: Any, *, epoch: int, done: float, whole: int) -> bool:
-        """Make the steps of an epoch. Returns False if SIGTERM came before its end."""
-        batches, pace = iter(self.loader), self.pace
+    def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
+        """Make the steps of an epoch, from batch ``done``. Returns False if SIGTERM came before its end."""
+        batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         while True:
             pace.ask()
             try:
@@ -218,25 +283,11 @@ class Training:
             self.step(batch, valid=valid, progress=(epoch + min(1.0, done / whole)) / self.settings.epochs)
             pace.images += int(valid)
             done += 1
-            pace.update_peak(every=5.0)
             if bar.update():
                 bar.set_postfix_str(self._postfix(), refresh=False)
             if asked and self.loader.state_dict()["epoch"] == epoch:
                 self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
                 return False
-
-    def _note_epoch(self, epoch: int) -> None:
-        """Add a finished epoch to the history."""
-        loss, right, samples = _sum(self.sums.tolist())
-        self.sums.zero_()
-        if not math.isfinite(loss):
-            raise GpuaugError(
-                f"the loss of epoch {epoch + 1} is {loss}. Lower `lr`, now {self.settings.lr:g}, or set `amp=float32`."
-            )
-        samples = max(1.0, samples)
-        self.history.append(
-            {"epoch": epoch, "loss": loss / samples, "train_accuracy": right / samples, "held_out_accuracy": None}
-        )
 
     def step(self, batch: Batch, *, valid: float, progress: float) -> None:
         """Train on one batch. ``valid``: its valid samples over all ranks; each counts the same."""
@@ -273,12 +324,8 @@ class Training:
     def _postfix(self) -> str:
         pace = self.pace
         loss, _, samples = self.sums.tolist()
-        device = f", device {memory.gib(_in_use(self.device))}" if self.device.type == "cuda" else ""
-        return (
-            f"{pace.images / pace.seconds:.0f} images/s, loss {loss / max(1.0, samples):.3f}, "
-            f"waiting {pace.waited / pace.seconds:.0%}, memory {memory.gib(pace.peak)}{device}"
-            + memory.waiting(self.loader.ahead_level, self.loader.ahead)
-        )
+        speed, waiting = pace.images / pace.seconds, pace.waited / pace.seconds
+        return f"{speed:.0f} images/s, loss {loss / max(1.0, samples):.3f}, waiting {waiting:.0%}"
 
     def _hold_out(self) -> bool:
         """Add the held-out accuracy to the history. Returns False if SIGTERM came before its end."""
@@ -307,7 +354,6 @@ class Training:
             _, right = outcome(logits, batch.labels, self.settings.loss)
             weight = batch.valid.to(self.device).float()
             sums += torch.stack([(right * weight).sum(), weight.sum()])
-            self.pace.update_peak(every=5.0)
             if self.stop.asked:
                 break
         asked, right_all, samples = _sum([float(self.stop.asked), *sums.tolist()])
@@ -317,18 +363,23 @@ class Training:
         """Write the checkpoint, whole or not at all; only the first rank does."""
         if not self.first:
             return
-        source = self.loader.source
+        classes = self.loader.source.classes
         parts = {
+            "version": VERSION,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
-            "classes": None if source.classes is None else list(source.classes),
+            "classes": None if classes is None else list(classes),
             "sums": self.sums.tolist(),
             "steps": self.steps,
             "history": self.history,
         }
-        checkpoint.write(file, parts)
+        try:
+            with files.replacing(file, sync=True) as stream:
+                torch.save(parts, stream)
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}") from error
 
     def load(self, file: Path) -> None:
         """Go on from a checkpoint with the very next sample. Batch size, workers and ranks may differ.
@@ -336,7 +387,7 @@ class Training:
         Raises:
             StateError: if the file is not a checkpoint, or of another model or other classes.
         """
-        parts = checkpoint.read(file)
+        parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
             raise StateError(f"{file} was trained on the classes {parts['classes']}. Found here: {classes}.")
@@ -357,28 +408,14 @@ class Training:
         self.steps, self.history = parts["steps"], parts["history"]
         log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, parts["loader"]["position"])
 
-    def _resume_from(self, last: Path) -> Path | None:
-        if self.settings.resume is None or (self.settings.resume == "auto" and not last.exists()):
-            return None
-        return last if self.settings.resume == "auto" else Path(self.settings.resume)
-
     def _report(self, report: Report, file: Path) -> None:
         pace, last = self.pace, self.history[-1] if self.history else {}
-        waited, peak = _sum([pace.waited / self.ranks, float(pace.peak)])
+        waited = _sum([pace.waited / self.ranks])[0] / pace.seconds
         if pace.images:
             ranks = "" if self.ranks == 1 else f" on {self.ranks} ranks"
             speed = pace.images / pace.seconds
             report.add("images_per_second", speed, f"{speed:.0f} ({pace.images} in {pace.seconds:.1f} s{ranks})")
-            share = waited / pace.seconds
-            report.add("waiting_for_data", share, f"{share:.1%} of the time")
-            report.add("start_up", pace.start_up, f"{pace.start_up:.1f} s until the first batch, not counted above")
-        report.add("peak_memory", int(peak), f"{memory.gib(peak)} (this process and its workers)")
-        if held := memory.workers():
-            report.add("worker_memory", held, f"{memory.gib(max(held))} at most in each of {len(held)} workers (PSS)")
-        if self.device.type == "cuda":
-            torch_peak, used = torch.cuda.max_memory_allocated(self.device), _in_use(self.device)
-            text = f"{memory.gib(torch_peak)} at most in torch's tensors, {memory.gib(used)} in use on the device"
-            report.add("device_memory", {"torch_peak": torch_peak, "in_use": used}, text)
+            report.add("waiting_for_data", waited, f"{waited:.1%} of the time")
         for name, note in (("train_accuracy", " on augmented images, last epoch"), ("held_out_accuracy", "")):
             if (value := last.get(name)) is not None:
                 report.add(name, value, f"{value:.1%}{note}")
@@ -485,12 +522,6 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.momentum > 0)
 
 
-def _parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    if not distributed.active():
-        return model
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-
-
 def _sum(values: list[float]) -> list[float]:
     """Sum values over all ranks, on the CPU, so that no rank waits for its device."""
     if not distributed.active():
@@ -500,7 +531,64 @@ def _sum(values: list[float]) -> list[float]:
     return summed.tolist()
 
 
-def _in_use(device: torch.device) -> int:
-    """Bytes of device memory in use, including DALI's and those of other processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+def read_checkpoint(file: Path) -> dict[str, Any]:
+    """Read a checkpoint. Nothing in it is executed.
+
+    Raises:
+        StateError: if the file is not a checkpoint, or a part of it is damaged.
+    """
+    try:
+        check_regular(os.stat(file), file)  # torch would wait for ever for the end of a pipe or a device
+        parts = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise StateError(
+            f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
+        ) from error
+    version = parts.get("version") if isinstance(parts, dict) else type(parts).__name__
+    if version != VERSION:
+        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r}, {version}.")
+    for name, (expected, holds) in _PARTS.items():
+        if name not in parts or not holds(parts[name]):
+            what = f"`{name}` = {str(parts[name])[:60]!r}" if name in parts else f"no `{name}`"
+            raise StateError(
+                f"{file} is damaged: `{name}` of a checkpoint must be {expected}. Found: {what}. Resume another "
+                "one, or start anew with resume=null."
+            )
+    return parts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_epoch(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and {"epoch", "loss", "train_accuracy", "held_out_accuracy"} >= entry.keys() >= {"epoch", "loss"}
+        and all(_is_number(v) or (v is None and k == "held_out_accuracy") for k, v in entry.items())
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(holds, value))
+
+
+# what a checkpoint holds beside its version: what it must be, in words and as a check
+_PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": ("a mapping", _is_mapping),
+    "optimizer": ("a mapping", _is_mapping),
+    "scaler": (
+        "a mapping of names to numbers",
+        lambda v: isinstance(v, dict) and all(isinstance(k, str) and _is_number(x) for k, x in v.items()),
+    ),
+    "loader": ("a mapping", _is_mapping),
+    "classes": ("a list of names or null", lambda v: v is None or _is_list(v, lambda c: isinstance(c, str))),
+    "sums": ("three numbers (loss, right answers, samples)", lambda v: _is_list(v, _is_number) and len(v) == 3),
+    "steps": ("a whole number >= 0", lambda v: type(v) is int and v >= 0),
+    "history": ("a list of one mapping of numbers per epoch", lambda v: _is_list(v, _is_epoch)),
+}
