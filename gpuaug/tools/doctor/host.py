@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 
 from gpuaug import files, machine
+from gpuaug.files import format_bytes
 from gpuaug.tools.doctor.findings import BROKEN, NOTE, OK, SLOW, Finding, judged
-from gpuaug.tools.memory import gib
 
 MIB = 2**20
 # What the machine should have. Files: torch passes every batch in flight between processes as one, and Python with DALI
@@ -47,7 +47,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
     size, free = sizes
     return judged(
         "shared memory",
-        f"/dev/shm of {gib(size)}, {gib(free)} free",
+        f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free",
         bad=_too_small(free, least=SHARED_LEAST, enough=SHARED_ENOUGH),
         advice="Workers hand over batches there, and die of a bus error where it is full. In Docker start with "
         "--shm-size=8g or --ipc=host, in Kubernetes mount an emptyDir of medium Memory; else lower num_workers or "
@@ -130,11 +130,12 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
     if sizes is None:
         return Finding(name="memory", status=NOTE, text="not known on this system")
     total, available = sizes
-    text, left = f"{gib(total)}, {gib(available)} available", available
+    text, left = f"{format_bytes(total)}, {format_bytes(available)} available", available
     if group is not None and group[0] < total:
         limit, used = group
         left = min(available, limit - used)
-        text += f"; a control group allows {gib(limit)}, of which {gib(used)} are in use (files it read among them)"
+        text += f"; a control group allows {format_bytes(limit)}, of which {format_bytes(used)} are in use"
+        text += " (files it read among them)"
     return judged(
         "memory",
         text,

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from gpuaug import checks
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
+from gpuaug.files import format_bytes
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
 from gpuaug.tools import memory
-from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import checkpoint
@@ -273,10 +273,10 @@ class Training:
     def _postfix(self) -> str:
         pace = self.pace
         loss, _, samples = self.sums.tolist()
-        device = f", device {memory.gib(_in_use(self.device))}" if self.device.type == "cuda" else ""
+        device = f", device {format_bytes(_in_use(self.device))}" if self.device.type == "cuda" else ""
         return (
             f"{pace.images / pace.seconds:.0f} images/s, loss {loss / max(1.0, samples):.3f}, "
-            f"waiting {pace.waited / pace.seconds:.0%}, memory {memory.gib(pace.peak)}{device}"
+            f"waiting {pace.waited / pace.seconds:.0%}, memory {format_bytes(pace.peak)}{device}"
             + memory.waiting(self.loader.ahead_level, self.loader.ahead)
         )
 
@@ -372,12 +372,12 @@ class Training:
             share = waited / pace.seconds
             report.add("waiting_for_data", share, f"{share:.1%} of the time")
             report.add("start_up", pace.start_up, f"{pace.start_up:.1f} s until the first batch, not counted above")
-        report.add("peak_memory", int(peak), f"{memory.gib(peak)} (this process and its workers)")
+        report.add("peak_memory", int(peak), f"{format_bytes(peak)} (this process and its workers)")
         if held := memory.workers():
-            report.add("worker_memory", held, f"{memory.gib(max(held))} at most in each of {len(held)} workers (PSS)")
+            report.add("worker_memory", held, f"{format_bytes(max(held))} at most in each of {len(held)} workers (PSS)")
         if self.device.type == "cuda":
             torch_peak, used = torch.cuda.max_memory_allocated(self.device), _in_use(self.device)
-            text = f"{memory.gib(torch_peak)} at most in torch's tensors, {memory.gib(used)} in use on the device"
+            text = f"{format_bytes(torch_peak)} at most in torch's tensors, {format_bytes(used)} in use on the device"
             report.add("device_memory", {"torch_peak": torch_peak, "in_use": used}, text)
         for name, note in (("train_accuracy", " on augmented images, last epoch"), ("held_out_accuracy", "")):
             if (value := last.get(name)) is not None:
@@ -403,30 +403,6 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model._target_` must name a torch.nn.Module. Found: {type(model).__name__}.")
     return model
-
-
-def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callable[[plan.Sizes], tuple[plan.Term, ...]]:
-    """Memory of training this model, besides the loader's batches. The first call decides the sizes."""
-    _optimizer(model, settings)  # the first optimizer imports 75 MiB of torch's compiler: do it before measuring
-    states = 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
-    taken: tuple[plan.Term, ...] | None = None
-
-    def terms(sizes: plan.Sizes) -> tuple[plan.Term, ...]:
-        nonlocal taken
-        if taken is None:
-            taken = plan.step(
-                model,
-                views=sizes.views,
-                rows=min(loader.batch_size, max(1, len(loader.source))),
-                device=loader.device,
-                amp=_amp(settings, loader.device),
-                given=loader.dtype,
-                states=states,
-                parallel=int(os.environ.get("WORLD_SIZE", "1")) > 1,
-            )
-        return taken
-
-    return terms
 
 
 def _amp(settings: Settings, device: torch.device) -> torch.dtype:
