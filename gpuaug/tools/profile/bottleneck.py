@@ -1,6 +1,6 @@
 """Which stage limits a loader, and what a change would bring: the reasoning behind `gpuaug profile`, without a clock.
 
-takes: :class:`Measured`, what every stage costs alone, and :class:`Trials`, which measures what is worth trying.
+takes: :class:`Measured`, what every stage costs alone, and the profiler, which measures what is worth trying.
 does: names the stage without which the whole would be fastest, and looks for settings that relieve it.
 gives: :class:`Verdict`.
 
@@ -19,7 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuaug.tools.profile.measure import Profiler
 
 GAIN = 1.07  # a change that is predicted to bring less is not proposed: noise is of this size
 NOTHING = 1.1  # where an ideal loader brings less than this, the model is the limit
@@ -47,12 +50,10 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per image of one stage: the median of the rounds, their quartiles, and CPU-seconds of all threads."""
+    """Seconds per image of one stage: the median of the rounds, and CPU-seconds of all threads."""
 
     wall: float
     cpu: float
-    low: float = 0.0
-    high: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -61,7 +62,7 @@ class Cost:
 
     def scaled(self, wall: float, cpu: float) -> Cost:
         """The same times factors."""
-        return Cost(self.wall * wall, self.cpu * cpu, self.low * wall, self.high * wall)
+        return Cost(self.wall * wall, self.cpu * cpu)
 
 
 FREE = Cost(0.0, 0.0)
@@ -167,53 +168,6 @@ class Verdict:
         """Everything to put on the command line, without changing what is trained on; a later value counts."""
         found = {text.partition("=")[0]: text for change in self.changes for text in change.overrides}
         return list(found.values())
-
-
-class Trials(Protocol):
-    """What can be tried on a loader. Every ``with_…`` gives the measurement again with one thing changed."""
-
-    @property
-    def cores(self) -> int:
-        """That workers and threads can be spread over."""
-
-    @property
-    def threads(self) -> int | None:
-        """That decode; None where nothing can be chosen."""
-
-    @property
-    def kornia(self) -> bool:
-        """Whether a view is augmented by Kornia's modules."""
-
-    def with_workers(self, m: Measured, count: int) -> Measured:
-        """So many workers."""
-
-    def with_threads(self, m: Measured, count: int) -> Measured:
-        """So many threads that decode."""
-
-    @property
-    def pillow(self) -> bool:
-        """Whether Pillow decodes although DALI is installed."""
-
-    def with_dali(self, m: Measured) -> Measured:
-        """DALI as the decoder."""
-
-    def with_fused(self, m: Measured) -> Measured:
-        """Fused kernels instead of Kornia's modules."""
-
-    def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
-        """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
-
-    def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
-        """Images as `gpuaug pack` would store them, and their shorter side; None where they are not large.
-
-        ``read``: fewer bytes are read, too.
-        """
-
-    def op_costs(self, m: Measured) -> dict[str, float]:
-        """Per operation of the recipe its share of the augmentation."""
-
-    def op_keys(self, name: str) -> list[str]:
-        """Where an operation stands in the configuration."""
 
 
 # -- the model of the pipeline ----------------------------------------------------------------------------------------
@@ -328,34 +282,14 @@ def _why_reading(m: Measured, evidence: list[str]) -> tuple[str, list[str]]:
     return ("storage" if m.busy < 0.5 else "workers"), evidence
 
 
-def cpu_is_enough(m: Measured, on_host: Cost) -> str | None:
-    """Says so where decode and augment on the CPU would keep a model on CUDA as busy; None where not.
-
-    Args:
-        m: measured with ``device=cuda`` and a model.
-        on_host: decode and augment of the same images on the CPU, and their way to the device.
-    """
-    if m.device_type != "cuda" or m.step is None:
-        return None
-    then = replace(m, device_type="cpu", decode=on_host, augment=FREE)
-    here = expected(m, m)
-    if expected(m, then) > 1.02 * here:
-        return None
-    return (
-        f"decode and augment on the CPU, the images moved over, take {_ms(on_host.wall)} per image: with them the "
-        f"whole is predicted to take {_ms(expected(m, then))}, here it takes {_ms(here)}. device=cpu would be as fast "
-        "and leave the GPU to the model"
-    )
-
-
 # -- what to change ---------------------------------------------------------------------------------------------------
 
 
-def diagnose(trials: Trials, m: Measured, *, at: str | None = None) -> Verdict:
+def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict:
     """Name the bottleneck and the changes that are predicted to help; candidates are measured, not guessed.
 
     Args:
-        trials: of the same loader.
+        trials: the profiler of the same loader.
         m: what was measured of it.
         at: where the loader stands in a larger configuration, ``train_data``; overrides then name it.
     """
@@ -389,7 +323,7 @@ def diagnose(trials: Trials, m: Measured, *, at: str | None = None) -> Verdict:
     )
 
 
-def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
+def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
     """Settings that may relieve a stage without changing a pixel, the cheapest first; each measured."""
     if stage in ("storage", "workers", "inter-process copy"):
         most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
@@ -412,7 +346,7 @@ def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured
         if threads is not None and threads < trials.cores:
             for count in sorted({min(trials.cores, factor * threads) for factor in (2, 4)} | {min(8, trials.cores)}):
                 if count > threads:
-                    then = trials.with_threads(m, count)
+                    then = trials.with_decoder(m, num_threads=count)
                     yield then, f"decode.num_threads={count}", f"{count} threads decode, instead of {threads}"
         if m.workers == 0:
             yield trials.with_workers(m, 1), "num_workers=1", "a worker reads while this process decodes"
@@ -422,7 +356,7 @@ def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured
         yield replace(m, prefetch=2), "prefetch=2", "batches are made while the model works"
 
 
-def _others(trials: Trials, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
+def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
     """What would help and changes pixels or needs more than an override; each alone, on top of what was changed."""
     found: list[Change] = []
 
@@ -432,30 +366,33 @@ def _others(trials: Trials, m: Measured, current: Measured, stage: str, *, at: s
             found.append(Change(tuple(overrides), text, factor, same))
 
     if stage == "augment":
-        costs = trials.op_costs(current)
-        for name in sorted(costs, key=lambda n: -costs[n])[:1]:
-            if costs[name] > 0.25:
-                left = 1 - costs[name]
-                then = replace(current, augment=current.augment.scaled(left, left))
-                keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
-                propose(then, keys, f"operation `{name}` is {costs[name]:.0%} of the augmentation")
-    if stage in ("storage", "workers") and (kept := trials.with_cache(current)) is not None:
-        then, needed, fits = kept
+        costs = trials.op_costs()
+        name = max(costs, key=lambda n: costs[n], default=None)
+        if name is not None and costs[name] > 0.25:
+            left = 1 - costs[name]
+            keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
+            text = f"operation `{name}` is {costs[name]:.0%} of the augmentation"
+            propose(replace(current, augment=current.augment.scaled(left, left)), keys, text)
+    if stage in ("storage", "workers") and (cache := trials.cache_bytes()) is not None:
+        needed, kept = cache
+        share, read = kept / max(needed, 1.0), current.read
+        in_memory = current.copy or FREE  # without workers there is no copy either
+        wall, cpu = (a + share * (b - a) for a, b in ((read.wall, in_memory.wall), (read.cpu, in_memory.cpu)))
         size = f"{needed / 2**30:.2g} GiB" if needed > 2**29 else f"{needed / 2**20:.0f} MiB"
-        part = "" if fits == 1 else f"{fits:.0%} of the "
+        part = "" if share == 1 else f"{share:.0%} of the "
         text = f"{part}bytes stay in memory ({size} in all, estimated); from the second epoch on"
-        propose(then, (_group(at, "cache", "ram"),), text, same=True)
+        propose(replace(current, read=Cost(wall, cpu)), (_group(at, "cache", "ram"),), text, same=True)
     if stage == "decode" and trials.pillow:
-        propose(trials.with_dali(current), (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
-    if stage in ("decode", "inter-process copy", "storage"):
-        smaller = trials.with_packed(current, read=stage != "decode")
-        if smaller is not None:
-            then, side = smaller
-            text = ""
-            if stage == "storage":
-                text = "where storage is slow by the byte, not by the request, "
-            text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
-            propose(then, (), f"{text}{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}")
+        then = trials.with_decoder(current, backend="dali")
+        propose(then, (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
+    if stage in ("decode", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
+        side, fewer = packed  # decoding and handing over take as long as there are pixels and bytes
+        decode = current.decode.scaled(fewer, fewer)
+        read = current.read if stage == "decode" else current.read.scaled(max(fewer, 0.05), max(fewer, 0.05))
+        text = "where storage is slow by the byte, not by the request, " if stage == "storage" else ""
+        text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
+        text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+        propose(replace(current, decode=decode, read=read), (), text)
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
         propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")
