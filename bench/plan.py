@@ -4,7 +4,7 @@
     python bench/plan.py --only folder packed --json plan.json
     python bench/plan.py --table plan.json --readme bench/README.md
 
-Every configuration is `gpuaug plan`, and then the run itself, with its cache and for as long as everything needs to fill
+Every configuration is `gpuaug plan`, and then the run itself, with its cache and until everything has filled
 up, in a process of its own that is measured.
 """
 

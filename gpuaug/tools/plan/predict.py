@@ -67,29 +67,17 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Bytes of the parts of a run, from which its memory under any settings follows.
+    """Bytes of the parts of a run, from which its memory under any settings follows."""
 
-    Attributes:
-        image: of an encoded image, mean.
-        ready: of a batch as it is made ahead.
-        base: of this process before the first batch.
-        worker: of one worker.
-        encoded: of one encoded batch in /dev/shm.
-        work: of decoding, augmenting and all else in this process.
-        step: of a step of the model, on the host.
-        device: of everything there, without the ready batches.
-        batches: that a rehearsal measured all of this on; 0: these are upper bounds.
-    """
-
-    image: float
-    ready: int
-    base: int = 0
-    worker: int = 0
-    encoded: int = 0
-    work: int = 0
-    step: int = 0
-    device: int = 0
-    batches: int = 0
+    image: float  # an encoded image, mean
+    ready: int  # a batch as it is made ahead
+    base: int = 0  # this process before the first batch
+    worker: int = 0  # one worker
+    encoded: int = 0  # one encoded batch in /dev/shm
+    work: int = 0  # decoding, augmenting and all else in this process
+    step: int = 0  # a step of the model, on the host
+    device: int = 0  # everything there, without the ready batches
+    batches: int = 0  # that a rehearsal measured all of this on; 0: these are upper bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +92,13 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A loader that is to run.
+    """A loader that is to run, and what is known of its memory."""
 
-    Attributes:
-        loader: not yet iterated.
-        costs: what is known of its memory.
-        config: what it was built of.
-        prefix: of its keys on the command line, as ``val.``.
-        classes: that it was given; None: its own.
-    """
-
-    loader: Loader
+    loader: Loader  # not yet iterated
     costs: Costs
-    config: Any = None
-    prefix: str = ""
-    classes: Sequence[str] | None = None
+    config: Any = None  # what it was built of
+    prefix: str = ""  # of its keys on the command line, as `val.`
+    classes: Sequence[str] | None = None  # that it was given; None: its own
 
     def terms(self, settings: Settings | None = None) -> list[Term]:
         """The memory at its largest, part by part, with other settings than the loader's own if given."""
@@ -299,8 +279,8 @@ def measure(
             for batch in loader:
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 end = peak.began + seconds
-                if peak.batches in (2, 6, filled, wanted - 2):
-                    _settle(loader, min(0.15 * seconds, end - time.monotonic()))
+                if peak.batches in (2, filled, wanted - 2):  # the queues fill up meanwhile
+                    time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
                 if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
                     alone, steps = alone or peak.most.host, steps + 1
                     if step is not None:
@@ -313,16 +293,6 @@ def measure(
         sampler.join()
     peak.step = 0 if step is None or not alone else max(0, peak.most.host - alone)
     return peak
-
-
-def _settle(loader: Loader, seconds: float) -> None:
-    """Wait until the queues are full and the memory in use grows no more."""
-    end, last, calm = time.monotonic() + seconds, 0, 0
-    while time.monotonic() < end and calm < 4:
-        time.sleep(0.15)
-        now = usage().host
-        calm = calm + 1 if now <= 1.01 * last and loader.prefetch_level >= loader.prefetch else 0
-        last = max(last, now)
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
@@ -427,17 +397,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a run needs beyond what this machine has left.
-
-    Attributes:
-        text: the numbers, and what to set.
-        clear: whether that is more than a plan is ever wrong by.
-        overrides: with which it would fit; () if only a smaller batch helps.
-    """
+    """What a run needs beyond what this machine has left, in words."""
 
     text: str
-    clear: bool
-    overrides: tuple[str, ...]
+    clear: bool  # more than a plan is ever wrong by
+    overrides: tuple[str, ...]  # with which it would fit; () if only a smaller batch helps
 
 
 def lacking(runs: Sequence[Run], settings: Sequence[Settings], here: Machine, *, share: float) -> dict[str, str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ TITLES = {
     "augment": "augment",
     "host overhead": "host overhead: Python on the host, between the stages",
     "model": "the model is the limit",
-}
-_WORDS = {
-    "reading": "reading",
-    "decode": "decoding",
-    "augment": "augmentation",
-    "host": "the host",
-    "step": "the model",
 }
 
 
@@ -70,40 +63,25 @@ FREE = Cost(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured; each stage alone, in seconds per image.
-
-    Attributes:
-        source: bytes of a sample, read in one process.
-        read: batches through the workers as configured; without workers, in this process.
-        copy: the same with bytes that are in memory already: what packing and handing over cost. None: no workers.
-        take: what reading costs the thread that takes the batches over.
-        decode, augment: as named. host: headers, draws, crops and mix.
-        host_parts: the same in parts, seconds per image.
-        step: the training step on cached batches, the ideal loader; None without a model.
-        whole: all of it, as training runs it. None: not measured.
-        cores: how many this process gets, by affinity, quota and what others leave.
-        busy: share of reading a sample in which the reader computed; else it waited for bytes.
-        device_type: cpu or cuda.
-        main_thread: augmentation runs on the thread that trains.
-    """
+    """What was measured; each stage alone, in seconds per image."""
 
     batch_size: int
     workers: int
     prefetch: int
-    main_thread: bool
+    main_thread: bool  # augmentation runs on the thread that trains
     device_type: str
-    source: Cost
-    read: Cost
-    copy: Cost | None
-    take: float
+    source: Cost  # bytes of a sample, read in one process
+    read: Cost  # batches through the workers as configured; without workers, in this process
+    copy: Cost | None  # the same with bytes that are in memory already: packing and handing over. None: no workers
+    take: float  # what reading costs the thread that takes the batches over
     decode: Cost
     augment: Cost
-    host: Cost
+    host: Cost  # headers, draws, crops and mix
     host_parts: Mapping[str, float]
-    step: Cost | None
-    whole: Cost | None
-    cores: float
-    busy: float = 1.0
+    step: Cost | None  # the training step on cached batches, the ideal loader; None without a model
+    whole: Cost | None  # all of it, as training runs it; None: not measured
+    cores: float  # that this process gets, by affinity, quota and what others leave
+    busy: float = 1.0  # share of reading a sample in which the reader computed; else it waited for bytes
     bytes_per_image: float = 0.0
 
 
@@ -114,11 +92,6 @@ class Prediction:
     seconds: float
     terms: Mapping[str, float]
     text: str
-
-    @property
-    def limit(self) -> str:
-        """The largest term."""
-        return max(self.terms, key=lambda name: self.terms[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +110,16 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which stage limits the whole, why, and what to do.
+    """Which stage limits the whole, why, and what to do."""
 
-    Attributes:
-        bottleneck: a key of ``TITLES``.
-        text: the answer in one or two sentences.
-        evidence: numbers behind it.
-        changes: to be made together, in this order; the last one's gain is the gain of all.
-        others: what also would help but changes what is trained on, or takes more than an override; gains are each
-            one's own, on top of ``changes``.
-        prediction: of the whole as it is.
-        ideal_gain: what a loader that costs nothing would bring, at least 1; None without a model.
-    """
-
-    bottleneck: str
-    text: str
+    bottleneck: str  # a key of TITLES
+    text: str  # the answer in one or two sentences
     evidence: list[str]
-    changes: list[Change] = field(default_factory=list)
-    others: list[Change] = field(default_factory=list)
-    prediction: Prediction
-    ideal_gain: float | None = None
+    changes: list[Change]  # to be made together, in this order; the last one's gain is the gain of all
+    # what also would help but changes what is trained on, or takes more than an override; each on top of `changes`
+    others: list[Change]
+    prediction: Prediction  # of the whole as it is
+    ideal_gain: float | None = None  # what a loader that costs nothing would bring; None without a model
 
     @property
     def gain(self) -> float:
@@ -226,19 +189,13 @@ def gain(m: Measured, then: Measured) -> float:
     return now / max(expected(m, then), 1e-9)
 
 
-def _without(m: Measured, stage: str) -> Measured:
-    """The same with a stage that costs nothing."""
-    if stage == "reading":
-        return replace(m, read=FREE, take=0.0)
-    free: dict[str, Any] = {stage: FREE}
-    return replace(m, **free)
-
-
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
     """The stage whose absence would bring most, and the evidence in numbers."""
     now = predict(m)
     stages = ["reading", "decode", "augment", "host", *(["step"] if m.step is not None else [])]
-    gains = {stage: now.seconds / max(predict(_without(m, stage)).seconds, 1e-9) for stage in stages}
+    free: dict[str, dict[str, Any]] = {stage: {stage: FREE} for stage in stages}
+    free["reading"] = {"read": FREE, "take": 0.0}
+    gains = {stage: now.seconds / max(predict(replace(m, **free[stage])).seconds, 1e-9) for stage in stages}
     evidence = [now.text]
     own = {"reading": m.read, "decode": m.decode, "augment": m.augment, "host": m.host, "step": m.step or FREE}
     # where two ways are equally long no single stage would help: then the one that is longest itself
@@ -251,14 +208,14 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
                 f"at the same time they would be {ahead:.2g} times as fast."
             )
             return "host overhead", evidence
-    evidence.append(f"If {_WORDS[first]} cost nothing, the whole would be {_times(gains[first])} as fast.")
+    evidence.append(f"If `{first}` cost nothing, the whole would be {_times(gains[first])} as fast.")
     if m.whole is not None and m.whole.wall > UNEXPLAINED * now.seconds:
         evidence.append(
             f"The whole takes {_ms(m.whole.wall)} per image, its parts explain {_ms(now.seconds)}: threads wait for "
             "each other, most likely for the interpreter's lock."
         )
         return "host overhead", evidence
-    if now.limit == "cores":
+    if now.terms["cores"] == now.seconds:
         evidence.append(
             f"All of the {m.cores:.2g} cores are busy: more workers or threads bring nothing, less work does."
         )
@@ -266,17 +223,11 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         part = max(m.host_parts, key=lambda name: m.host_parts[name])
         evidence.append(f"Most of it is {part}: {_ms(m.host_parts[part])} per image.")
         return "host overhead", evidence
-    if first == "reading":
-        return _why_reading(m, evidence)
-    return ("model" if first == "step" else first), evidence
-
-
-def _why_reading(m: Measured, evidence: list[str]) -> tuple[str, list[str]]:
+    if first != "reading":
+        return ("model" if first == "step" else first), evidence
     if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
-        evidence.append(
-            f"Handing over bytes that are in memory already takes {_ms(m.copy.wall)} of the {_ms(m.read.wall)} per "
-            f"image ({m.bytes_per_image / 2**20:.2g} MiB each)."
-        )
+        text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} per image ({m.bytes_per_image / 2**20:.2g} MiB each)"
+        evidence.append(f"Handing over bytes that are in memory already takes {text}.")
         return "inter-process copy", evidence
     evidence.append(f"Reading a sample keeps a core busy for {m.busy:.0%} of its {_ms(m.source.wall)}.")
     return ("storage" if m.busy < 0.5 else "workers"), evidence
@@ -427,7 +378,7 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
         return text
     if others:
         return f"{text} No setting helps at once; what else would is listed."
-    if predict(m).limit == "cores":
+    if (now := predict(m)).terms["cores"] == now.seconds:
         return f"{text} All {m.cores:.2g} cores are busy: no setting that was tried helps, a faster machine would."
     return f"{text} No setting that was tried helps."
 
