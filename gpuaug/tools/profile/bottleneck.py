@@ -129,8 +129,7 @@ class Verdict:
     @property
     def overrides(self) -> list[str]:
         """Everything to put on the command line, without changing what is trained on; a later value counts."""
-        found = {text.partition("=")[0]: text for change in self.changes for text in change.overrides}
-        return list(found.values())
+        return list({text.partition("=")[0]: text for change in self.changes for text in change.overrides}.values())
 
 
 # -- the model of the pipeline ----------------------------------------------------------------------------------------
@@ -309,12 +308,12 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
 
 def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
     """What would help and changes pixels or needs more than an override; each alone, on top of what was changed."""
-    found: list[Change] = []
+    others: list[Change] = []
 
     def propose(then: Measured, overrides: Sequence[str], text: str, *, same: bool = False) -> None:
         factor = expected(m, current) / max(expected(m, then), 1e-9)
         if factor >= GAIN:
-            found.append(Change(tuple(overrides), text, factor, same))
+            others.append(Change(tuple(overrides), text, factor, same))
 
     if stage == "augment":
         costs = trials.op_costs()
@@ -347,7 +346,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
         propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")
-    return found
+    return others
 
 
 def _key(at: str | None, text: str, *, sign: str = "") -> str:

@@ -177,7 +177,7 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
 def rows(m: Measured) -> list[tuple[str, str, Cost]]:
     """Key, name and cost of everything that was measured, in the order of the pipeline."""
     workers = f"{m.workers} workers" if m.workers != 1 else "1 worker"
-    found: list[tuple[str, str, Cost | None]] = [
+    every: list[tuple[str, str, Cost | None]] = [
         ("source", "source, one process", m.source),
         ("read", f"read, {workers}" if m.workers else "read, this process", m.read),
         ("copy", f"  of it handing over, {workers}", m.copy),
@@ -187,7 +187,7 @@ def rows(m: Measured) -> list[tuple[str, str, Cost]]:
         ("step", "training step = ideal loader", m.step),
         ("whole", "the whole", m.whole),
     ]
-    return [(key, name, cost) for key, name, cost in found if cost is not None]
+    return [(key, name, cost) for key, name, cost in every if cost is not None]
 
 
 def _say(report: Report, m: Measured, verdict: Verdict) -> None:

@@ -105,7 +105,7 @@ class Profiler(contextlib.ExitStack):
     ) -> None:
         super().__init__()
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
-        self.batches = batches
+        self.batches, self.cores = batches, machine.usable_cpus()  # workers and threads can be spread over so many
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
@@ -169,7 +169,9 @@ class Profiler(contextlib.ExitStack):
         stages |= {"augment": self._augment, "mix": lambda notes: self._mix(notes, parts)}
         if self.step is not None:
             stages["step"] = self._step
-        stages["whole"] = self._whole
+        each = None if self.batches is None else -(-self.batches // self.repeats)
+        how: dict[str, Any] = {"seconds": 2 * self.seconds, "batches": each}
+        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, self.step, **how)
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
             if number == 0:
                 for values in (notes, parts, busy, free):
@@ -250,8 +252,8 @@ class Profiler(contextlib.ExitStack):
             with self.pipeline.streams.on():
                 worked = time.thread_time()
                 headers = stage.read_headers(batch, epoch)
-                self.sync()
                 on_host += time.thread_time() - worked
+                self.sync()
                 before = now()
                 stage.decode(headers)
                 self.sync()
@@ -316,19 +318,10 @@ class Profiler(contextlib.ExitStack):
 
         self._again(notes, one)
 
-    def _whole(self, notes: Notes) -> None:
-        batches = None if self.batches is None else -(-self.batches // self.repeats)
-        run_whole(notes, self.loader, self.tasks, self.step, seconds=2 * self.seconds, batches=batches)
-
     def _reader(self, source: Any, workers: int) -> Reader:
         return Reader(source, num_workers=workers, timeout=self.reader.timeout, start_method=self.reader.start_method)
 
     # -- what a change would bring --
-
-    @property
-    def cores(self) -> int:
-        """That workers and threads can be spread over."""
-        return machine.usable_cpus()
 
     @property
     def threads(self) -> int | None:
