@@ -1,7 +1,7 @@
 """Bottlenecks planted on purpose: what `gpuaug profile` names, what it predicts, and what its advice really brings.
 
     python bench/bottlenecks.py --json bottlenecks.json            # all of them; 8 minutes on two cores
-    python bench/bottlenecks.py --only "busy worker" tune --json bottlenecks.json
+    python bench/bottlenecks.py --only "busy worker" --json bottlenecks.json
     python bench/bottlenecks.py --table bottlenecks.json --readme bench/README.md
 
 A loader with a planted bottleneck is profiled; what is recommended is put into a second loader; both then run in turns,
@@ -11,9 +11,7 @@ and the medians of the rounds are compared. The plants are those of the tests (t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import io
 import json
 import os
 import sys
@@ -194,7 +192,7 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
                 if loader_cached(changed):
                     for _ in changed:  # the advice speaks of the second epoch
                         pass
-                notes = profiling.side_by_side([loader, changed], step, rounds=rounds, seconds=seconds)
+                notes = side_by_side([loader, changed], step, rounds=rounds, seconds=seconds)
             before, after = notes[0].cost().rate, notes[1].cost().rate
             reached = after / before
         else:
@@ -205,6 +203,17 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
         "said": verdict.text, "evidence": verdict.evidence, "ideal_gain": verdict.ideal_gain,
         "load": os.getloadavg()[0],
     }  # fmt: skip
+
+
+def side_by_side(
+    loaders: list[Loader], step: profiling.Step | None, *, rounds: int, seconds: float
+) -> list[profiling.Notes]:
+    """The whole of several loaders in turns, after one round that does not count."""
+    notes, tasks = [profiling.Notes() for _ in loaders], [profiling.endless(loader) for loader in loaders]
+    for n in range(-1, rounds):
+        for loader, note, task in zip(loaders, notes, tasks, strict=True):
+            profiling.run_whole(note if n >= 0 else profiling.Notes(), loader, task, step, seconds=seconds)
+    return notes
 
 
 def loader_cached(loader: Loader) -> bool:
@@ -219,31 +228,6 @@ def sleeping(seconds: float) -> profiling.Step:
         time.sleep(seconds)
 
     return step
-
-
-TUNED = {
-    "folder, SmallNet": (
-        "num_workers=0",
-        "prefetch=0",
-        "model._target_=gpuaug.tools.train.model.SmallNet",
-        "+model.width=16",
-    ),
-    "folder, defaults": (),
-    "one decode thread": ("decode.num_threads=1", "num_workers=0"),
-}
-
-
-def tune(name: str, data: Data) -> dict[str, Any]:
-    """`gpuaug profile tune=true`: what it recommends, beside what was configured."""
-    file = data.folder / "tune.json"
-    words = [f"source.root={data.photos()}", "device=cpu", "augment.crop.size=128", "batch_size=32", *TUNED[name]]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert cli(["profile", *words, "tune=true", "out=null", f"json={file}", "repeats=3", "seconds=0.15"]) == 0
-    values = json.loads(file.read_text())
-    return {
-        "name": name, "configured": " ".join(TUNED[name][:2]), "tuned": values["tuned"],
-        "gain": values.get("tuned_gain", 1.0), "tried": len(values["tried"]), "cores": values["cores"],
-    }  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:
@@ -268,20 +252,6 @@ def table(found: dict[str, Any]) -> str:
             f"| {r['name']} | {named} | {advice} | {r['before']:,.0f}{after} | {r['predicted']:.2f}× | "
             f"{r['reached']:.2f}× | {gain} | {r['cores']:.1f} |"
         )
-    if found.get("tuned"):
-        lines += [
-            "",
-            "`tune=true` on the same photographs; its recommendation beside the configuration, in turns:",
-            "",
-            "| configured | recommended | settings tried | faster by |",
-            "|---|---|---|---|",
-        ]
-        for r in found["tuned"]:
-            chosen = " ".join(f"{k}={v}" for k, v in r["tuned"].items())
-            lines.append(
-                f"| {r['name']}: `{r['configured'] or 'defaults'}` | "
-                f"{f'`{chosen}`' if chosen else 'nothing: as fast as any'} | {r['tried']} | {r['gain']:.2f}× |"
-            )
     return "\n".join(lines)
 
 
@@ -293,7 +263,7 @@ def share(row: dict[str, Any]) -> float:
 def main() -> int:
     """Measure, or print the table of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="names of plants, or tune")
+    parser.add_argument("--only", nargs="+", help="names of plants")
     parser.add_argument("--rounds", type=int, default=5, help="of the comparison (default: 5)")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each loader in each round (default: 0.6)")
     parser.add_argument("--calm", type=float, default=0.0, help="wait before each row until so many cores are free")
@@ -310,10 +280,8 @@ def main() -> int:
         return 0
     warnings.simplefilter("ignore", UserWarning)  # torch's, that there are more workers than cores
     rows: dict[str, Any] = {}
-    tuned: dict[str, Any] = {}
     if args.json is not None and args.json.exists():
-        before = json.loads(args.json.read_text())
-        rows, tuned = ({r["name"]: r for r in before[key]} for key in ("rows", "tuned"))
+        rows = {r["name"]: r for r in json.loads(args.json.read_text())["rows"]}
 
     def keep() -> None:
         if args.json is None:
@@ -323,7 +291,6 @@ def main() -> int:
             "machine": f"{machine.cpu_model()}, {machine.usable_cpus()} cores",
             "date": datetime.date.today().isoformat(),
             "rows": sorted(rows.values(), key=lambda r: order.index(r["name"])),
-            "tuned": sorted(tuned.values(), key=lambda r: list(TUNED).index(r["name"])),
         }
         args.json.write_text(json.dumps(found, indent=1))
 
@@ -341,12 +308,6 @@ def main() -> int:
                 f"cores {row['cores']:.2f}  load {row['load']:.1f}",
                 flush=True,
             )
-            keep()
-        for name in TUNED:
-            if args.only and "tune" not in args.only:
-                continue
-            row = tuned[name] = tune(name, data)
-            print(f"tune {row['name']:28} {row['tuned']}  {row['gain']:.2f} x", flush=True)
             keep()
     return 0
 

@@ -7,7 +7,7 @@
 
 Each part is a process of its own with a limit, so that the failure of one stops no other; one that is out of time is
 asked for its traceback first. After each part OUT holds summary.json, report.txt (the end of what every part printed,
-and what it means) and results.tar.gz (logs, reports, traces): what has run is there, even if this program is stopped.
+and what it means) and results.tar.gz (logs, reports): what has run is there, even if this program is stopped.
 Parts that OUT's summary calls done are not run again; `--again` runs them.
 """
 
@@ -327,7 +327,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         Part(
             "profile",
             [python, "-m", "gpuaug.tools", "profile", f"source.root={root}", f"device={device}", "dtype=bfloat16",
-             f"out={work / 'profile.png'}", f"json={work / 'profile.json'}", f"trace={work / 'trace.json'}",
+             f"out={work / 'profile.png'}", f"json={work / 'profile.json'}",
              *(["repeats=1", "batch_size=8", "augment=flip"] * small)],
             "Which stage is the narrowest?", 60, 200, "The one that profile.log names.",
         ),

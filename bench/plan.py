@@ -1,11 +1,11 @@
 """`gpuaug plan` beside what a run really takes: sources, workers, start methods, caches, recipes and sizes of images.
 
-    python bench/plan.py --json plan.json                     # everything; 8 minutes on two cores
+    python bench/plan.py --json plan.json                     # everything; 20 minutes on two cores
     python bench/plan.py --only folder packed --json plan.json
     python bench/plan.py --table plan.json --readme bench/README.md
 
-Every configuration is `gpuaug plan measure=true` in a process of its own. Constants of the formula were measured on
-those that are not held out; the held-out ones were run only after all constants stood.
+Every configuration is `gpuaug plan`, and then the run itself, with its cache and until everything has filled
+up, in a process of its own that is measured.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ PARTS = ("main", "workers", "shared", "files")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row: which data, which overrides, and whether a constant was measured on it."""
+    """One row: which data, and which overrides."""
 
     name: str
     data: str
     overrides: tuple[str, ...]
-    held_out: bool = False
 
 
 CONFIGURATIONS = [
@@ -55,21 +54,21 @@ CONFIGURATIONS = [
     Configuration("packed", "packed", ("augment=flip", "num_workers=0")),
     Configuration("materialized", "materialized", ("augment=flip", "num_workers=0")),
     Configuration("8 workers", "folder", ("augment=simclr", "num_workers=8")),
-    Configuration("spawn", "folder", ("augment=standard", "num_workers=4", "start_method=spawn"), held_out=True),
-    Configuration("ram, ahead", "folder", ("augment=flip", "num_workers=2", "cache=ram", "cache.fill=ahead"), True),
-    Configuration("ahead", "folder", ("augment=standard", "num_workers=2", "ahead=24MiB"), held_out=True),
+    Configuration("spawn", "folder", ("augment=standard", "num_workers=4", "start_method=spawn")),
+    Configuration("ram, ahead", "folder", ("augment=flip", "num_workers=2", "cache=ram", "cache.fill=ahead")),
+    Configuration("ahead", "folder", ("augment=standard", "num_workers=2", "ahead=24MiB")),
     Configuration(
         "float16, channels last", "folder",
-        ("augment=byol", "num_workers=2", "dtype=float16", "memory_format=channels_last", "batch_size=128"), True,
+        ("augment=byol", "num_workers=2", "dtype=float16", "memory_format=channels_last", "batch_size=128"),
     ),
-    Configuration("shards", "shards", ("augment=standard", "num_workers=4", "prefetch=4"), held_out=True),
+    Configuration("shards", "shards", ("augment=standard", "num_workers=4", "prefetch=4")),
     Configuration("parquet", "parquet", ("augment=flip", "num_workers=4", "order=sequential")),
-    Configuration("table", "table", ("augment=randaugment", "num_workers=1", "batch_size=128"), held_out=True),
+    Configuration("table", "table", ("augment=randaugment", "num_workers=1", "batch_size=128")),
     Configuration("packed, 2 workers", "packed", ("augment=dino", "num_workers=2", "batch_size=64")),
     Configuration("materialized, final", "final", ("augment=simclr", "num_workers=2", "batch_size=32")),
-    Configuration("large, dino", "large", ("augment=dino", "num_workers=1", "batch_size=8"), held_out=True),
+    Configuration("large, dino", "large", ("augment=dino", "num_workers=1", "batch_size=8")),
     Configuration("mixup", "folder", ("augment=standard", "mix=mixup_cutmix", "num_workers=2")),
-    Configuration("cutmix", "shards", ("augment=threeaugment", "mix=cutmix", "num_workers=1", "batch_size=96"), True),
+    Configuration("cutmix", "shards", ("augment=threeaugment", "mix=cutmix", "num_workers=1", "batch_size=96")),
 ]  # fmt: skip
 
 
@@ -122,34 +121,44 @@ def source(folder: Path, data: str, *, count: int, large: int) -> list[str]:
     return [f"source={kind}", f"source.root={place}"]
 
 
+RUN = """
+import dataclasses, json, sys
+import gpuaug
+from gpuaug.tools.plan.predict import measure
+with gpuaug.build(gpuaug.compose("train", sys.argv[2:])) as loader:
+    peak = measure(loader, seconds=float(sys.argv[1]))
+    print(json.dumps({**dataclasses.asdict(peak), "host": peak.most.host}))
+"""
+
+
 def measure(configuration: Configuration, where: Sequence[str], *, seconds: float) -> dict[str, Any]:
     """One row: planned and measured, in MiB, as a whole and in parts."""
+    words = [*where, *configuration.overrides, "device=cpu"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")
-        call = [sys.executable, "-m", "gpuaug.tools", "plan", *where, *configuration.overrides, "device=cpu"]
-        done = subprocess.run(
-            [*call, "measure=true", f"seconds={seconds}", f"json={file}"], cwd=ROOT, capture_output=True, text=True
-        )
+        call = [sys.executable, "-m", "gpuaug.tools", "plan", *words, f"json={file}"]
+        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{configuration.name}: {done.stderr[-2000:]}")
         values = json.loads(file.read_text())
-    parts = {
-        part: {kind: values["measured_parts"][part][kind] / MIB for kind in ("planned", "measured")} for part in PARTS
-    }
-    host = values["measured_host"]
-    shared = values.get("measured_shared", {"planned": 0, "measured": 0})
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(seconds), *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    peak = json.loads(done.stdout.splitlines()[-1])
+    planned = dict.fromkeys(PARTS, 0)
+    for term in values["terms"]:
+        part = {"workers": "workers", "encoded batches": "shared", "cache": "files"}.get(term["name"], "main")
+        planned[part] += term["bytes"]
     return {
         "name": configuration.name,
         "overrides": " ".join(configuration.overrides),
-        "held_out": configuration.held_out,
-        "batches": values["measured_over"],
-        "planned": host["planned"] / MIB,
-        "measured": host["measured"] / MIB,
-        "off": host["off"],
-        "base": values["base"] / MIB,
-        "shared_planned": shared["planned"] / MIB,
-        "shared_measured": shared["measured"] / MIB,
-        "parts": parts,
+        "rehearsed": values["rehearsal"],
+        "batches": peak["batches"],
+        "planned": values["host_memory"] / MIB,
+        "measured": peak["host"] / MIB,
+        "off": values["host_memory"] / peak["host"] - 1,
+        "base": peak["base"]["main"] / MIB,
+        "parts": {p: {"planned": planned[p] / MIB, "measured": peak["most"][p] / MIB} for p in PARTS},
     }
 
 
@@ -157,15 +166,13 @@ def table(found: dict[str, Any]) -> str:
     """The section of bench/README.md."""
     rows = [r for r in found["rows"] if r["batches"] > FILLED]
     left = [r["name"] for r in found["rows"] if r["batches"] <= FILLED]
-    off = [abs(r["off"]) for r in rows if r["held_out"]]
     lines = [
         f"{found['machine']}, {found['date']}, load {found['load']:.1f}; MiB, planned / measured. "
-        f"{sum(abs(r['off']) <= 0.15 for r in rows)} of {len(rows)} within 15 %, held out "
-        f"{sum(x <= 0.15 for x in off)} of {len(off)}."
+        f"{sum(abs(r['off']) <= 0.15 for r in rows)} of {len(rows)} within 15 %."
         + (f" Too slow that day to fill up, and left out: {', '.join(left)}." if left else ""),
         "",
-        "| configuration | | host | off | main beyond its start | workers | /dev/shm | cache, index | batches |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| configuration | host | off | main beyond its start | workers | /dev/shm | cache, index | batches |",
+        "|---|---|---|---|---|---|---|---|",
     ]
 
     def pair(part: dict[str, float], less: float = 0.0) -> str:
@@ -174,9 +181,9 @@ def table(found: dict[str, Any]) -> str:
     for r in rows:
         p = r["parts"]
         lines.append(
-            f"| {r['name']}: `{r['overrides']}` | {'held out' if r['held_out'] else ''} | "
-            f"{r['planned']:,.0f} / {r['measured']:,.0f} | {r['off']:+.0%} | {pair(p['main'], r['base'])} | "
-            f"{pair(p['workers'])} | {pair(p['shared'])} | {pair(p['files'])} | {r['batches']} |"
+            f"| {r['name']}: `{r['overrides']}` | {r['planned']:,.0f} / {r['measured']:,.0f} | {r['off']:+.0%} | "
+            f"{pair(p['main'], r['base'])} | {pair(p['workers'])} | {pair(p['shared'])} | {pair(p['files'])} | "
+            f"{r['rehearsed']} / {r['batches']} |"
         )
     return "\n".join(lines)
 
@@ -185,10 +192,9 @@ def main() -> int:
     """Measure, or print the table of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of configurations")
-    parser.add_argument("--part", choices=("fitted", "held-out"), help="one half of them")
     parser.add_argument("--count", type=int, default=1500, help="photographs (default: 1500)")
     parser.add_argument("--large", type=int, default=200, help="photographs of 2 to 12 megapixels (default: 200)")
-    parser.add_argument("--seconds", type=float, default=20, help="of each measurement at most (default: 20)")
+    parser.add_argument("--seconds", type=float, default=40, help="of each run at most (default: 40)")
     parser.add_argument("--data", type=Path, help="folder that keeps the data (default: made and removed)")
     parser.add_argument("--json", type=Path, help="FILE for the figures; rows of the same name are replaced")
     parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
@@ -200,11 +206,7 @@ def main() -> int:
         if args.readme is not None:
             readme.put(args.readme, "plan.py", text)
         return 0
-    chosen = [
-        c
-        for c in CONFIGURATIONS
-        if (not args.only or c.name in args.only) and (args.part is None or c.held_out == (args.part == "held-out"))
-    ]
+    chosen = [c for c in CONFIGURATIONS if not args.only or c.name in args.only]
     from gpuaug import machine
 
     rows: dict[str, Any] = {}

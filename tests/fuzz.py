@@ -203,9 +203,9 @@ class Decoding:
         return verdicts
 
     def planned(self) -> int:
-        """Bytes that `gpuaug plan` predicts for a batch of what is in the slots, beside what is there already."""
+        """Bytes that `gpuaug plan` expects at most for a batch of what is in the slots."""
         with self._loader() as loader:
-            return plan.predict(loader, plan.look(loader, sample=BATCH)).more
+            return plan.total(plan.Run(loader=loader, costs=plan.upper_bound(loader, sample=BATCH)).terms(), "host")
 
     def _loader(self) -> gpuaug.Loader:
         augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop((32, 40)), backend="kornia")

@@ -26,7 +26,7 @@ COMMANDS = {
     "pack": "write a source once, resized: JPEG shards, or pixels that need no decoding",
     "materialize": "write augmented epochs to disk, to be replayed without decoding and augmentation",
     "profile": "measure every stage, name the bottleneck, and say what to change",
-    "plan": "predict the memory of host and device before a run; measure=true compares",
+    "plan": "measure the memory of host and device that a run will take, in a short rehearsal",
     "preview": "show what a recipe does to your images, exactly as training would see it: PNG or HTML",
     "doctor": "check this machine: versions, devices, decoders, compiler, workers, limits, and what to do",
     "parity": "compare our pixels with Pillow's and torchvision's on your own images",

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from gpuaug import checks, machine
 from gpuaug.errors import ConfigError
+from gpuaug.files import format_bytes
 from gpuaug.tools.doctor import checks as doctor
 from gpuaug.tools.doctor import host
 from gpuaug.tools.doctor.checks import BROKEN, NOTE, OK, SLOW, UNTESTED, Finding, Verdict, judged
-from gpuaug.tools.memory import gib
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
@@ -153,7 +153,7 @@ def devices(cuda: Verdict) -> Iterator[Finding]:
     yield judged("driver", driver or "no NVIDIA driver", bad=bad, advice="Everything runs on the CPU.", value=value)
     if cuda.good:
         for k, device in enumerate(cuda.value["devices"]):
-            text = f"{device['name']}, {gib(device['memory'])}, compute capability {device['capability']}"
+            text = f"{device['name']}, {format_bytes(device['memory'])}, compute capability {device['capability']}"
             yield Finding(name=f"cuda:{k}", status=OK, text=f"{text}; {cuda.text}", value=device)
     elif not (driver or gpus):
         yield Finding(name="cuda", status=NOTE, text=f"no CUDA device; {cuda.text}", value=[])

@@ -6,8 +6,8 @@ import math
 import tempfile
 
 from gpuaug import files, machine
+from gpuaug.files import format_bytes
 from gpuaug.tools.doctor.checks import BROKEN, NOTE, SLOW, Finding, judged
-from gpuaug.tools.memory import gib
 
 # What the machine should have. Files: torch passes every batch in flight between processes as one, and Python with DALI
 # and eight threads opens some sixty. Shared memory: 64 photographs of 110 KB are a batch of 7 MB, of which each worker
@@ -24,7 +24,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
     size, free = sizes
     return judged(
         "shared memory",
-        f"/dev/shm of {gib(size)}, {gib(free)} free",
+        f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free",
         bad=BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else None,
         advice="Workers hand over batches there, and die of a bus error where it is full. In Docker start with "
         "--shm-size=8g or --ipc=host, in Kubernetes mount an emptyDir of medium Memory; else lower num_workers or "
@@ -75,11 +75,11 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
     if sizes is None:
         return Finding(name="memory", status=NOTE, text="not known on this system")
     total, left = sizes
-    text = f"{gib(total)}, {gib(left)} available"
+    text = f"{format_bytes(total)}, {format_bytes(left)} available"
     if group is not None and group[0] < total:
         limit, used = group
         left = min(left, limit - used)
-        text += f"; a control group allows {gib(limit)}, of which {gib(used)} are in use (files it read among them)"
+        text += f"; a control group allows {format_bytes(limit)}, of which {format_bytes(used)} are in use"
     return judged(
         "memory",
         text,

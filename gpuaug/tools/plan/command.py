@@ -3,145 +3,120 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuaug import checks, machine
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.plan import predict as plan
-from gpuaug.tools.plan.predict import Machine, Plan
+from gpuaug.tools.plan import predict
+from gpuaug.tools.plan.predict import Machine, Peak, Run
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")
 
-PLACES = {"host": "host memory", "shared": "of it in /dev/shm", "pinned": "of it pinned", "device": "device memory"}
+PLACES: dict[predict.Place, str] = {"host": "host memory", "shared": "of it in /dev/shm", "device": "device memory"}
+SECONDS = 15.0  # of a rehearsal; imports come before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What to do; the keys of ``conf/gpuaug/command/plan.yaml``, which says what they mean."""
 
-    measure: bool = False
-    seconds: float = 30.0
+    seconds: float = SECONDS
     sample: int = 128
     json: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.measure, bool):
-            raise ConfigError(f"`measure` must be true or false. Found: {self.measure!r}.")
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not self.seconds > 0:
-            raise ConfigError(f"`seconds` must be a number above 0. Found: {self.seconds!r}.")
-        if type(self.sample) is not int or self.sample < 1:
-            raise ConfigError(f"`sample` must be a whole number >= 1. Found: {self.sample!r}.")
+        checks.number("seconds", self.seconds, 1.0, 3600.0)
+        checks.whole_number("sample", self.sample, 1)
         checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:
-    """Predict, and measure if asked; 0."""
+    """Rehearse the run, and report what it takes; 0."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     config = request.loader()
     loader: Loader
     with request.build(config) as loader:
-        here = Machine.here(loader.device)
-        sizes = plan.look(loader, sample=settings.sample)
-        plan.warm(loader)  # imports and kernels: part of the base
-        base = plan.held()
-        worker = plan.one_worker(loader)
-        planned = plan.predict(loader, sizes, base=base, worker=worker)
-        report.add("images", asdict(sizes), _images(sizes))
-        _say(report, planned, here, measured_worker=worker is not None)
-        short = plan.shortage(loader, here=here, sizes=sizes, prefix="" if request.at is None else f"{request.at}.")
+        bound = predict.upper_bound(loader, sample=settings.sample)
+        prefix = "" if request.at is None else f"{request.at}."
+        run, here = Run(loader=loader, costs=bound, config=config, prefix=prefix), Machine.here(loader.device)
+        peak = _rehearse(request, run, here, seconds=settings.seconds)
+        if peak is not None:
+            run = replace(run, costs=peak.costs(loader, bound))
+        report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean of {settings.sample} at most")
+        _report(report, run, here)
+        few = run.costs.batches <= loader.prefetch + 2 and run.costs.batches < len(loader)
+        text = f"{run.costs.batches} batches{', too few for everything to fill up: raise `seconds`' if few else ''}"
+        if peak is None:
+            text = "ended, because it needed more than there is: these are upper bounds"
+        report.add("rehearsal", run.costs.batches, f"{text}; pages of libraries and files are not counted")
+        short = predict.shortage([run], here)
         report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
         report.values["overrides"] = [] if short is None else list(short.overrides)
-        if settings.measure:
-            _compare(report, loader, planned, seconds=settings.seconds)
     report.write()
     return 0
 
 
-def _images(sizes: plan.Sizes) -> str:
-    return (
-        f"{sizes.sampled} looked at: {format_bytes(sizes.encoded)} encoded, {format_bytes(sizes.whole)} of pixels, "
-        f"{format_bytes(sizes.decoded)} of them decoded for the views"
-    )
+def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Peak | None:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_container(run.config, resolve=True)
+    job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model}
+    return predict.rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
 
 
-def _say(report: Report, planned: Plan, here: Machine, *, measured_worker: bool) -> None:
-    lines = [f"{'this process':<26} {'host':<7} {format_bytes(planned.base.host):>11}   measured: Python, torch, DALI"]
-    for term in planned.terms:
-        lines.append(f"{term.name:<26} {term.place:<7} {format_bytes(term.bytes):>11}   = {term.formula}")
-    report.add("terms", [asdict(term) for term in planned.terms], "\n".join(["", *lines]))
-    report.values["base"] = planned.base.host
+def _report(report: Report, run: Run, here: Machine) -> None:
+    terms = run.terms()
+    lines = [f"{t.name:<26} {t.place:<7} {format_bytes(t.bytes):>11}   {t.formula}" for t in terms]
+    report.add("terms", [asdict(term) for term in terms], "\n".join(["", *lines]))
     ranks = machine.local_world_size()
-    left = {"host": here.host, "shared": here.shared, "device": here.device, "pinned": None}
     for place, title in PLACES.items():
-        total = planned.total(place)  # type: ignore[arg-type]
-        if not total:
-            continue
-        there = left[place]
-        has = "" if there is None else f", {format_bytes(there)} left here"
-        by = f" ({here.host_by})" if place == "host" and here.host_by else ""
-        each = f" in each of {ranks} ranks" if ranks > 1 else ""
-        report.add(title.replace(" ", "_"), total, f"{format_bytes(total)}{each}{has}{by}")
-    if not measured_worker and any(t.name == "workers" for t in planned.terms):
-        report.add("note", "worker", "the size of a worker is what was measured elsewhere")
+        if bytes_there := predict.total(terms, place):
+            left = getattr(here, place)
+            has = "" if left is None else f", {format_bytes(left)} left here"
+            by = f" ({here.host_by})" if place == "host" and here.host_by else ""
+            each = f" in each of {ranks} ranks" if ranks > 1 else ""
+            report.add(title.replace(" ", "_"), bytes_there, f"{format_bytes(bytes_there)}{each}{has}{by}")
 
 
-def _compare(report: Report, loader: Loader, planned: Plan, *, seconds: float) -> None:
-    peak = plan.measure(loader, seconds=seconds)
-
-    def told(name: str, found: int, predicted: int) -> None:
-        off = predicted / max(found, 1) - 1
-        report.add(name, {"measured": found, "planned": predicted, "off": off},
-                   f"{format_bytes(found)}, planned {format_bytes(predicted)} ({off:+.0%})")  # fmt: skip
-
-    told("measured_host", peak.host, planned.total("host"))
-    parts = {part: {"planned": planned.part(part), "measured": getattr(peak.parts, part)} for part in plan.PARTS}
-    shown = ", ".join(
-        f"{plan.PARTS[part]} {format_bytes(of['measured'])} (planned {format_bytes(of['planned'])})"
-        for part, of in parts.items()
-        if any(of.values())
-    )
-    report.add("measured_parts", parts, f"then: {shown}")
-    if planned.total("shared"):
-        told("measured_shared", peak.shared, planned.total("shared"))
-    if loader.device.type == "cuda":
-        told("measured_device", peak.device, planned.total("device"))
-    few = "" if peak.batches > loader.prefetch + 2 else ", too few for everything to fill up: raise `seconds`"
-    text = f"{peak.batches} batches{few}; pages of libraries and files are not counted"
-    report.add("measured_over", peak.batches, text)
-
-
-def check(
-    loader: Loader,
-    *,
-    prefix: str = "",
-    beside: Sequence[Loader] = (),
-    also: Callable[[plan.Sizes], Sequence[plan.Term]] | None = None,
-) -> None:
+def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Refuse a run that clearly needs more memory than there is left, and warn of one that may; nothing is changed.
 
+    It is rehearsed only where an upper bound is more than half of what is left, and on one rank of a machine.
+
     Args:
-        loader: of the run.
-        prefix: of its keys on the command line.
-        beside: loaders that run at the same time.
-        also: what else will be held then, given the sizes of the images.
+        request: of the command.
+        runs: loaders that run at the same time, the training's first, each with :func:`predict.upper_bound`.
+        settings: of the training.
 
     Raises:
         ConfigError: with the numbers, and the overrides to copy.
     """
-    decoder: Any = loader.pipeline.stage.decoder
-    plan.warm(loader)
-    short = plan.shortage(loader, beside=beside, also=also, prefix=prefix)
-    for count in ("rescued", "truncated"):  # what was looked at beforehand is no part of an epoch
-        if hasattr(decoder, count):
-            setattr(decoder, count, 0)
-    if short is not None and short.clear:
+    here = Machine.here(runs[0].loader.device)
+    wanted = [predict.Settings.of(run.loader) for run in runs]
+    if machine.local_rank() or not predict.lacking(runs, wanted, here, share=0.5):
+        return
+    log.info("memory may be short: this run is rehearsed first, for some %.0f s", (SECONDS + 5) * len(runs))
+    how = {**asdict(settings), "model": None, "profiling": False, "resume": None}
+    trained = {"config": settings.model, "classes": runs[0].loader.num_classes, "settings": how}
+    measured: list[Run] = []
+    over = False
+    for run in runs:
+        try:
+            peak = _rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained)
+        except GpuaugError as error:
+            log.warning("memory may not suffice: what this run takes could not be measured. %s", error)
+            return
+        measured.append(run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs)))
+        over = over or peak is None
+    short = predict.shortage(measured, here)
+    if short is not None and (short.clear or over):
         raise ConfigError(f"{short.text} `check_memory=false` starts it all the same.")
     if short is not None:
         log.warning("memory may not suffice: %s", short.text)

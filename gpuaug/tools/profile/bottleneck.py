@@ -1,6 +1,6 @@
 """Which stage limits a loader, and what a change would bring: the reasoning behind `gpuaug profile`, without a clock.
 
-takes: :class:`Measured`, what every stage costs alone, and :class:`Trials`, which measures what is worth trying.
+takes: :class:`Measured`, what every stage costs alone, and the profiler, which measures what is worth trying.
 does: names the stage without which the whole would be fastest, and looks for settings that relieve it.
 gives: :class:`Verdict`.
 
@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuaug.tools.profile.measure import Profiler
 
 GAIN = 1.07  # a change that is predicted to bring less is not proposed: noise is of this size
 NOTHING = 1.1  # where an ideal loader brings less than this, the model is the limit
@@ -36,23 +39,14 @@ TITLES = {
     "host overhead": "host overhead: Python on the host, between the stages",
     "model": "the model is the limit",
 }
-_WORDS = {
-    "reading": "reading",
-    "decode": "decoding",
-    "augment": "augmentation",
-    "host": "the host",
-    "step": "the model",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per image of one stage: the median of the rounds, their quartiles, and CPU-seconds of all threads."""
+    """Seconds per image of one stage: the median of the rounds, and CPU-seconds of all threads."""
 
     wall: float
     cpu: float
-    low: float = 0.0
-    high: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -61,7 +55,7 @@ class Cost:
 
     def scaled(self, wall: float, cpu: float) -> Cost:
         """The same times factors."""
-        return Cost(self.wall * wall, self.cpu * cpu, self.low * wall, self.high * wall)
+        return Cost(self.wall * wall, self.cpu * cpu)
 
 
 FREE = Cost(0.0, 0.0)
@@ -69,40 +63,25 @@ FREE = Cost(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured; each stage alone, in seconds per image.
-
-    Attributes:
-        source: bytes of a sample, read in one process.
-        read: batches through the workers as configured; without workers, in this process.
-        copy: the same with bytes that are in memory already: what packing and handing over cost. None: no workers.
-        take: what reading costs the thread that takes the batches over.
-        decode, augment: as named. host: headers, draws, crops and mix.
-        host_parts: the same in parts, seconds per image.
-        step: the training step on cached batches, the ideal loader; None without a model.
-        whole: all of it, as training runs it. None: not measured.
-        cores: how many this process gets, by affinity, quota and what others leave.
-        busy: share of reading a sample in which the reader computed; else it waited for bytes.
-        device_type: cpu or cuda.
-        main_thread: augmentation runs on the thread that trains.
-    """
+    """What was measured; each stage alone, in seconds per image."""
 
     batch_size: int
     workers: int
     prefetch: int
-    main_thread: bool
+    main_thread: bool  # augmentation runs on the thread that trains
     device_type: str
-    source: Cost
-    read: Cost
-    copy: Cost | None
-    take: float
+    source: Cost  # bytes of a sample, read in one process
+    read: Cost  # batches through the workers as configured; without workers, in this process
+    copy: Cost | None  # the same with bytes that are in memory already: packing and handing over. None: no workers
+    take: float  # what reading costs the thread that takes the batches over
     decode: Cost
     augment: Cost
-    host: Cost
+    host: Cost  # headers, draws, crops and mix
     host_parts: Mapping[str, float]
-    step: Cost | None
-    whole: Cost | None
-    cores: float
-    busy: float = 1.0
+    step: Cost | None  # the training step on cached batches, the ideal loader; None without a model
+    whole: Cost | None  # all of it, as training runs it; None: not measured
+    cores: float  # that this process gets, by affinity, quota and what others leave
+    busy: float = 1.0  # share of reading a sample in which the reader computed; else it waited for bytes
     bytes_per_image: float = 0.0
 
 
@@ -113,11 +92,6 @@ class Prediction:
     seconds: float
     terms: Mapping[str, float]
     text: str
-
-    @property
-    def limit(self) -> str:
-        """The largest term."""
-        return max(self.terms, key=lambda name: self.terms[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,26 +110,16 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which stage limits the whole, why, and what to do.
+    """Which stage limits the whole, why, and what to do."""
 
-    Attributes:
-        bottleneck: a key of ``TITLES``.
-        text: the answer in one or two sentences.
-        evidence: numbers behind it.
-        changes: to be made together, in this order; the last one's gain is the gain of all.
-        others: what also would help but changes what is trained on, or takes more than an override; gains are each
-            one's own, on top of ``changes``.
-        prediction: of the whole as it is.
-        ideal_gain: what a loader that costs nothing would bring, at least 1; None without a model.
-    """
-
-    bottleneck: str
-    text: str
+    bottleneck: str  # a key of TITLES
+    text: str  # the answer in one or two sentences
     evidence: list[str]
-    changes: list[Change] = field(default_factory=list)
-    others: list[Change] = field(default_factory=list)
-    prediction: Prediction
-    ideal_gain: float | None = None
+    changes: list[Change]  # to be made together, in this order; the last one's gain is the gain of all
+    # what also would help but changes what is trained on, or takes more than an override; each on top of `changes`
+    others: list[Change]
+    prediction: Prediction  # of the whole as it is
+    ideal_gain: float | None = None  # what a loader that costs nothing would bring; None without a model
 
     @property
     def gain(self) -> float:
@@ -165,55 +129,7 @@ class Verdict:
     @property
     def overrides(self) -> list[str]:
         """Everything to put on the command line, without changing what is trained on; a later value counts."""
-        found = {text.partition("=")[0]: text for change in self.changes for text in change.overrides}
-        return list(found.values())
-
-
-class Trials(Protocol):
-    """What can be tried on a loader. Every ``with_…`` gives the measurement again with one thing changed."""
-
-    @property
-    def cores(self) -> int:
-        """That workers and threads can be spread over."""
-
-    @property
-    def threads(self) -> int | None:
-        """That decode; None where nothing can be chosen."""
-
-    @property
-    def kornia(self) -> bool:
-        """Whether a view is augmented by Kornia's modules."""
-
-    def with_workers(self, m: Measured, count: int) -> Measured:
-        """So many workers."""
-
-    def with_threads(self, m: Measured, count: int) -> Measured:
-        """So many threads that decode."""
-
-    @property
-    def pillow(self) -> bool:
-        """Whether Pillow decodes although DALI is installed."""
-
-    def with_dali(self, m: Measured) -> Measured:
-        """DALI as the decoder."""
-
-    def with_fused(self, m: Measured) -> Measured:
-        """Fused kernels instead of Kornia's modules."""
-
-    def with_cache(self, m: Measured) -> tuple[Measured, float, float] | None:
-        """Encoded bytes in memory, how many all of them are, and the share that fits; None where they are there."""
-
-    def with_packed(self, m: Measured, *, read: bool) -> tuple[Measured, int] | None:
-        """Images as `gpuaug pack` would store them, and their shorter side; None where they are not large.
-
-        ``read``: fewer bytes are read, too.
-        """
-
-    def op_costs(self, m: Measured) -> dict[str, float]:
-        """Per operation of the recipe its share of the augmentation."""
-
-    def op_keys(self, name: str) -> list[str]:
-        """Where an operation stands in the configuration."""
+        return list({text.partition("=")[0]: text for change in self.changes for text in change.overrides}.values())
 
 
 # -- the model of the pipeline ----------------------------------------------------------------------------------------
@@ -272,19 +188,13 @@ def gain(m: Measured, then: Measured) -> float:
     return now / max(expected(m, then), 1e-9)
 
 
-def _without(m: Measured, stage: str) -> Measured:
-    """The same with a stage that costs nothing."""
-    if stage == "reading":
-        return replace(m, read=FREE, take=0.0)
-    free: dict[str, Any] = {stage: FREE}
-    return replace(m, **free)
-
-
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
     """The stage whose absence would bring most, and the evidence in numbers."""
     now = predict(m)
     stages = ["reading", "decode", "augment", "host", *(["step"] if m.step is not None else [])]
-    gains = {stage: now.seconds / max(predict(_without(m, stage)).seconds, 1e-9) for stage in stages}
+    free: dict[str, dict[str, Any]] = {stage: {stage: FREE} for stage in stages}
+    free["reading"] = {"read": FREE, "take": 0.0}
+    gains = {stage: now.seconds / max(predict(replace(m, **free[stage])).seconds, 1e-9) for stage in stages}
     evidence = [now.text]
     own = {"reading": m.read, "decode": m.decode, "augment": m.augment, "host": m.host, "step": m.step or FREE}
     # where two ways are equally long no single stage would help: then the one that is longest itself
@@ -297,14 +207,14 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
                 f"at the same time they would be {ahead:.2g} times as fast."
             )
             return "host overhead", evidence
-    evidence.append(f"If {_WORDS[first]} cost nothing, the whole would be {_times(gains[first])} as fast.")
+    evidence.append(f"If `{first}` cost nothing, the whole would be {_times(gains[first])} as fast.")
     if m.whole is not None and m.whole.wall > UNEXPLAINED * now.seconds:
         evidence.append(
             f"The whole takes {_ms(m.whole.wall)} per image, its parts explain {_ms(now.seconds)}: threads wait for "
             "each other, most likely for the interpreter's lock."
         )
         return "host overhead", evidence
-    if now.limit == "cores":
+    if now.terms["cores"] == now.seconds:
         evidence.append(
             f"All of the {m.cores:.2g} cores are busy: more workers or threads bring nothing, less work does."
         )
@@ -312,50 +222,24 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         part = max(m.host_parts, key=lambda name: m.host_parts[name])
         evidence.append(f"Most of it is {part}: {_ms(m.host_parts[part])} per image.")
         return "host overhead", evidence
-    if first == "reading":
-        return _why_reading(m, evidence)
-    return ("model" if first == "step" else first), evidence
-
-
-def _why_reading(m: Measured, evidence: list[str]) -> tuple[str, list[str]]:
+    if first != "reading":
+        return ("model" if first == "step" else first), evidence
     if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
-        evidence.append(
-            f"Handing over bytes that are in memory already takes {_ms(m.copy.wall)} of the {_ms(m.read.wall)} per "
-            f"image ({m.bytes_per_image / 2**20:.2g} MiB each)."
-        )
+        text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} per image ({m.bytes_per_image / 2**20:.2g} MiB each)"
+        evidence.append(f"Handing over bytes that are in memory already takes {text}.")
         return "inter-process copy", evidence
     evidence.append(f"Reading a sample keeps a core busy for {m.busy:.0%} of its {_ms(m.source.wall)}.")
     return ("storage" if m.busy < 0.5 else "workers"), evidence
 
 
-def cpu_is_enough(m: Measured, on_host: Cost) -> str | None:
-    """Says so where decode and augment on the CPU would keep a model on CUDA as busy; None where not.
-
-    Args:
-        m: measured with ``device=cuda`` and a model.
-        on_host: decode and augment of the same images on the CPU, and their way to the device.
-    """
-    if m.device_type != "cuda" or m.step is None:
-        return None
-    then = replace(m, device_type="cpu", decode=on_host, augment=FREE)
-    here = expected(m, m)
-    if expected(m, then) > 1.02 * here:
-        return None
-    return (
-        f"decode and augment on the CPU, the images moved over, take {_ms(on_host.wall)} per image: with them the "
-        f"whole is predicted to take {_ms(expected(m, then))}, here it takes {_ms(here)}. device=cpu would be as fast "
-        "and leave the GPU to the model"
-    )
-
-
 # -- what to change ---------------------------------------------------------------------------------------------------
 
 
-def diagnose(trials: Trials, m: Measured, *, at: str | None = None) -> Verdict:
+def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict:
     """Name the bottleneck and the changes that are predicted to help; candidates are measured, not guessed.
 
     Args:
-        trials: of the same loader.
+        trials: the profiler of the same loader.
         m: what was measured of it.
         at: where the loader stands in a larger configuration, ``train_data``; overrides then name it.
     """
@@ -389,7 +273,7 @@ def diagnose(trials: Trials, m: Measured, *, at: str | None = None) -> Verdict:
     )
 
 
-def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
+def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
     """Settings that may relieve a stage without changing a pixel, the cheapest first; each measured."""
     if stage in ("storage", "workers", "inter-process copy"):
         most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
@@ -412,7 +296,7 @@ def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured
         if threads is not None and threads < trials.cores:
             for count in sorted({min(trials.cores, factor * threads) for factor in (2, 4)} | {min(8, trials.cores)}):
                 if count > threads:
-                    then = trials.with_threads(m, count)
+                    then = trials.with_decoder(m, num_threads=count)
                     yield then, f"decode.num_threads={count}", f"{count} threads decode, instead of {threads}"
         if m.workers == 0:
             yield trials.with_workers(m, 1), "num_workers=1", "a worker reads while this process decodes"
@@ -422,44 +306,47 @@ def _options(trials: Trials, m: Measured, stage: str) -> Iterator[tuple[Measured
         yield replace(m, prefetch=2), "prefetch=2", "batches are made while the model works"
 
 
-def _others(trials: Trials, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
+def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
     """What would help and changes pixels or needs more than an override; each alone, on top of what was changed."""
-    found: list[Change] = []
+    others: list[Change] = []
 
     def propose(then: Measured, overrides: Sequence[str], text: str, *, same: bool = False) -> None:
         factor = expected(m, current) / max(expected(m, then), 1e-9)
         if factor >= GAIN:
-            found.append(Change(tuple(overrides), text, factor, same))
+            others.append(Change(tuple(overrides), text, factor, same))
 
     if stage == "augment":
-        costs = trials.op_costs(current)
-        for name in sorted(costs, key=lambda n: -costs[n])[:1]:
-            if costs[name] > 0.25:
-                left = 1 - costs[name]
-                then = replace(current, augment=current.augment.scaled(left, left))
-                keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
-                propose(then, keys, f"operation `{name}` is {costs[name]:.0%} of the augmentation")
-    if stage in ("storage", "workers") and (kept := trials.with_cache(current)) is not None:
-        then, needed, fits = kept
+        costs = trials.op_costs()
+        name = max(costs, key=lambda n: costs[n], default=None)
+        if name is not None and costs[name] > 0.25:
+            left = 1 - costs[name]
+            keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
+            text = f"operation `{name}` is {costs[name]:.0%} of the augmentation"
+            propose(replace(current, augment=current.augment.scaled(left, left)), keys, text)
+    if stage in ("storage", "workers") and (cache := trials.cache_bytes()) is not None:
+        needed, kept = cache
+        share, read = kept / max(needed, 1.0), current.read
+        in_memory = current.copy or FREE  # without workers there is no copy either
+        wall, cpu = (a + share * (b - a) for a, b in ((read.wall, in_memory.wall), (read.cpu, in_memory.cpu)))
         size = f"{needed / 2**30:.2g} GiB" if needed > 2**29 else f"{needed / 2**20:.0f} MiB"
-        part = "" if fits == 1 else f"{fits:.0%} of the "
+        part = "" if share == 1 else f"{share:.0%} of the "
         text = f"{part}bytes stay in memory ({size} in all, estimated); from the second epoch on"
-        propose(then, (_group(at, "cache", "ram"),), text, same=True)
+        propose(replace(current, read=Cost(wall, cpu)), (_group(at, "cache", "ram"),), text, same=True)
     if stage == "decode" and trials.pillow:
-        propose(trials.with_dali(current), (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
-    if stage in ("decode", "inter-process copy", "storage"):
-        smaller = trials.with_packed(current, read=stage != "decode")
-        if smaller is not None:
-            then, side = smaller
-            text = ""
-            if stage == "storage":
-                text = "where storage is slow by the byte, not by the request, "
-            text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
-            propose(then, (), f"{text}{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}")
+        then = trials.with_decoder(current, backend="dali")
+        propose(then, (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
+    if stage in ("decode", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
+        side, fewer = packed  # decoding and handing over take as long as there are pixels and bytes
+        decode = current.decode.scaled(fewer, fewer)
+        read = current.read if stage == "decode" else current.read.scaled(max(fewer, 0.05), max(fewer, 0.05))
+        text = "where storage is slow by the byte, not by the request, " if stage == "storage" else ""
+        text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
+        text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+        propose(replace(current, decode=decode, read=read), (), text)
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
         propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")
-    return found
+    return others
 
 
 def _key(at: str | None, text: str, *, sign: str = "") -> str:
@@ -490,7 +377,7 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
         return text
     if others:
         return f"{text} No setting helps at once; what else would is listed."
-    if predict(m).limit == "cores":
+    if (now := predict(m)).terms["cores"] == now.seconds:
         return f"{text} All {m.cores:.2g} cores are busy: no setting that was tried helps, a faster machine would."
     return f"{text} No setting that was tried helps."
 

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.plan import command as plan
+from gpuaug.tools.plan.command import check
+from gpuaug.tools.plan.predict import Run, upper_bound
 from gpuaug.tools.profile import command as profile
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
-from gpuaug.tools.train.training import Settings, Stop, Training, build_model, step_memory
+from gpuaug.tools.train.training import Settings, Stop, Training, build_model
 
 log = logging.getLogger("gpuaug")
 
@@ -39,26 +40,29 @@ def main(request: Request) -> int:
         if loader.num_classes is None:
             raise ConfigError("`gpuaug train` needs labels, and this source has none.")
         model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
-        step = step_memory(model, settings, loader)
-        if settings.check_memory:
-            plan.check(loader, also=step, prefix="" if request.at is None else f"{request.at}.")
-        if settings.profiling:
-            profile.inside(request, train, loader, settings)
-        if under_torchrun:
-            stack.enter_context(_process_group(loader.device))
+        classes = loader.source.classes
         held_out = request.held_out(train, at=settings.val)
         val: Loader | None = None
         if held_out is None:
             log.info("no held-out images: val.source.root is not set")
         else:
-            val = stack.enter_context(request.build_held_out(held_out, classes=loader.source.classes))
-            if settings.check_memory:
-                plan.check(val, beside=(loader,), also=step, prefix=f"{settings.val or 'val'}.")
+            val = stack.enter_context(request.build_held_out(held_out, classes=classes))
             if val.source.classes != loader.source.classes:
                 raise ConfigError(
                     f"the held-out images must have the training's classes, {loader.source.classes}. "
                     f"Found: {val.source.classes}."
                 )
+        if settings.check_memory:
+            prefix = "" if request.at is None else f"{request.at}."
+            runs = [Run(loader=loader, costs=upper_bound(loader, model=model), config=train, prefix=prefix)]
+            if val is not None:
+                prefix = f"{settings.val or 'val'}."
+                runs.append(Run(loader=val, costs=upper_bound(val), config=held_out, prefix=prefix, classes=classes))
+            check(request, runs, settings)
+        if settings.profiling:
+            profile.inside(request, train, loader, settings)
+        if under_torchrun:
+            stack.enter_context(_process_group(loader.device))
         training = Training(loader, model=model, val=val, settings=settings, stop=stop)
         return training.run(Report(file=settings.json, quiet=not training.first))
 

@@ -31,7 +31,6 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
 from gpuaug.source.local import check_regular
-from gpuaug.tools.plan import predict as plan
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
 
@@ -440,30 +439,6 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model._target_` must name a torch.nn.Module. Found: {type(model).__name__}.")
     return model
-
-
-def step_memory(model: nn.Module, settings: Settings, loader: Loader) -> Callable[[plan.Sizes], tuple[plan.Term, ...]]:
-    """Memory of training this model, besides the loader's batches. The first call decides the sizes."""
-    _optimizer(model, settings)  # the first optimizer imports 75 MiB of torch's compiler: do it before measuring
-    states = 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
-    taken: tuple[plan.Term, ...] | None = None
-
-    def terms(sizes: plan.Sizes) -> tuple[plan.Term, ...]:
-        nonlocal taken
-        if taken is None:
-            taken = plan.step(
-                model,
-                views=sizes.views,
-                rows=min(loader.batch_size, max(1, len(loader.source))),
-                device=loader.device,
-                amp=_amp(settings, loader.device),
-                given=loader.dtype,
-                states=states,
-                parallel=int(os.environ.get("WORLD_SIZE", "1")) > 1,
-            )
-        return taken
-
-    return terms
 
 
 def _amp(settings: Settings, device: torch.device) -> torch.dtype:
