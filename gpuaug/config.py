@@ -63,13 +63,13 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     if isinstance(overrides, str):
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
     overrides = [_SPECIAL_FLOAT.sub(r"\1\2", str(o)) for o in overrides]
+    parsed = _parse(overrides)
     with _hydra(config_dir) as loader:
+        _refuse_stale(name, parsed)
         try:
             cfg = hydra.compose(name, overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            _refuse_stale(name, overrides)
-            raise ConfigError(_explain(name, overrides, loader) or str(error)) from error
-        _refuse_stale(name, overrides)
+            raise ConfigError(_explain(error, name, parsed, loader)) from error
     if cfg.get("_target_") == "gpuaug.Loader":
         _apply_shuffle(cfg, key="")
     return cfg
@@ -123,73 +123,47 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
     return parsed
 
 
-def _explain(name: str, overrides: list[str], loader: ConfigLoader) -> str | None:
-    """Which override the composition failed at, and what it could have been; None if it cannot be told."""
+def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
+    """Which override the composition failed at, and what it could have been; else Hydra's own message."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig
 
     names = [n for n in loader.get_group_options("", results_filter=ObjectType.CONFIG) if not n.startswith("_")]
     if "/" not in name and name not in names:
         return f"There is no configuration {name!r}. Found: {', '.join(names)}.{_nearest(name, names)}"
-    groups, values = [], []
-    for override in _parse(overrides):
-        group, value = override.key_or_group, override.value()
-        options = [] if "." in group else loader.get_group_options(group, results_filter=ObjectType.CONFIG)
-        if not options:
-            values.append(override)
-            continue
-        groups.append(str(override.input_line))
-        for option in value if isinstance(value, list) else [value]:
-            if override.is_sweep_override():
-                return f"`{group}` takes one option. Found: {override.get_value_string()}, a sweep."
-            if not override.is_delete() and option not in options:
-                found, key = "null" if option is None else str(option), override.get_key_element()
-                return (
-                    f"`{key}` must be one of {', '.join(options)}. Found: {found}.{_nearest(found, options, key=key)}"
-                )
-    try:
-        cfg = hydra.compose(name, groups)
-    except (HydraException, ValueError):
-        return None
-    OmegaConf.set_struct(cfg, False)
-    for override in values:
-        key, value = override.key_or_group, override.value()
+    for override in overrides:
+        group, key, value = override.key_or_group, override.get_key_element(), override.value()
         if override.is_sweep_override():
             return f"`{key}` takes one value, or a list in brackets. Found: {override.get_value_string()}, a sweep."
-        inside = [f"{key}.{k}" for k in value] if isinstance(value, dict) else []
-        for path in [key, *inside] if not override.is_add() and not override.is_force_add() else []:
-            if missing := _missing(cfg, path):
-                parent, word, keys = missing
-                target = OmegaConf.select(cfg, f"{parent}._target_") if parent else None
-                where = f"`{parent}`{f' ({target})' if target else ''}" if parent else f"the configuration {name!r}"
-                return (
-                    f"`{path}`: {where} has no key {word!r}.{_nearest(word, keys)} It has: "
-                    f"{', '.join(keys) or 'nothing'}. `+{path}=...` adds one."
-                )
-        if not override.is_delete():
-            OmegaConf.update(cfg, key, value, force_add=True)
-    return None
+        options = [] if "." in group else loader.get_group_options(group, results_filter=ObjectType.CONFIG)
+        for option in (value if isinstance(value, list) else [value]) if options else []:
+            if not override.is_delete() and option not in options:
+                given = "null" if option is None else str(option)
+                near = _nearest(given, options, key=key)
+                return f"`{key}` must be one of {', '.join(options)}. Found: {given}.{near}"
+    named = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
+    if named and "delete" in named[0]:
+        lines = [str(o.input_line) for o in overrides if o.key_or_group != named[1]]
+        try:
+            hydra.compose(name, [*lines, f"{named[1]}=null"])  # fails as well, and says what there is
+        except HydraException as other:
+            error = other
+    unknown: Any = error.__cause__
+    parent = getattr(unknown, "parent_node", None)
+    if not named or not isinstance(parent, DictConfig):
+        return str(error)
+    path, word, above = max(named[1], unknown.full_key, key=len), str(unknown.key), parent._get_full_key(None)
+    keys = [str(key) for key in parent if key != "hydra"]
+    target = f" ({parent._target_})" if above and "_target_" in keys else ""
+    return (
+        f"`{path}`: {f'`{above}`{target}' if above else f'the configuration {name!r}'} has no key {word!r}."
+        f"{_nearest(word, keys)} It has: {', '.join(keys) or 'nothing'}. `+{path}=...` adds one."
+    )
 
 
-def _missing(cfg: DictConfig, key: str) -> tuple[str, str, list[str]] | None:
-    """Where the path ``key`` leaves the configuration: the part that exists, the name that does not, its siblings."""
-    from omegaconf import DictConfig
-
-    node: Any = cfg
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig):
-            return None
-        names = [str(k) for k in node]  # `in` does not see keys whose value is ???
-        if part not in names:
-            return ".".join(parts[:depth]), part, names
-        node = node._get_node(part)
-    return None
-
-
-def _refuse_stale(name: str, overrides: list[str]) -> None:
+def _refuse_stale(name: str, overrides: list[Override]) -> None:
     """Refuse ``key={_target_: Other, ...}`` that would leave arguments of what stood there before.
 
     Hydra merges mappings, so they stay; some (as ``p``) would even be accepted by the new class.
@@ -198,26 +172,20 @@ def _refuse_stale(name: str, overrides: list[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
 
-    parsed = _parse(overrides)
-    for override in parsed:
+    for override in overrides:
         value, key = override.value(), override.key_or_group
         if override.is_delete() or not isinstance(value, dict) or "_target_" not in value:
             continue
-        given = {str(k) for k in value}
-        others = []
-        for other in parsed:
-            if other.key_or_group.startswith(f"{key}.") and not other.is_delete():
-                given.add(other.key_or_group[len(key) + 1 :].split(".")[0])
-            elif other is not override:
-                others.append(str(other.input_line))
+        below = [o for o in overrides if o.key_or_group.startswith(f"{key}.") and not o.is_delete()]
+        others = [str(o.input_line) for o in overrides if o is not override and o not in below]
         try:
             before = OmegaConf.select(hydra.compose(name, others), key, throw_on_missing=False)
         except (HydraException, ValueError):
             continue  # another override is wrong, and will be named
         if not isinstance(before, DictConfig) or before.get("_target_") in (None, value["_target_"]):
             continue
-        stale = [str(k) for k in before if str(k) not in given]
-        if stale:
+        given = {*map(str, value), *(o.key_or_group[len(key) + 1 :].split(".")[0] for o in below)}
+        if stale := [str(k) for k in before if str(k) not in given]:
             raise ConfigError(
                 f"`{key}` was {before['_target_']} and becomes {value['_target_']}, but an override merges: "
                 f"{', '.join(stale)} would stay. Remove it first: '~{key}' '+{key}={{_target_: ...}}' (in a mapping of "

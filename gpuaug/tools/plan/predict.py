@@ -224,7 +224,7 @@ def look(loader: Loader, *, sample: int = SAMPLED) -> Sizes:
     for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
         length = np.diff(encoded.offsets.numpy())
         if stored is None:
-            found: Any = pipeline.stage.read_headers(encoded, loader.epoch).look
+            found: Any = pipeline.stage.read_headers(encoded, loader.epoch).info
             good = np.flatnonzero(found.height * found.width > 0)
             length = length[good] if len(good) else length
             area, whole, views = _areas(loader, encoded, found, good)
@@ -387,7 +387,7 @@ class _Flight:
 
 
 def _flight(loader: Loader, s: Settings, batches: int) -> _Flight:
-    """As many as the threads of :mod:`gpuaug.loader.passes` have in hand and between them, when all of them wait."""
+    """As many as the threads of a pass have in hand and between them, when all of them wait."""
     if s.prefetch == 0:
         decoded, said, made = 1, "1 in hand", 2
     elif loader.pipeline.stage.main_thread:

@@ -11,7 +11,7 @@ import torch
 
 from gpuaug import files
 from gpuaug.errors import GpuaugError, StateError
-from gpuaug.source.local import check_regular
+from gpuaug.files import check_regular
 
 VERSION = 1
 
