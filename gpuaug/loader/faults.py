@@ -34,6 +34,9 @@ class Faults:
         truncated: ``reject`` treats a JPEG without its end as bad, ``accept`` shows it as far as it goes.
         file: JSON lines ``key index epoch stage reason bytes head``, appended, one line per bad sample; ranks may
             share it, and ``source.exclude`` takes the same file.
+
+    >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
+    'blank'
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, distributed
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.pipeline import PassEndedError, Pipeline, Resources, Streams
+from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
 from gpuaug.loader.state import State, compare, plain
 from gpuaug.random import keyed as draw
@@ -79,6 +79,16 @@ class Loader:
     ``set_epoch``. After an error of the loader itself the next pass goes on with the next sample.
 
     Settings are fixed: :meth:`replace` makes a loader with others.
+
+    >>> import io
+    >>> from PIL import Image
+    >>> from gpuaug import RandomResizedCrop
+    >>> Image.new("RGB", (20, 10)).save(png := io.BytesIO(), "png")
+    >>> recipe = Augment(crop=RandomResizedCrop(8))
+    >>> with Loader([(png.getvalue(), 3)], augment=recipe, num_workers=0, device="cpu") as loader:
+    ...     for images, labels in loader:
+    ...         print(tuple(images.shape), labels)
+    (1, 3, 8, 8) tensor([3])
 
     Raises:
         DataError, FaultBudgetError: while iterating, as ``faults`` say.
@@ -465,11 +475,8 @@ class Loader:
         at = int(position(self.seed, state.epoch, ordered.indices, state.after))
         log.warning(
             "other samples are active than in the state: epoch %d goes on after sample %d, at %d of %d",
-            state.epoch,
-            state.after,
-            at,
-            len(ordered),
-        )
+            state.epoch, state.after, at, len(ordered),
+        )  # fmt: skip
         return at
 
     def _plan(self, start: int) -> EpochOrder:
@@ -517,23 +524,24 @@ def _check_epoch(epoch: Any) -> int:
     return int(checks.whole_number("epoch", epoch, 0, draw.EPOCHS - 1))
 
 
-class _Epoch(Iterator[Batch]):
+class _Epoch(Pass):
     """One way through an epoch of a loader; whatever is handed out counts as consumed."""
 
     def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
         self._loader, self._plan, self._count = loader, plan, count
+        tasks, epoch = islice(iter(plan), count), loader.epoch
+        super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        self._pass = loader.pipeline.run(
-            islice(iter(plan), count), epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead
-        )
-        loader._resources.running = weakref.ref(self._pass)  # before it reads: another thread may end it then
-        self._pass.start()
+        loader._resources.running = weakref.ref(self)  # before it reads: another thread may end it then
+        self.start()
 
     def __next__(self) -> Batch:
-        loader, running = self._loader, self._pass
-        if running.done < self._count:
+        loader = self._loader
+        if self.done < self._count:
             try:
-                batch = next(running, None)
+                batch = super().__next__()
+            except StopIteration:
+                batch = None
             except PassEndedError:  # the loader may be in another pass by now
                 raise
             except BaseException as error:
@@ -544,9 +552,9 @@ class _Epoch(Iterator[Batch]):
             self._note()
             if batch is not None:
                 return batch
-            if running.done < self._count:
-                raise GpuaugError(f"reading ended after {running.done} of {self._count} batches.")
-        if loader._resources.running() is running:
+            if self.done < self._count:
+                raise GpuaugError(f"reading ended after {self.done} of {self._count} batches.")
+        if loader._resources.running() is self:
             loader._resources.stop()
             loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances)
             loader._finished = True
@@ -555,11 +563,10 @@ class _Epoch(Iterator[Batch]):
 
     def _note(self) -> None:
         """Note in the loader how far the pass is."""
-        loader, done = self._loader, self._pass.done
-        loader.waited = self._pass.waited
-        if not done:
-            return
-        loader._position, loader._next_pass = self._plan.position(done), "next epoch"
-        loader._finished = done == self._count
-        if (cache := loader.pipeline.cache) is not None:
-            cache.warn_if_full()
+        loader = self._loader
+        loader.waited = self.waited
+        if self.done:
+            loader._position, loader._next_pass = self._plan.position(self.done), "next epoch"
+            loader._finished = self.done == self._count
+            if (cache := loader.pipeline.cache) is not None:
+                cache.warn_if_full()

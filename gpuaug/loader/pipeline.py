@@ -75,7 +75,7 @@ class Pipeline:
 
     >>> import gpuaug
     >>> def images_per_epoch(loader: gpuaug.Loader) -> int:
-    ...     done = loader.pipeline.run(iter(loader.epoch_order), epoch=loader.epoch)
+    ...     done = Pass(loader.pipeline, iter(loader.epoch_order), epoch=loader.epoch, prefetch=2)
     ...     return sum(len(batch) for batch in done)
     """
 
@@ -180,17 +180,6 @@ class Pipeline:
                     tensor.record_stream(current)  # allocated on the pipeline's stream, used on this one
         return batch
 
-    def run(self, tasks: Iterator[Task], *, epoch: int, prefetch: int = 2, buffer_bytes: int | None = None) -> Pass:
-        """Go through some batches, with threads that work ahead of the consumer.
-
-        Args:
-            tasks: ``(indices, repeats, valid)`` of each batch; may be without end.
-            epoch: whose draws.
-            prefetch: finished batches that wait at most; with 0 each batch is made when it is asked for.
-            buffer_bytes: bytes of encoded batches that wait in memory; None: only what the workers read ahead.
-        """
-        return Pass(self, tasks, epoch=epoch, prefetch=prefetch, buffer_bytes=buffer_bytes)
-
     def close(self) -> None:
         """End the workers and the decoder; both start again when they are used again."""
         self.reader.close()
@@ -201,7 +190,14 @@ class Pass(Iterator[Batch]):
     """Batches of a :class:`~gpuaug.loader.pipeline.Pipeline`; nothing outside of it changes.
 
     Headers are read while the batch before is decoded and the one before that is augmented. The threads do not refer
-    to this object: they end when it is forgotten. Arguments are those of :meth:`Pipeline.run`.
+    to this object: they end when it is forgotten.
+
+    Args:
+        pipeline: what makes the batches.
+        tasks: ``(indices, repeats, valid)`` of each batch; may be without end.
+        epoch: whose draws.
+        prefetch: finished batches that wait at most; with 0 each batch is made when it is asked for.
+        buffer_bytes: bytes of encoded batches that wait in memory; None: only what the workers read ahead.
 
     Attributes:
         done: tasks whose batches were handed out, or dropped by the faults policy.
@@ -209,7 +205,13 @@ class Pass(Iterator[Batch]):
     """
 
     def __init__(
-        self, pipeline: Pipeline, tasks: Iterator[Task], *, epoch: int, prefetch: int, buffer_bytes: int | None
+        self,
+        pipeline: Pipeline,
+        tasks: Iterator[Task],
+        *,
+        epoch: int,
+        prefetch: int = 2,
+        buffer_bytes: int | None = None,
     ) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0

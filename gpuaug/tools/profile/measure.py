@@ -594,7 +594,7 @@ def lenient(loader: Loader) -> Pipeline:
 
 def _run(pipeline: Pipeline, loader: Loader, tasks: Iterator[Task]) -> Pass:
     """A pass as training makes it, over other batches than the epoch's."""
-    return pipeline.run(tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
+    return Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
 
 
 def _read_headers(stage: Stage, batch: EncodedBatch, epoch: int, spent: dict[str, float]) -> HeaderBatch:
