@@ -111,6 +111,12 @@ class Batch:
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
         valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
         key_of: number in the source to path or name, for ``keys``.
+
+    >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
+    >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
+    >>> images, labels = batch
+    >>> batch.keys
+    ['0', '3']
     """
 
     images: Images

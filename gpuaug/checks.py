@@ -1,4 +1,5 @@
-"""Checks of arguments. Each raises ConfigError with the argument's name, what it must be, and the value found."""
+"""Checks of arguments. Each returns the value, or raises ConfigError with the argument's name, what it must be, and the
+value that was given."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from gpuaug.errors import ConfigError
 
 
-def whole_number(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> None:
+def whole_number(name: str, value: Any, low: int | None, high: int | None = None, *, optional: bool = False) -> Any:
     """Check that ``value`` is an int from ``low`` to ``high``. With ``optional`` it may be None.
 
     >>> whole_number("quality", 101, 1, 100)
@@ -17,32 +18,37 @@ def whole_number(name: str, value: Any, low: int, high: int | None = None, *, op
     gpuaug.errors.ConfigError: `quality` must be a whole number from 1 to 100. Found: 101.
     """
     if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        allowed = f">= {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"`{name}` must be a whole number {allowed}{_or_null(optional)}. Found: {value!r}.")
+        return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (low is not None and value < low) or (high is not None and value > high):
+        allowed = "" if low is None else f" >= {low}" if high is None else f" from {low} to {high}"
+        raise ConfigError(f"`{name}` must be a whole number{allowed}{_or_null(optional)}. Found: {value!r}.")
+    return value
 
 
-def number(name: str, value: Any, low: float, high: float = math.inf) -> None:
+def number(name: str, value: Any, low: float, high: float = math.inf) -> Any:
     """Check that ``value`` is an int or float with ``low <= value <= high``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ConfigError(f"`{name}` must be a number in [{low:g}, {high:g}]. Found: {value!r}.")
+    return value
 
 
-def flag(name: str, value: Any) -> None:
-    """Check that ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"`{name}` must be true or false. Found: {value!r}.")
+def flag(name: str, value: Any, *, optional: bool = False) -> Any:
+    """Check that ``value`` is a bool. With ``optional`` it may be None."""
+    if not isinstance(value, bool) and not (value is None and optional):
+        raise ConfigError(f"`{name}` must be true or false{_or_null(optional)}. Found: {value!r}.")
+    return value
 
 
-def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> None:
+def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> Any:
     """Check that ``value`` is one of the texts ``known``. ``hint`` ends the error."""
     known = tuple(known)
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.{hint}")
+    return value
 
 
-def text(name: str, value: Any, *, optional: bool = False) -> None:
+def text(name: str, value: Any, *, optional: bool = False) -> Any:
     """Check that ``value`` is a text that is not empty. With ``optional`` it may be None.
 
     Hydra reads ``out=2024`` as a number, so the error says how to quote it.
@@ -50,6 +56,15 @@ def text(name: str, value: Any, *, optional: bool = False) -> None:
     if not (value is None and optional) and not (isinstance(value, str) and value):
         quoted = f" Quote it: \"{name}='{value}'\"." if isinstance(value, int | float) else ""
         raise ConfigError(f"`{name}` must be text{_or_null(optional)}. Found: {value!r}.{quoted}")
+    return value
+
+
+def instance(name: str, value: Any, *kinds: type, optional: bool = False) -> Any:
+    """Check that ``value`` is an object of one of the public classes ``kinds``. With ``optional`` it may be None."""
+    if not isinstance(value, kinds) and not (value is None and optional):
+        named = " or ".join(f"gpuaug.{kind.__name__}" for kind in kinds)
+        raise ConfigError(f"`{name}` must be a {named}{_or_null(optional)}. Found: {value!r:.200}.")
+    return value
 
 
 def _or_null(optional: bool) -> str:

@@ -1,8 +1,8 @@
 """YAML and override strings to a configuration (:func:`compose`), and a configuration to objects (:func:`build`).
 
 Hydra is imported inside functions, as every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` is not used: it copies the objects passed in (a source may hold a large index), and does not
-name the full key of an argument that a class does not take.
+``hydra.utils.instantiate`` is not used: it copies the objects passed in (a source may hold a large index), does not
+name the full key of an argument that a class does not take, and imports whatever module a target names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -63,13 +62,13 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     if isinstance(overrides, str):
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
     overrides = [_SPECIAL_FLOAT.sub(r"\1\2", str(o)) for o in overrides]
+    parsed = _parse(overrides)
     with _hydra(config_dir) as loader:
+        _refuse_stale(name, parsed)
         try:
             cfg = hydra.compose(name, overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            _refuse_stale(name, overrides)
-            raise ConfigError(_explain(name, overrides, loader) or str(error)) from error
-        _refuse_stale(name, overrides)
+            raise ConfigError(_explain(error, name, parsed, loader)) from error
     if cfg.get("_target_") == "gpuaug.Loader":
         _apply_shuffle(cfg, key="")
     return cfg
@@ -123,73 +122,47 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
     return parsed
 
 
-def _explain(name: str, overrides: list[str], loader: ConfigLoader) -> str | None:
-    """Which override the composition failed at, and what it could have been; None if it cannot be told."""
+def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
+    """Which override the composition failed at, and what it could have been; else Hydra's own message."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig
 
     names = [n for n in loader.get_group_options("", results_filter=ObjectType.CONFIG) if not n.startswith("_")]
     if "/" not in name and name not in names:
         return f"There is no configuration {name!r}. Found: {', '.join(names)}.{_nearest(name, names)}"
-    groups, values = [], []
-    for override in _parse(overrides):
-        group, value = override.key_or_group, override.value()
-        options = [] if "." in group else loader.get_group_options(group, results_filter=ObjectType.CONFIG)
-        if not options:
-            values.append(override)
-            continue
-        groups.append(str(override.input_line))
-        for option in value if isinstance(value, list) else [value]:
-            if override.is_sweep_override():
-                return f"`{group}` takes one option. Found: {override.get_value_string()}, a sweep."
-            if not override.is_delete() and option not in options:
-                found, key = "null" if option is None else str(option), override.get_key_element()
-                return (
-                    f"`{key}` must be one of {', '.join(options)}. Found: {found}.{_nearest(found, options, key=key)}"
-                )
-    try:
-        cfg = hydra.compose(name, groups)
-    except (HydraException, ValueError):
-        return None
-    OmegaConf.set_struct(cfg, False)
-    for override in values:
-        key, value = override.key_or_group, override.value()
+    for override in overrides:
+        group, key, value = override.key_or_group, override.get_key_element(), override.value()
         if override.is_sweep_override():
             return f"`{key}` takes one value, or a list in brackets. Found: {override.get_value_string()}, a sweep."
-        inside = [f"{key}.{k}" for k in value] if isinstance(value, dict) else []
-        for path in [key, *inside] if not override.is_add() and not override.is_force_add() else []:
-            if missing := _missing(cfg, path):
-                parent, word, keys = missing
-                target = OmegaConf.select(cfg, f"{parent}._target_") if parent else None
-                where = f"`{parent}`{f' ({target})' if target else ''}" if parent else f"the configuration {name!r}"
-                return (
-                    f"`{path}`: {where} has no key {word!r}.{_nearest(word, keys)} It has: "
-                    f"{', '.join(keys) or 'nothing'}. `+{path}=...` adds one."
-                )
-        if not override.is_delete():
-            OmegaConf.update(cfg, key, value, force_add=True)
-    return None
+        options = [] if "." in group else loader.get_group_options(group, results_filter=ObjectType.CONFIG)
+        for option in (value if isinstance(value, list) else [value]) if options else []:
+            if not override.is_delete() and option not in options:
+                given = "null" if option is None else str(option)
+                near = _nearest(given, options, key=key)
+                return f"`{key}` must be one of {', '.join(options)}. Found: {given}.{near}"
+    named = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
+    if named and "delete" in named[0]:
+        lines = [str(o.input_line) for o in overrides if o.key_or_group != named[1]]
+        try:
+            hydra.compose(name, [*lines, f"{named[1]}=null"])  # fails as well, and says what there is
+        except HydraException as other:
+            error = other
+    unknown: Any = error.__cause__
+    parent = getattr(unknown, "parent_node", None)
+    if not named or not isinstance(parent, DictConfig):
+        return str(error)
+    path, word, above = max(named[1], unknown.full_key, key=len), str(unknown.key), parent._get_full_key(None)
+    keys = [str(key) for key in parent if key != "hydra"]
+    target = f" ({parent._target_})" if above and "_target_" in keys else ""
+    return (
+        f"`{path}`: {f'`{above}`{target}' if above else f'the configuration {name!r}'} has no key {word!r}."
+        f"{_nearest(word, keys)} It has: {', '.join(keys) or 'nothing'}. `+{path}=...` adds one."
+    )
 
 
-def _missing(cfg: DictConfig, key: str) -> tuple[str, str, list[str]] | None:
-    """Where the path ``key`` leaves the configuration: the part that exists, the name that does not, its siblings."""
-    from omegaconf import DictConfig
-
-    node: Any = cfg
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig):
-            return None
-        names = [str(k) for k in node]  # `in` does not see keys whose value is ???
-        if part not in names:
-            return ".".join(parts[:depth]), part, names
-        node = node._get_node(part)
-    return None
-
-
-def _refuse_stale(name: str, overrides: list[str]) -> None:
+def _refuse_stale(name: str, overrides: list[Override]) -> None:
     """Refuse ``key={_target_: Other, ...}`` that would leave arguments of what stood there before.
 
     Hydra merges mappings, so they stay; some (as ``p``) would even be accepted by the new class.
@@ -198,26 +171,20 @@ def _refuse_stale(name: str, overrides: list[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
 
-    parsed = _parse(overrides)
-    for override in parsed:
+    for override in overrides:
         value, key = override.value(), override.key_or_group
         if override.is_delete() or not isinstance(value, dict) or "_target_" not in value:
             continue
-        given = {str(k) for k in value}
-        others = []
-        for other in parsed:
-            if other.key_or_group.startswith(f"{key}.") and not other.is_delete():
-                given.add(other.key_or_group[len(key) + 1 :].split(".")[0])
-            elif other is not override:
-                others.append(str(other.input_line))
+        below = [o for o in overrides if o.key_or_group.startswith(f"{key}.") and not o.is_delete()]
+        others = [str(o.input_line) for o in overrides if o is not override and o not in below]
         try:
             before = OmegaConf.select(hydra.compose(name, others), key, throw_on_missing=False)
         except (HydraException, ValueError):
             continue  # another override is wrong, and will be named
         if not isinstance(before, DictConfig) or before.get("_target_") in (None, value["_target_"]):
             continue
-        stale = [str(k) for k in before if str(k) not in given]
-        if stale:
+        given = {*map(str, value), *(o.key_or_group[len(key) + 1 :].split(".")[0] for o in below)}
+        if stale := [str(k) for k in before if str(k) not in given]:
             raise ConfigError(
                 f"`{key}` was {before['_target_']} and becomes {value['_target_']}, but an override merges: "
                 f"{', '.join(stale)} would stay. Remove it first: '~{key}' '+{key}={{_target_: ...}}' (in a mapping of "
@@ -314,7 +281,6 @@ class _Call:
 
     key: str
     cls: type
-    args: list[Any]
     kwargs: dict[str, Any]
 
 
@@ -326,33 +292,19 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    if "_target_" not in value:
-        special = [k for k in value if k in ("_args_", "_partial_", "_recursive_", "_convert_")]
-        if special:
-            raise ConfigError(f"`{_join(key, special[0])}` has no meaning without a `_target_` beside it.")
-        return {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in value.items()}
-
-    if value["_target_"] is None:  # how a group's option says "nothing", as mix=none
-        if len(value) > 1:
-            name = next(k for k in value if k != "_target_")
-            raise ConfigError(f"`{_join(key, name)}` has nothing to belong to: `{key}` is switched off.")
-        return None
-    if "_partial_" in value:
+    if special := [k for k in value if k in ("_args_", "_partial_", "_recursive_", "_convert_")]:
         raise ConfigError(
-            f"`{_join(key, '_partial_')}` is not supported: every object is complete when it is built. Remove it."
+            f"`{_join(key, special[0])}` is not supported: an object is built whole, from arguments by name. Remove it."
         )
-    for name, only in (("_recursive_", True), ("_convert_", "all")):
-        if value.get(name, only) != only:
-            raise ConfigError(
-                f"`{_join(key, name)}` can only be {str(only).lower()} here. Found: {value[name]!r}. Remove it."
-            )
+    if "_target_" not in value:
+        return {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in value.items()}
+    kwargs = {k: v for k, v in value.items() if k != "_target_"}
+    if value["_target_"] is None:  # how a group's option says "nothing", as mix=none
+        if kwargs:
+            raise ConfigError(f"`{_join(key, next(iter(kwargs)))}` has nothing to belong to: `{key}` is switched off.")
+        return None
     cls = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
-    args = value.get("_args_", [])
-    if not isinstance(args, list):
-        raise ConfigError(f"`{_join(key, '_args_')}` must be a list. Found: {args!r}.")
-    own = ("_target_", "_args_", "_recursive_", "_convert_")
-    kwargs = {k: v for k, v in value.items() if k not in own}
-    _check_arguments(cls, args, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
+    _check_arguments(cls, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
     for name in _NAMED:
         if isinstance(kwargs.get(name), Mapping):
             kwargs[name] = {k: v for k, v in kwargs[name].items() if v is not None}
@@ -363,8 +315,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
                         f"Found keys: {', '.join(map(str, v)) or 'none'}."
                     )
     checked = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in kwargs.items()}
-    positional = [_check(v, key=f"{_join(key, '_args_')}[{i}]", prefixes=prefixes) for i, v in enumerate(args)]
-    return _Call(key, cls, positional, {**checked, **(objects or {})})
+    return _Call(key, cls, {**checked, **(objects or {})})
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
@@ -372,7 +323,7 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
 
     The spelling is no boundary (``kornia.augmentation._2d.base.torch.load`` resolves): what it leads to decides. Nor is
     the way there without effect, because to import a module is to run it: only modules below a prefix and the packages
-    they stand in are imported and looked into, and of gpuaug the public names alone.
+    they stand in are imported and read, and of gpuaug the public names alone.
     """
     expected = (
         f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
@@ -384,72 +335,60 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
     if not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise ConfigError(f"{expected}.")  # my_pkg.__main__, say, would run a program
     if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
-        found = _public(parts, expected=expected)
+        if len(parts) != 2 or parts[1] not in gpuaug.__all__:
+            near = get_close_matches(parts[-1], gpuaug.__all__, n=1)
+            raise ConfigError(f"{expected}." + (f" Did you mean 'gpuaug.{near[0]}'?" if near else ""))
+        cls = getattr(gpuaug, parts[1])
     else:
-        found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
-    if not isinstance(found, type):
-        raise ConfigError(f"{expected}, which is no class but {type(found).__name__}. A class of yours may call it.")
-    own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
-    if f"{own}.".startswith(prefixes):
-        return found
-    if own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is found:
-        return found
-    raise ConfigError(f"{expected}, which is the class {own}.{remedy}")
+        cls = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
+    if not isinstance(cls, type):
+        raise ConfigError(f"{expected}, which is no class but {type(cls).__name__}. A class of yours may call it.")
+    own, name = f"{cls.__module__}.{cls.__qualname__}", cls.__name__
+    public = own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is cls
+    if not public and not f"{own}.".startswith(prefixes):
+        raise ConfigError(f"{expected}, which is the class {own}.{remedy}")
+    return cls
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module may be imported and looked into: below a prefix, or a package that leads to one."""
+    """Whether a module may be imported and read: below a prefix, or a package that leads to one."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
-
-
-def _public(parts: list[str], *, expected: str) -> Any:
-    name = parts[1] if len(parts) > 1 else ""
-    if len(parts) == 2 and name in gpuaug.__all__:
-        return getattr(gpuaug, name)
-    near = [] if name in gpuaug.__all__ else get_close_matches(parts[-1], gpuaug.__all__, n=1, cutoff=0.6)
-    raise ConfigError(f"{expected}." + (f" Did you mean 'gpuaug.{near[0]}'?" if near else ""))
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
     """What a dotted path leads to, through modules that may be imported, and classes."""
     if not _is_admitted(parts[0], prefixes):
         raise ConfigError(f"{expected}.{remedy}")
-    found: Any = _import(parts[0], expected=expected)
+    thing: Any = _import(parts[0], expected=expected)
+    if thing is None:
+        raise ConfigError(f"{expected}, and there is no module {parts[0]!r}.")
     for depth, part in enumerate(parts[1:], start=1):
-        so_far = ".".join(parts[:depth])
-        if isinstance(found, ModuleType):
-            if not _is_admitted(found.__name__, prefixes):
-                raise ConfigError(f"{expected}, which leads into the module {found.__name__}.{remedy}")
-        elif not issubclass(type(found), type):  # to ask another object for an attribute may run anything
-            raise ConfigError(f"{expected}, where {so_far} is neither a module nor a class.")
-        parent = found
+        parent, path = thing, ".".join(parts[:depth])
+        is_module = isinstance(parent, ModuleType)
+        if is_module and not _is_admitted(parent.__name__, prefixes):
+            raise ConfigError(f"{expected}, which leads into the module {parent.__name__}.{remedy}")
+        if not is_module and not issubclass(type(parent), type):  # another object may run anything when it is asked
+            raise ConfigError(f"{expected}, where {path} is neither a module nor a class.")
         try:
-            found = getattr(parent, part)
+            thing = getattr(parent, part)
         except AttributeError as error:
-            below = f"{parent.__name__}.{part}" if isinstance(parent, ModuleType) else ""
-            if not (below and _is_admitted(below, prefixes) and _exists(below)):
+            below = f"{parent.__name__}.{part}"
+            thing = _import(below, expected=expected) if is_module and _is_admitted(below, prefixes) else None
+            if thing is None:
                 near = _nearest(part, [n for n in dir(parent) if not n.startswith("_")])
-                raise ConfigError(f"`{key}`: {so_far} has no {part!r}. Found: {'.'.join(parts)!r}.{near}") from error
-            found = _import(below, expected=expected)
+                raise ConfigError(f"`{key}`: {path} has no {part!r}. Found: {'.'.join(parts)!r}.{near}") from error
         except Exception as error:
             raise ConfigError(f"{expected}, which fails at {part!r}: {type(error).__name__}: {error}") from error
-    return found
+    return thing
 
 
-def _exists(module: str) -> bool:
-    """Whether there is such a module; its package is imported already."""
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _import(module: str, *, expected: str) -> ModuleType:
+def _import(module: str, *, expected: str) -> ModuleType | None:
+    """The module; None where there is none of that name."""
     try:
         return import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
-            raise ConfigError(f"{expected}, and there is no module {module!r}.") from error
+            return None
         raise ConfigError(f"{expected}, and {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
@@ -461,30 +400,24 @@ def _prefixes(trust: str | Iterable[str]) -> tuple[str, ...]:
     return TRUSTED + tuple(p.rstrip(".") + "." for p in given)
 
 
-def _check_arguments(cls: type, args: list[Any], kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
+def _check_arguments(cls: type, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
     """Refuse arguments the class does not take, before anything is instantiated."""
     try:
-        signature = inspect.signature(cls)
+        parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
         return  # a class written in C may have none; its constructor will say
-    parameters = signature.parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for name in kwargs:
-            if name not in named:
-                near = _nearest(str(name), named) or (
-                    f" If it is left from what stood there before, remove that first: ~{key}." if key else ""
-                )
-                raise ConfigError(
-                    f"`{_join(key, name)}`: {target} takes no argument {name!r}.{near} It takes: {', '.join(named)}."
-                )
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        required = [p.name for p in parameters if p.default is p.empty and p.name in named and p.name not in kwargs]
-        if needed := required[len(args) :]:
-            raise ConfigError(f"`{_join(key, needed[0])}` must be given: {target} needs it.") from error
-        raise ConfigError(f"`{key}`: {target} cannot be called with these arguments: {error}.") from error
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for name in kwargs:
+        if name not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            near = _nearest(str(name), named) or (
+                f" If it is left from what stood there before, remove that first: ~{key}." if key else ""
+            )
+            raise ConfigError(
+                f"`{_join(key, name)}`: {target} takes no argument {name!r}.{near} It takes: {', '.join(named)}."
+            )
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in kwargs:
+            raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(cls).items():
         # a word such as `no` would count as true; what other types are given, constructors check themselves
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
@@ -504,7 +437,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value may be what an annotation says, a list for any sequence; True where that cannot be told."""
+    """Whether a value may be what an annotation says, a list for any sequence; True where that is unknown."""
     members = _members(hint)
     if len(members) > 1:
         return any(_fits(value, member) for member in members)
@@ -512,18 +445,17 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in inside
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        listed = isinstance(value, Sequence) and not isinstance(value, str)
-        return listed and (not inside or all(any(_fits(v, a) for a in inside) for v in value))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    known = origin or hint
-    return known in (Any, object) or not isinstance(known, type) or isinstance(value, known)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and (not inside or all(any(_fits(v, a) for a in inside) for v in value))
+    kind = {float: int | float}.get(hint, origin or hint)
+    if isinstance(value, bool) and hint in (int, float):
+        return False
+    return kind in (Any, object) or not isinstance(kind, type | UnionType) or isinstance(value, kind)
 
 
 def _words(hint: Any) -> str:
     """An annotation as YAML's words, for messages."""
+    words = {bool: ["true", "false"], int: ["a whole number"], float: ["a number"], str: ["text"], NoneType: ["null"]}
     names: list[str] = []
     for member in _members(hint):
         origin = get_origin(member)
@@ -532,11 +464,10 @@ def _words(hint: Any) -> str:
         elif isinstance(origin, type) and issubclass(origin, Sequence):
             names.append("a list")
         else:
-            said = {bool: "true, false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
-            names += [said[member]] if member in said else []  # an object is nothing that YAML could hold
+            names += words.get(member, [])  # an object is nothing that YAML could hold
     if "a number" in names and "a whole number" in names:
         names.remove("a whole number")
-    *first, last = ", ".join(dict.fromkeys(names or ["an object"])).split(", ")
+    *first, last = dict.fromkeys(names or ["an object"])
     return f"{', '.join(first)} or {last}" if first else last
 
 
@@ -548,32 +479,22 @@ def _make(plan: Any) -> Any:
         return {k: _make(v) for k, v in plan.items()}
     if not isinstance(plan, _Call):
         return plan
-    args, kwargs = _make(plan.args), {k: _make(v) for k, v in plan.kwargs.items()}
+    kwargs = {k: _make(v) for k, v in plan.kwargs.items()}
     try:
-        return plan.cls(*args, **kwargs)
-    except GpuaugError as error:
-        if not isinstance(error, ConfigError):
-            error.add_note(f"raised while building `{plan.key}`")
-            raise
+        return plan.cls(**kwargs)
+    except ConfigError as error:
         raise ConfigError(_at(plan.key, str(error), of_loader=plan.cls.__name__ == "Loader")) from error
+    except GpuaugError as error:
+        error.add_note(f"raised while building `{plan.key}`")
+        raise
     except Exception as error:
-        where = f"`{plan.key}`: " if plan.key else ""
-        name = f"{plan.cls.__module__}.{plan.cls.__qualname__}"
-        refused = f"{where}{name} refused its arguments: {type(error).__name__}: {error}"
-        raise ConfigError(_wrong_argument(plan, args, kwargs) or refused) from error
-
-
-def _wrong_argument(plan: _Call, args: list[Any], kwargs: dict[str, Any]) -> str | None:
-    """Which argument is not what its annotation says, for a constructor that failed without naming it."""
-    hints = _hints(plan.cls)
-    try:
-        given = inspect.signature(plan.cls).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        given = kwargs
-    for name, value in given.items():
-        if name in hints and not _fits(value, hints[name]):
-            return f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
-    return None
+        hints = _hints(plan.cls)
+        for name, value in kwargs.items():  # the error may not name the argument, but the annotations do
+            if name in hints and not _fits(value, hints[name]):
+                wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
+                raise ConfigError(wrong) from error
+        where, cls = f"`{plan.key}`: " if plan.key else "", f"{plan.cls.__module__}.{plan.cls.__qualname__}"
+        raise ConfigError(f"{where}{cls} refused its arguments: {type(error).__name__}: {error}") from error
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:

@@ -1,10 +1,13 @@
-"""Atomic writes, the cache folder, and sizes in bytes."""
+"""Regular files, atomic writes, the cache folder, and sizes in bytes."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +15,25 @@ from typing import BinaryIO
 
 from gpuaug.errors import ConfigError
 
+LARGEST_FILE = 1 << 30  # bytes of a table or another file that is read as a whole
 _UNITS = {"": 1} | {
     letter + suffix: base**power
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+
+
+def check_regular(
+    status: os.stat_result, path: bytes | str | os.PathLike[str], *, limit: int = sys.maxsize
+) -> os.stat_result:
+    """Return ``status``; OSError if it belongs to a folder, pipe or device, or to more than ``limit`` bytes."""
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a socket")
+        raise OSError(errno.EINVAL, f"not a regular file but {kind}", os.fsdecode(path))
+    if status.st_size > limit:
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}", os.fsdecode(path))
+    return status
 
 
 def cache_folder() -> Path:

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from gpuaug import files
 from gpuaug.errors import ConfigError
 
 log = logging.getLogger("gpuaug")
+
+NVIDIA = "/proc/driver/nvidia"
 
 
 def read(path: Path | str) -> str | None:
@@ -49,67 +52,58 @@ def usable_cpus() -> int:
 def cpu_model() -> str:
     """What the processor calls itself."""
     match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
-    return match[1] if match else os.uname().machine if hasattr(os, "uname") else "unknown"
+    return match[1] if match else platform.machine()
 
 
 def memory() -> tuple[int, int] | None:
     """Bytes of memory of the machine: (total, available)."""
-    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE))
-    if len(found) < 2:
-        return None
-    return int(found["MemTotal"]) * 1024, int(found["MemAvailable"]) * 1024
+    kib = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE))
+    return (int(kib["MemTotal"]) * 1024, int(kib["MemAvailable"]) * 1024) if len(kib) == 2 else None
 
 
 def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, int] | None:
     """(limit, in use) in bytes of the tightest control group above this process; None without a limit."""
-    found: list[tuple[int, int]] = []
-    for folder in _groups("memory", proc, Path(root)):
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1 writes "no limit" as a number
-                found.append((int(text), int(read(folder / used) or 0)))
-    return min(found, default=None)
+    return min(_memory_limits(proc, root), default=None)
 
 
 def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that the control groups above this process leave it, the least of them; None without a limit.
+    """Bytes that the control groups above this process leave it, the least of them; None without a limit."""
+    return min((max(0, limit - used) for limit, used in _memory_limits(proc, root)), default=None)
+
+
+def memory_left() -> tuple[int, str] | None:
+    """Bytes of memory that this process can still get, and what says so: the machine, or a control group above it."""
+    known = memory()
+    both = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
+    return min(((left, by) for left, by in both if left is not None), default=None)
+
+
+def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
+    """(limit, in use) of every control group with a limit.
 
     Files that a group's processes have read and the system can drop (``inactive_file``) do not count as used.
     """
-    found: list[int] = []
     for folder in _groups("memory", proc, Path(root)):
         for limit, used, key in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1 writes "no limit" as a number
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
-                held = int(read(folder / used) or 0) - (int(match[1]) if match else 0)
-                found.append(max(0, int(text) - max(0, held)))
-    return min(found, default=None)
-
-
-def memory_left() -> tuple[int, str] | None:
-    """Bytes of memory that this process can still get, and what says so: the machine, or a control group above it."""
-    known = memory()
-    told = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
-    return min(((left, by) for left, by in told if left is not None), default=None)
+                yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
 
 def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """CPUs' worth of time that the tightest control group allows; None without a quota."""
-    found: list[float] = []
+    quotas: list[float] = []
     for folder in _groups("cpu", proc, Path(root)):
         quota, _, period = (read(folder / "cpu.max") or "").partition(" ")
         if not quota:
             quota, period = read(folder / "cpu.cfs_quota_us") or "", read(folder / "cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
@@ -136,44 +130,45 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
     """Bytes of shared memory: (size, free)."""
     try:
-        found = os.statvfs(path)
-    except (OSError, AttributeError):
+        status = os.statvfs(path)
+    except OSError:
         return None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
-def limit(name: str) -> tuple[int, int] | None:
+def limit(name: str) -> tuple[int, int]:
     """(soft, hard) of a resource limit such as ``NOFILE``; -1 is unlimited."""
-    try:
-        import resource
-    except ImportError:
-        return None
     soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
 
 
-def gpus(root: str = "/proc/driver/nvidia") -> list[str]:
+def gpus(root: str = NVIDIA) -> list[str]:
     """Models of the NVIDIA devices that the driver shows, without starting CUDA."""
-    found = []
-    for file in sorted(Path(root).glob("gpus/*/information")):
-        if match := re.search(r"^Model:\s*(.+)$", read(file) or "", re.MULTILINE):
-            found.append(match[1].strip())
-    if not found and root == "/proc/driver/nvidia" and Path("/dev/nvidia0").exists():
-        found = [line.partition(",")[0].strip() for line in _smi()]
-    return found
+    texts = [read(file) or "" for file in sorted(Path(root).glob("gpus/*/information"))]
+    models = [match[1].strip() for text in texts if (match := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
+    return models or [line.partition(",")[0].strip() for line in _smi(root)]
 
 
-def driver(root: str = "/proc/driver/nvidia") -> str | None:
+def driver(root: str = NVIDIA) -> str | None:
     """Version of NVIDIA's kernel driver."""
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", read(Path(root) / "version") or "")
-    if match:
-        return match[1]
-    if root == "/proc/driver/nvidia" and Path("/dev/nvidia0").exists():
-        return next((line.partition(",")[2].strip() for line in _smi()), None)
-    return None
+    return match[1] if match else next((line.partition(",")[2].strip() for line in _smi(root)), None)
 
 
-# -- what `gpuaug doctor` found, remembered for automatic choices; gpuaug/tools/doctor runs the checks --
+def _smi(root: str) -> list[str]:
+    """ "Model, version of the driver" of every device, where /proc does not show them."""
+    program = shutil.which("nvidia-smi")
+    if program is None or root != NVIDIA or not Path("/dev/nvidia0").exists():
+        return []
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+# -- results of `gpuaug doctor`, remembered for automatic choices; gpuaug/tools/doctor runs the checks --
 
 VERDICTS = {  # check: what a good verdict allows
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
@@ -184,26 +179,15 @@ VERDICTS = {  # check: what a good verdict allows
 }
 VERDICTS_VERSION = 3  # of the file; larger whenever a check becomes stricter
 PACKAGES = (
-    "torch",
-    "kornia",
-    "nvidia-dali-cuda120",
-    "nvidia-dali-cuda130",
-    "nvidia-nvimgcodec-cu12",
-    "nvidia-nvimgcodec-cu13",
-    "hydra-core",
-    "triton",
-    "pillow",
-    "numpy",
-)
+    "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
+    "hydra-core", "triton", "pillow", "numpy",
+)  # fmt: skip
 
 
 def verdict(name: str) -> bool | None:
-    """What `gpuaug doctor` found on a machine like this with these versions; None if it has not checked.
+    """Result of a check of :data:`VERDICTS` on a machine like this with these versions; None if it has not been run.
 
     Reads one small file, once. Does not start CUDA or a check.
-
-    Raises:
-        ConfigError: if there is no check of that name.
     """
     if name not in VERDICTS:
         raise ConfigError(f"`{name}` is not a check whose verdict is kept. Those are: {', '.join(VERDICTS)}.")
@@ -255,18 +239,6 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _smi() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line for line in found.stdout.splitlines() if line.strip()]
 
 
 def local_rank() -> int:

@@ -1,4 +1,4 @@
-"""Checks of the loader's arguments, and the defaults that depend on the machine."""
+"""What the loader's arguments mean: two names of one setting, torch's constants, defaults of this machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpuaug import machine
+from gpuaug import checks, machine
 from gpuaug.errors import ConfigError
-from gpuaug.random import keyed as draw
 
 log = logging.getLogger("gpuaug")
 
@@ -18,49 +17,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def at_least(name: str, value: int, low: int) -> int:
-    """``value``, if it is a whole number that is not below ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"`{name}` must be a whole number >= {low}. Found: {value!r}.")
-    return value
-
-
-def check_epoch(epoch: int) -> int:
-    """``epoch``, if it is the number of one."""
-    if at_least("epoch", epoch, 0) >= draw.EPOCHS:
-        raise ConfigError(f"`epoch` must be below 2**32. Found: {epoch!r}.")
-    return epoch
-
-
-def check_flag(name: str, value: bool | None) -> bool | None:
-    """``value``, if it is True, False or None."""
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"`{name}` must be true or false. Found: {value!r}.")
-    return value
-
-
-def check_kind(name: str, value: Any, kind: type) -> Any:
-    """``value``, if it is a ``kind`` or None."""
-    if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"`{name}` must be a gpuaug.{kind.__name__} or None. Found: {value!r:.200}.")
-    return value
-
-
-def one_of(name: str, value: Any, known: dict[str, Any]) -> Any:
+def torch_constant(name: str, value: Any, known: dict[str, Any]) -> Any:
     """One of the values of ``known``, given itself or by name."""
-    if isinstance(value, str):
-        value = known.get(value.removeprefix("torch."), value)
-    if not any(value is one for one in known.values()):
-        raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.")
-    return value
+    if not isinstance(value, str) and any(value is constant for constant in known.values()):
+        return value
+    return known[checks.one_of(name, value.removeprefix("torch.") if isinstance(value, str) else value, known)]
 
 
 def whole_numbers(name: str, values: Any) -> Tensor:
     """Whole numbers >= 0 as int64 [n] on the CPU."""
     try:
         numbers = torch.as_tensor(values, device="cpu")
-        whole = numbers.ndim == 1 and (not len(numbers) or not (numbers.is_floating_point() or numbers.is_complex()))
-        if not whole or numbers.dtype == torch.bool or (len(numbers) and int(numbers.min()) < 0):
+        if numbers.ndim == 1 and not len(numbers):
+            return numbers.to(torch.int64)
+        torch.iinfo(numbers.dtype)  # TypeError where it is a type of floats or bool
+        if numbers.ndim != 1 or int(numbers.min()) < 0:
             raise ValueError(f"{numbers.dtype} {list(numbers.shape)}")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"`{name}` must be whole numbers >= 0. Found: {values!r:.200}.") from error
@@ -69,7 +40,7 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
     """The order that ``order`` and ``shuffle`` mean together."""
-    if check_flag("shuffle", shuffle) is None:
+    if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
     named = "shuffle" if shuffle else "sequential"
     if order is not None and not (isinstance(order, str) and order == named):
@@ -79,7 +50,7 @@ def choose_order(order: Any, shuffle: bool | None) -> Any:
 
 def choose_last(last: str | None, drop_last: bool) -> str | None:
     """What ``last`` and ``drop_last`` mean together; None where neither is set."""
-    if not check_flag("drop_last", drop_last):
+    if not checks.flag("drop_last", drop_last):
         return last
     if last not in (None, "drop"):
         raise ConfigError(f"`drop_last=true` means `last=drop`, and `last` is {last!r}. Set one of them.")
@@ -88,18 +59,14 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
 
 def choose_device(device: str | torch.device) -> torch.device:
     """The CPU, or a CUDA device with its index."""
-    if not isinstance(device, str | torch.device):
-        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
-    if device == "auto":
-        if not torch.cuda.is_available():
-            log.info("device cpu: no CUDA device")
-            return torch.device("cpu")
-        device = "cuda"
-        log.info("device cuda:%d", machine.cuda_device())
+    if automatic := isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r}.") from error
+        chosen = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:  # its message names all devices of torch
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
@@ -107,8 +74,8 @@ def choose_device(device: str | torch.device) -> torch.device:
             )
         if chosen.index is None:
             chosen = torch.device("cuda", machine.cuda_device())
-    elif chosen.type != "cpu":
-        raise ConfigError(f"`device` must be a cpu or cuda device. Found: {device!r}.")
+    if automatic:
+        log.info("device %s%s", chosen, "" if chosen.type == "cuda" else ": no CUDA device")
     return chosen
 
 

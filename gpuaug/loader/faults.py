@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import BinaryIO, Literal
 
+from gpuaug import checks
 from gpuaug.batch import Fault
 from gpuaug.errors import ConfigError, DataError, FaultBudgetError
-from gpuaug.source.local import LARGEST_FILE, check_regular
+from gpuaug.files import LARGEST_FILE, check_regular
 
 log = logging.getLogger("gpuaug")
 
@@ -32,6 +34,9 @@ class Faults:
         truncated: ``reject`` treats a JPEG without its end as bad, ``accept`` shows it as far as it goes.
         file: JSON lines ``key index epoch stage reason bytes head``, appended, one line per bad sample; ranks may
             share it, and ``source.exclude`` takes the same file.
+
+    >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
+    'blank'
     """
 
     def __init__(
@@ -43,20 +48,17 @@ class Faults:
         truncated: Literal["reject", "accept"] = "reject",
         file: str | None = None,
     ) -> None:
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise ConfigError(f"`faults.policy` must be one of {', '.join(POLICIES)}. Found: {policy!r}.")
+        checks.one_of("faults.policy", policy, POLICIES)
         if max is not None and not (type(max) is int and max >= 0) and not (type(max) is float and 0 <= max <= 1):
             raise ConfigError(f"`faults.max` must be a count (an int >= 0) or a rate (a float 0..1). Found: {max!r}.")
-        if type(window) is not int or window < 1:
-            raise ConfigError(f"`faults.window` must be a whole number of at least 1. Found: {window!r}.")
-        if not isinstance(truncated, str) or truncated not in ("reject", "accept"):
-            raise ConfigError(f"`faults.truncated` must be reject or accept. Found: {truncated!r}.")
+        checks.whole_number("faults.window", window, 1)
+        checks.one_of("faults.truncated", truncated, ("reject", "accept"))
         self.truncated = truncated
         self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
         self.count = 0  # bad samples seen, repeats in later epochs included
         self._recent: deque[tuple[int, int]] = deque()  # (samples, bad ones) of recent batches, about `window` samples
         self._recent_samples = self._recent_bad = 0
-        self._said: set[str] = set()  # keys that were logged by this process
+        self._logged: set[str] = set()  # keys that were logged by this process
         self._recorded: set[str] = set()  # keys that stand in the file
         self._offset = 0  # how far the file was read
         self._epoch_count, self._chances = 0, (0, 0)
@@ -64,86 +66,61 @@ class Faults:
     def handle(
         self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
     ) -> None:
-        """Record the bad samples of a batch and apply policy ``raise`` and the budget.
+        """Record the ``faults`` of a batch of ``samples`` in ``epoch``, and apply policy ``raise`` and the budget.
 
-        Args:
-            faults: bad samples, at most one per row.
-            indices: numbers in the source of the batch's rows.
-            epoch: the epoch they were met in.
-            samples: size of the batch.
-            key_of: number in the source to relative path or name.
+        ``indices`` are the rows' numbers in the source, and ``key_of`` makes a path or name of one.
 
         Raises:
             DataError: under policy ``raise``, for the first of them.
             FaultBudgetError: when there were more than ``max``.
         """
-        if faults:
-            self.count += len(faults)
-            self._epoch_count += len(faults)
-            for fault in faults:
-                self._record(fault, index=indices[fault.row], epoch=epoch, key_of=key_of)
-            if self.policy == "raise":
-                first = faults[0]
-                index = indices[first.row]
-                raise DataError(key_of(index), index, first.stage, first.reason)
-        if self.max is not None:
-            self._spend(samples, len(faults))
+        self.count += len(faults)
+        self._epoch_count += len(faults)
+        for fault in faults:
+            self._record(fault, index=indices[fault.row], epoch=epoch, key_of=key_of)
+        if faults and self.policy == "raise":
+            index = indices[faults[0].row]
+            raise DataError(key_of(index), index, faults[0].stage, faults[0].reason)
+        self._check_budget(samples, len(faults))
 
-    def end_of_epoch(self, epoch: int, *, rescued: int, truncated: int) -> None:
-        """Log how many samples of the epoch were bad, and how many had a second chance.
+    def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
+        """Log how many samples of ``epoch`` were bad, and how many had a second chance.
 
-        Args:
-            epoch: its number.
-            rescued: samples so far that the first decoder refused and the second one took.
-            truncated: samples so far without their end that were accepted.
+        So far, ``rescued`` samples were refused by one decoder and taken by another, ``truncated`` ones had no end.
         """
         if self._epoch_count:
             where = f", listed in {self.file}" if self.file else ""
             log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, self._epoch_count, self.policy, where)
-        if chances := (rescued - self._chances[0]) + (truncated - self._chances[1]):
-            log.warning(
-                "epoch %d: %d samples took a second chance (%d of them truncated)",
-                epoch,
-                chances,
-                truncated - self._chances[1],
-            )
+        again, cut = rescued - self._chances[0], truncated - self._chances[1]
+        if again + cut:
+            log.warning("epoch %d: %d samples took a second chance (%d of them truncated)", epoch, again + cut, cut)
         self._epoch_count, self._chances = 0, (rescued, truncated)
 
     def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
         key = key_of(index)
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._logged:
+            self._logged.add(key)
             log.warning("sample %d (%r) failed in %s: %s", index, key, fault.stage, fault.reason)
         if self.file is None or key in self._recorded:
             return
-        line = {
-            "key": key,
-            "index": index,
-            "epoch": epoch,
-            "stage": fault.stage,
-            "reason": fault.reason,
-            "bytes": fault.size,
-            "head": fault.head.hex(),
-        }
-        with open(self.file, "a+b") as file, _locked(file):
-            self._read_up(file)  # other ranks and loaders may have written meanwhile
+        line = {"key": key, "index": index, "epoch": epoch, "stage": fault.stage, "reason": fault.reason}
+        line |= {"bytes": fault.size, "head": fault.head.hex()}
+        with open(self.file, "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: other ranks and loaders may write too
+            self._read_up(file)
             if key not in self._recorded:
                 self._recorded.add(key)
-                data = (json.dumps(line) + "\n").encode()
-                self._offset += os.write(file.fileno(), data)  # one append per line
+                self._offset += os.write(file.fileno(), (json.dumps(line) + "\n").encode())  # one append per line
 
     def _read_up(self, file: BinaryIO) -> None:
         """Take over the keys that were written since the file was last read."""
         file.seek(self._offset)
         for line in file.read().splitlines(keepends=True):
             self._offset += len(line)
-            try:
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # a line cut by a killed run names nobody
                 self._recorded.add(str(json.loads(line)["key"]))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # a line cut by a killed run names nobody
 
-    def _spend(self, samples: int, bad: int) -> None:
-        assert self.max is not None
+    def _check_budget(self, samples: int, bad: int) -> None:
         if isinstance(self.max, float):
             self._recent.append((samples, bad))
             self._recent_samples += samples
@@ -155,15 +132,15 @@ class Faults:
             # a rate over fewer samples than the window would stop a run at its first bad sample
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
-            found = f"{self._recent_bad} of the last {self._recent_samples} samples"
+            bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"
             limit = f"a rate of {self.max} over {self.window}"
         else:
-            if self.count <= self.max:
+            if self.max is None or self.count <= self.max:
                 return
-            found, limit = f"{self.count} bad samples", str(self.max)
+            bad_ones, limit = f"{self.count} bad samples", str(self.max)
         where = f"They are listed in {self.file}." if self.file else "Set `faults.file` to list them."
         raise FaultBudgetError(
-            f"{found} could not be read or decoded; `faults.max` allows {limit}. {where} "
+            f"{bad_ones} could not be read or decoded; `faults.max` allows {limit}. {where} "
             "`source.exclude=FILE` leaves listed samples out."
         )
 
@@ -177,27 +154,12 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
     path = os.path.abspath(os.path.expanduser(os.fspath(file)))
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if not (made := not os.path.exists(path)):
+        is_new = not os.path.exists(path)
+        if not is_new:
             check_regular(os.stat(path), path, limit=LARGEST_FILE)  # as what stands in it is read
         with open(path, "ab"):
-            pass
-        if made:
-            os.unlink(path)  # no bad samples, no file
+            if is_new:
+                os.unlink(path)  # no bad samples, no file
     except (OSError, ValueError) as error:  # a name with a zero byte
         raise ConfigError(f"`faults.file` cannot be written: {error}. Name a file in a folder that can.") from error
     return path
-
-
-@contextmanager
-def _locked(file: BinaryIO) -> Iterator[None]:
-    """Alone with the file, among the processes of the run; not enforced where the system has no such lock."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)

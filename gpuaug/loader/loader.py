@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
+from gpuaug import checks
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.recipe import Augment, MultiView
@@ -20,29 +19,17 @@ from gpuaug.batch import Batch
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
-from gpuaug.loader import distributed
-from gpuaug.loader.arguments import (
-    DTYPES,
-    MEMORY_FORMATS,
-    at_least,
-    check_epoch,
-    check_kind,
-    choose_device,
-    choose_last,
-    choose_order,
-    default_workers,
-    one_of,
-    whole_numbers,
-)
+from gpuaug.loader import arguments, distributed
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.passes import PassEndedError
-from gpuaug.loader.pipeline import Pipeline, Resources, Streams
-from gpuaug.loader.stages import LiveStage, Stage, StoredOrder, StoredStage
-from gpuaug.loader.state import State, differences, plain
+from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
+from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
+from gpuaug.loader.state import State, compare, plain
+from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource, RamCache
+from gpuaug.source.materialized import Rows
 
 log = logging.getLogger("gpuaug")
 
@@ -93,6 +80,16 @@ class Loader:
 
     Settings are fixed: :meth:`replace` makes a loader with others.
 
+    >>> import io
+    >>> from PIL import Image
+    >>> from gpuaug import RandomResizedCrop
+    >>> Image.new("RGB", (20, 10)).save(png := io.BytesIO(), "png")
+    >>> recipe = Augment(crop=RandomResizedCrop(8))
+    >>> with Loader([(png.getvalue(), 3)], augment=recipe, num_workers=0, device="cpu") as loader:
+    ...     for images, labels in loader:
+    ...         print(tuple(images.shape), labels)
+    (1, 3, 8, 8) tensor([3])
+
     Raises:
         DataError, FaultBudgetError: while iterating, as ``faults`` say.
         ReadError: while iterating, if a worker died or took longer than ``timeout``.
@@ -127,36 +124,35 @@ class Loader:
         limit_batches: int | None = None,
     ) -> None:
         self._given = {name: value for name, value in locals().items() if name not in ("self", "source")}
-        if not isinstance(augment, Augment | MultiView):
-            raise ConfigError(
-                f"`augment` must be a gpuaug.Augment or gpuaug.MultiView. Found: {type(augment).__name__}."
-            )
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ConfigError(f"`seed` must be a whole number. Found: {seed!r}.")
         distributed.rank_and_world(rank, world_size)
-        last = choose_last(last, drop_last)
+        last = arguments.choose_last(last, drop_last)
+        self.augment: Augment | MultiView = checks.instance("augment", augment, Augment, MultiView)
+        self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
-        self.augment = augment
-        self.batch_size = at_least("batch_size", batch_size, 1)
-        self.order = orders.adapt(choose_order(order, shuffle))
+        self.batch_size: int = checks.whole_number("batch_size", batch_size, 1)
+        self.order = orders.adapt(arguments.choose_order(order, shuffle))
         self._last = None if last is None else orders.check_last(last)
-        self.mix: Mix | None = check_kind("mix", mix, Mix)
-        self.decode: Decode = check_kind("decode", decode, Decode) or Decode()
-        self.faults: Faults = check_kind("faults", faults, Faults) or Faults()
-        check_kind("cache", getattr(cache, "settings", cache), RamCache)  # an open one comes from `replace`
-        self.device = choose_device(device)
-        self.dtype: torch.dtype = one_of("dtype", dtype, DTYPES)
-        self.memory_format: torch.memory_format = one_of("memory_format", memory_format, MEMORY_FORMATS)
-        chosen = default_workers(self.source) if num_workers is None else num_workers
-        self.num_workers = at_least("num_workers", chosen, 0)
-        self.prefetch = at_least("prefetch", prefetch, 0)
+        self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
+        self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
+        self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
+        # an open cache comes from `replace`
+        checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
+        self.device = arguments.choose_device(device)
+        self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype, arguments.DTYPES)
+        self.memory_format: torch.memory_format = arguments.torch_constant(
+            "memory_format", memory_format, arguments.MEMORY_FORMATS
+        )
+        if num_workers is None:
+            num_workers = arguments.default_workers(self.source)
+        self.num_workers: int = checks.whole_number("num_workers", num_workers, 0)
+        self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
-        self.seed = seed
-        self.limit_batches = None if limit_batches is None else at_least("limit_batches", limit_batches, 1)
+        self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self.waited = 0.0
         self._rank, self._world_size = rank, world_size
-        self._epoch, self._position, self._resumes = 0, 0, list[int]()
+        self._epoch, self._position = 0, 0
         self._next_pass: Literal["here", "again", "next epoch"] = "here"  # where it begins, if none has finished
+        self._stored: Rows | None = None
         self._finished = False  # the epoch's last batch was handed out
         self._last_logged = False
         self._cached_order: tuple[int, orders.Ordered] | None = None
@@ -167,16 +163,16 @@ class Loader:
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
-        """The reader and the stages; an order of stored epochs is checked against what is stored."""
+        """The reader and the stages."""
         encoded: Any = self.source
         rows: Any = getattr(self.source, "by_epoch", None)  # of a source that is read differently from epoch to epoch
         stage: Stage
         if (stored := getattr(self.source, "stored", None)) is not None:  # epochs that are augmented already
-            rows = stored.rows
+            rows = self._stored = stored.rows
             stage = StoredStage(
                 rows, self.augment, source=stored.digest(), seed=self.seed, device=self.device, dtype=self.dtype
             )
-            self.order, encoded = StoredOrder(self.order, rows), rows
+            encoded = rows
             if cache is not None:
                 log.info("cache ram is not used: stored epochs are mapped into memory as they are")
         else:
@@ -207,7 +203,7 @@ class Loader:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_resources" in vars(self) and name in SETTINGS:
+        if "_resources" in vars(self) and (name == "source" or name in self._given):
             raise ReadOnlyError(
                 f"`{name}` of a loader cannot be set: what runs already would not follow. "
                 f"Use `loader = loader.replace({name}=...)`."
@@ -268,13 +264,13 @@ class Loader:
     @property
     def ahead_level(self) -> int:
         """Bytes of encoded batches that wait in memory now, of the ``ahead`` that were asked for."""
-        running = self._resources.running
+        running = self._resources.running()
         return 0 if running is None else running.bytes_waiting
 
     @property
     def prefetch_level(self) -> int:
         """Batches that are made and wait now, of the ``prefetch`` that were asked for."""
-        running = self._resources.running
+        running = self._resources.running()
         return 0 if running is None else running.waiting
 
     @property
@@ -284,7 +280,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank, under the present settings."""
-        return self._limited(len(self._plan(0)), 0)
+        return self._count(self._plan(0))
 
     def __iter__(self) -> Iterator[Batch]:
         """Go through an epoch; an iterator that was left unfinished ends.
@@ -315,43 +311,33 @@ class Loader:
             of_task = (lambda indices, *_: indices) if numbers is None else numbers(self._epoch)
             shown = [of_task(*task) for task in islice(iter(self.epoch_order), len(self))]
             cache.fill(self.pipeline.reader, torch.cat(shown) if shown else torch.zeros(0, dtype=torch.int64))
-        return _Epoch(self, plan, self._limited(len(plan), self._position))
+        return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of ``epoch``, 0 or larger; naming one that a state was loaded of keeps its position."""
-        check_epoch(epoch)
+        _check_epoch(epoch)
         self._advance()
         if epoch != self._epoch:
             self._resources.stop()
-            self._epoch, self._position, self._resumes, self._next_pass = epoch, 0, [], "here"
+            self._epoch, self._position, self._next_pass = epoch, 0, "here"
         elif self._next_pass == "next epoch":
             self._next_pass = "again"
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin inside ``epoch``, after ``position`` samples of its order (of all ranks together)."""
-        total = len(self._ordered(check_epoch(epoch)))
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= total:
-            raise ConfigError(
-                f"`position` must lie in 0 .. {total}, the samples of epoch {epoch}. Found: {position!r}."
-            )
+        checks.whole_number("position", position, 0, len(self._ordered(_check_epoch(epoch))))
         self._resources.stop()
-        self._epoch, self._position, self._resumes = epoch, position, []
+        self._epoch, self._position = epoch, position
         self._next_pass, self._finished = "here", False
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is, as small JSON: the next sample after the last batch that was handed out."""
-        fingerprint, at = self.fingerprint(), self._position
-        if self._finished:
-            return State(epoch=self._epoch + 1, position=0, fingerprint=fingerprint).to_json()
-        ordered = self._ordered() if at else None
-        return State(
-            epoch=self._epoch,
-            position=at,
-            after=None if ordered is None else int(ordered.indices[at - 1]),
-            order=None if ordered is None else ordered.digest,
-            resumes=self._resumes,
-            fingerprint=fingerprint,
-        ).to_json()
+        epoch, position = (self._epoch + 1, 0) if self._finished else (self._epoch, self._position)
+        state = State(epoch=epoch, position=position, fingerprint=self.fingerprint())
+        if position:
+            ordered = self._ordered()
+            state = replace(state, after=int(ordered.indices[position - 1]), order=ordered.digest)
+        return state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken, with any number of workers and ranks and any batch size.
@@ -364,17 +350,15 @@ class Loader:
                 loader is then as it was.
         """
         loaded = State.from_json(state)
-        if different := differences(loaded.fingerprint, self.fingerprint()):
-            listed = "; ".join(f"{where}: {a!r} in the state, {b!r} here" for where, a, b in different[:5])
+        if different := compare(loaded.fingerprint, self.fingerprint(), "in the state", "here"):
             if loaded.position:
                 raise StateError(
-                    f"this state was taken inside epoch {loaded.epoch} of another configuration. {listed}. "
+                    f"this state was taken inside epoch {loaded.epoch} of another configuration. {different}. "
                     "Restore the configuration to finish the epoch, or start the next one with "
                     f"`set_epoch({loaded.epoch + 1})`."
                 )
-            log.warning("state of another configuration accepted at the start of epoch %d: %s", loaded.epoch, listed)
+            log.warning("state of another configuration accepted at the start of epoch %d: %s", loaded.epoch, different)
         self.start_at(loaded.epoch, self._locate(loaded) if loaded.position else 0)
-        self._resumes = [*loaded.resumes, self._position] if self._position else []
 
     def fingerprint(self) -> dict[str, Any]:
         """What an epoch is an epoch of: source keys, seed, order, and all that decides draws and pixels."""
@@ -412,9 +396,9 @@ class Loader:
         """
         self._resources.check_open()
         self.augment.check_unchanged()
-        epoch = self._epoch if epoch is None else check_epoch(epoch)
-        number = whole_numbers("indices", indices)
-        repeat = torch.zeros_like(number) if repeats is None else whole_numbers("repeats", repeats)
+        epoch = self._epoch if epoch is None else _check_epoch(epoch)
+        number = arguments.whole_numbers("indices", indices)
+        repeat = torch.zeros_like(number) if repeats is None else arguments.whole_numbers("repeats", repeats)
         if not len(number) or len(repeat) != len(number):
             raise ConfigError(
                 f"`indices` must name samples, and `repeats` as many. Found: {len(number)}, {len(repeat)}."
@@ -442,31 +426,33 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _advance(self) -> None:
         """After a finished pass the next epoch begins."""
         if self._finished:
-            self._epoch, self._position, self._resumes = self._epoch + 1, 0, []
+            self._epoch, self._position = self._epoch + 1, 0
             self._next_pass, self._finished = "here", False
 
     def _begin(self) -> None:
         """Go to where the next pass begins."""
         self._advance()
         if self._next_pass == "next epoch":
-            left = self._limited(len(self._plan(self._position)), self._position)
+            left = self._count(self._plan(self._position))
             log.info("epoch %d was left %d batches before its end: epoch %d begins", self._epoch, left, self._epoch + 1)
             self._epoch += 1
         if self._next_pass != "here":
-            self._position, self._resumes, self._next_pass = 0, [], "here"
+            self._position, self._next_pass = 0, "here"
 
     def _ordered(self, epoch: int | None = None) -> orders.Ordered:
         epoch = self._epoch if epoch is None else epoch
         if self._cached_order is None or self._cached_order[0] != epoch:
-            self._cached_order = epoch, orders.ordered(self.order, self.seed, epoch, self.source)
+            if self._stored is None:
+                indices = self.order.order(self.seed, epoch, self.source)
+            else:
+                indices = stored_order(self.order, self._stored, self.seed, epoch, self.source)
+            self._cached_order = epoch, orders.Ordered(indices)
         return self._cached_order[1]
 
     def _locate(self, state: State) -> int:
@@ -489,11 +475,8 @@ class Loader:
         at = int(position(self.seed, state.epoch, ordered.indices, state.after))
         log.warning(
             "other samples are active than in the state: epoch %d goes on after sample %d, at %d of %d",
-            state.epoch,
-            state.after,
-            at,
-            len(ordered),
-        )
+            state.epoch, state.after, at, len(ordered),
+        )  # fmt: skip
         return at
 
     def _plan(self, start: int) -> EpochOrder:
@@ -512,9 +495,7 @@ class Loader:
         """Log once, on rank 0, what `last` does where the samples do not fill a batch on every rank."""
         if self._last_logged or plan.rank or plan.world_size == 1:
             return
-        most, least = (
-            self._limited(len(replace(plan, rank=rank)), self._position) for rank in (0, plan.world_size - 1)
-        )
+        most, least = (self._count(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
         if most != least:
             log.warning(
@@ -531,61 +512,61 @@ class Loader:
             return
         self._last_logged = True
 
-    def _limited(self, batches: int, position: int) -> int:
+    def _count(self, plan: EpochOrder) -> int:
+        """Batches of a plan, of which ``limit_batches`` may leave some out."""
         if self.limit_batches is None:
-            return batches
-        _, world_size = distributed.rank_and_world(self._rank, self._world_size)
-        behind = -(-position // (self.batch_size * world_size))
-        return max(0, min(batches, self.limit_batches - behind))
+            return len(plan)
+        behind = -(-plan.start // (plan.batch_size * plan.world_size))
+        return max(0, min(len(plan), self.limit_batches - behind))
 
 
-class _Epoch(Iterator[Batch]):
+def _check_epoch(epoch: Any) -> int:
+    return int(checks.whole_number("epoch", epoch, 0, draw.EPOCHS - 1))
+
+
+class _Epoch(Pass):
     """One way through an epoch of a loader; whatever is handed out counts as consumed."""
 
     def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
         self._loader, self._plan, self._count = loader, plan, count
+        tasks, epoch = islice(iter(plan), count), loader.epoch
+        super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        self._pass = loader.pipeline.run(
-            islice(iter(plan), count), epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead
-        )
-        loader._resources.running = self._pass  # before the first sample is read: who then ends the pass finds it
-        self._pass.start()
+        loader._resources.running = weakref.ref(self)  # before it reads: another thread may end it then
+        self.start()
 
     def __next__(self) -> Batch:
-        loader, running = self._loader, self._pass
-        if running.done < self._count:
+        loader = self._loader
+        if self.done < self._count:
             try:
-                batch = next(running, None)
+                batch = super().__next__()
+            except StopIteration:
+                batch = None
             except PassEndedError:  # the loader may be in another pass by now
                 raise
             except BaseException as error:
                 self._note()
                 if isinstance(error, Exception) and loader._next_pass == "next epoch":  # not left by the consumer
-                    loader._next_pass, loader._resumes = "here", [*loader._resumes, loader._position]
+                    loader._next_pass = "here"
                 raise
             self._note()
             if batch is not None:
                 return batch
-            if running.done < self._count:
-                raise GpuaugError(f"reading ended after {running.done} of {self._count} batches.")
-        if loader._resources.running is running:
+            if self.done < self._count:
+                raise GpuaugError(f"reading ended after {self.done} of {self._count} batches.")
+        if loader._resources.running() is self:
             loader._resources.stop()
-            stage = loader.pipeline.stage
-            loader.faults.end_of_epoch(loader._epoch, rescued=stage.rescued, truncated=stage.truncated)
+            loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances)
             loader._finished = True
             loader._advance()
         raise StopIteration
 
     def _note(self) -> None:
         """Note in the loader how far the pass is."""
-        loader, done = self._loader, self._pass.done
-        loader.waited = self._pass.waited
-        if not done:
-            return
-        loader._position, loader._next_pass = self._plan.position(done), "next epoch"
-        loader._finished = done == self._count
-        if (cache := loader.pipeline.cache) is not None:
-            cache.warn_if_full()
-
-
-SETTINGS = frozenset(inspect.signature(Loader).parameters)
+        loader = self._loader
+        loader.waited = self.waited
+        if self.done:
+            loader._position, loader._next_pass = self._plan.position(self.done), "next epoch"
+            loader._finished = self.done == self._count
+            if (cache := loader.pipeline.cache) is not None:
+                cache.warn_if_full()

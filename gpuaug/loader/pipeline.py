@@ -1,15 +1,17 @@
 """A reader and the stages behind it, as one object: encoded bytes in, batches on the device out.
 
-This is the only file that touches CUDA streams: one of the pipeline's own for decoding, one for augmenting.
+A :class:`Pass` runs a pipeline over some batches, with a thread for each stage. This is the only file that touches CUDA
+streams: one of the pipeline's own for decoding, one for augmenting.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,53 +20,38 @@ from gpuaug.augment.mix import Mix
 from gpuaug.batch import Batch, EncodedBatch
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.passes import Pass
 from gpuaug.loader.stages import DecodedBatch, HeaderBatch, Stage
 from gpuaug.native.buffers import to_device
+from gpuaug.read.prefetch import END, Producer, buffered
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
+TIMEOUT_S = 5.0  # for the threads of a pass to end by themselves
 Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats and valid of a batch: int64, int64, bool [B]
-Numbers = Callable[[Tensor, Tensor, Tensor], Tensor]
+Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, the event after which it is there
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyBatch:
-    """A finished batch and, on CUDA, the event after which it is there."""
-
-    batch: Batch
-    ready: torch.cuda.Event | None
+class PassEndedError(GpuaugError):
+    """The iterator was ended by something else than its own last batch."""
 
 
 class Streams:
-    """The two CUDA streams of a pipeline, made at first use; a CPU has none.
-
-    Args:
-        device: of the streams.
-    """
+    """The CUDA streams of a device, one for decoding and one for augmenting, made at first use; a CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._lock = threading.Lock()
-        self._pair: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
-    @property
-    def pair(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
-        """Those of decoding and augmenting; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        with self._lock:
-            if self._pair is None:
-                self._pair = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-            return self._pair
+    @cached_property
+    def _pair(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream(self.device) for _ in range(2)] if self.device.type == "cuda" else []
 
     @contextmanager
     def on(self, *, decoding: bool = False) -> Iterator[torch.cuda.Stream | None]:
-        """Within it the device, and one of its streams, are the current ones."""
-        if (pair := self.pair) is None:
+        """Make the device, and one of its streams, the current ones."""
+        if not self._pair:
             yield None
             return
-        stream = pair[0 if decoding else 1]
+        stream = self._pair[0 if decoding else 1]
         # the device first: to leave a stream alone opens a context on whichever device was current before
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
@@ -75,7 +62,7 @@ class Streams:
         Once per pass is enough: torch's allocator gives the memory of a batch back only after its last use on any
         stream.
         """
-        for stream in self.pair or ():
+        for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
@@ -86,21 +73,9 @@ class Pipeline:
     ``dataclasses.replace(pipeline, faults=...)`` is a pipeline that shares everything else; close one of the two.
     No thread of it refers to a loader, so that a loader that was forgotten can end.
 
-    Attributes:
-        reader: takes bytes out of the source.
-        stage: decodes and augments, or takes stored pixels.
-        mix: of whole batches, or None.
-        faults: decides over bad samples.
-        device, dtype, memory_format: of the images.
-        streams: the CUDA streams of the device.
-        seed: of the draws.
-        num_classes: of the source, None where it has none.
-        key_of: number of a sample to its path or name.
-        numbers: gives, for an epoch, what the source is asked for in place of the samples' numbers, or None.
-
     >>> import gpuaug
     >>> def images_per_epoch(loader: gpuaug.Loader) -> int:
-    ...     done = loader.pipeline.run(iter(loader.epoch_order), epoch=loader.epoch)
+    ...     done = Pass(loader.pipeline, iter(loader.epoch_order), epoch=loader.epoch, prefetch=2)
     ...     return sum(len(batch) for batch in done)
     """
 
@@ -110,12 +85,13 @@ class Pipeline:
     faults: Faults
     device: torch.device
     streams: Streams
-    dtype: torch.dtype = torch.float32
-    memory_format: torch.memory_format = torch.contiguous_format
+    dtype: torch.dtype = torch.float32  # of the images
+    memory_format: torch.memory_format = torch.contiguous_format  # of the images
     seed: int = 0
-    num_classes: int | None = None
-    key_of: Callable[[int], str] = str
-    numbers: Callable[[int], Numbers] | None = None
+    num_classes: int | None = None  # of the source
+    key_of: Callable[[int], str] = str  # number of a sample to its path or name
+    # for an epoch, from a task to the numbers that the source is asked for; None: the samples' own
+    numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
     @property
     def cache(self) -> CachedSource | None:
@@ -128,10 +104,6 @@ class Pipeline:
         numbers = None if self.numbers is None else self.numbers(epoch)
         return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
-        """Read the headers and draw; all on the host."""
-        return self.stage.read_headers(encoded, epoch)
-
     def decode_pixels(self, batch: HeaderBatch) -> DecodedBatch:
         """Decode every image once, into one uint8 batch per view."""
         encoded = batch.encoded
@@ -143,9 +115,9 @@ class Pipeline:
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
         """Read the headers, draw, and decode."""
-        return self.decode_pixels(self.read_headers(encoded, epoch))
+        return self.decode_pixels(self.stage.read_headers(encoded, epoch))
 
-    def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> ReadyBatch | None:
+    def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> Ready | None:
         """Augment and mix; None where policy ``drop`` leaves nothing.
 
         Raises:
@@ -175,7 +147,9 @@ class Pipeline:
                     keep = torch.ones(len(encoded), dtype=torch.bool).index_fill(0, bad, False).nonzero().flatten()
                     if not len(keep):
                         return None
-                    images = [self._rows(view, keep) for view in images]
+                    rows = to_device(keep, self.device)
+                    kept = [view.index_select(0, rows) for view in images]
+                    images = [view.contiguous(memory_format=self.memory_format) for view in kept]
                     valid, indices = valid[keep], indices[keep]
                     labels = None if labels is None else labels[keep]
             if labels is not None:
@@ -190,62 +164,163 @@ class Pipeline:
                     epoch=epoch,
                     first_index=int(encoded.indices[0]),
                 )
-            of_views = images if len(images) > 1 else images[0]
-            batch = Batch(images=of_views, labels=labels, indices=indices, valid=valid, key_of=self.key_of)
-            return ReadyBatch(batch, None if stream is None else stream.record_event())
+            views = images if len(images) > 1 else images[0]
+            batch = Batch(images=views, labels=labels, indices=indices, valid=valid, key_of=self.key_of)
+            return batch, None if stream is None else stream.record_event()
 
-    def hand_over(self, ready: ReadyBatch) -> Batch:
+    def hand_over(self, ready: Ready) -> Batch:
         """Let the consumer's current stream wait for the batch."""
-        if ready.ready is not None:
+        batch, event = ready
+        if event is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_event(ready.ready)
-            images = ready.batch.images if isinstance(ready.batch.images, list) else [ready.batch.images]
-            for tensor in [*images, ready.batch.labels]:
+            current.wait_event(event)
+            images = batch.images if isinstance(batch.images, list) else [batch.images]
+            for tensor in [*images, batch.labels]:
                 if tensor is not None:
                     tensor.record_stream(current)  # allocated on the pipeline's stream, used on this one
-        return ready.batch
-
-    def run(self, tasks: Iterator[Task], *, epoch: int, prefetch: int = 2, buffer_bytes: int | None = None) -> Pass:
-        """Go through some batches, with threads that work ahead of the consumer.
-
-        Args:
-            tasks: ``(indices, repeats, valid)`` of each batch; may be without end.
-            epoch: whose draws.
-            prefetch: finished batches that wait at most; with 0 each batch is made when it is asked for.
-            buffer_bytes: bytes of encoded batches that wait in memory; None: only what the workers read ahead.
-        """
-        return Pass(self, tasks, epoch=epoch, prefetch=prefetch, buffer_bytes=buffer_bytes)
+        return batch
 
     def close(self) -> None:
         """End the workers and the decoder; both start again when they are used again."""
         self.reader.close()
         self.stage.close()
 
-    def _rows(self, view: Tensor, rows: Tensor) -> Tensor:
-        kept = view.index_select(0, to_device(rows, self.device))
-        return kept.contiguous(memory_format=self.memory_format)
+
+class Pass(Iterator[Batch]):
+    """Batches of a :class:`~gpuaug.loader.pipeline.Pipeline`; nothing outside of it changes.
+
+    Headers are read while the batch before is decoded and the one before that is augmented. The threads do not refer
+    to this object: they end when it is forgotten.
+
+    Args:
+        pipeline: what makes the batches.
+        tasks: ``(indices, repeats, valid)`` of each batch; may be without end.
+        epoch: whose draws.
+        prefetch: finished batches that wait at most; with 0 each batch is made when it is asked for.
+        buffer_bytes: bytes of encoded batches that wait in memory; None: only what the workers read ahead.
+
+    Attributes:
+        done: tasks whose batches were handed out, or dropped by the faults policy.
+        waited: seconds that the consumer waited for batches.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tasks: Iterator[Task],
+        *,
+        epoch: int,
+        prefetch: int = 2,
+        buffer_bytes: int | None = None,
+    ) -> None:
+        self._pipeline, self._epoch = pipeline, epoch
+        self.done, self.waited = 0, 0.0
+        self._closed = self._exhausted = False
+        self._producers: list[Producer[Any]] = []
+        pipeline.streams.follow_consumer()
+        # what is kept ahead in memory must have been read
+        encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
+        self._encoded: Producer[EncodedBatch] | None = None
+        if buffer_bytes is not None:
+            encoded = self._encoded = buffered(encoded, max_bytes=buffer_bytes)
+            self._producers.append(self._encoded)
+        headers = _each(encoded, partial(pipeline.stage.read_headers, epoch=epoch))
+        if prefetch:
+            headers = self._thread(headers, "headers", 0)
+        decoded = _each(headers, pipeline.decode_pixels)
+        main_thread = pipeline.stage.main_thread
+        if prefetch and not main_thread:
+            decoded = self._thread(decoded, "decoding", 1)
+        # where augmentation must run on the thread that iterates, decoded batches are what is made ahead
+        self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
+        if prefetch:
+            self._items = self._thread(self._items, "loader", prefetch)
+
+    def start(self) -> None:
+        """Start making batches ahead; asking for the first one does so as well."""
+        if isinstance(self._items, Producer):
+            self._items.start()
+
+    @property
+    def waiting(self) -> int:
+        """Batches that are made ahead and wait."""
+        return self._items.waiting if isinstance(self._items, Producer) else 0
+
+    @property
+    def bytes_waiting(self) -> int:
+        """Bytes of encoded batches that wait in memory."""
+        return 0 if self._encoded is None else self._encoded.bytes_waiting
+
+    def __next__(self) -> Batch:
+        while not self._exhausted:
+            if self._closed:
+                raise PassEndedError(
+                    "this iterator has ended: after an error, or because its loader was closed or iterated anew. "
+                    "Use the newest iterator, or build a second loader."
+                )
+            began = time.perf_counter()
+            try:
+                item = next(self._items, END)
+                if isinstance(item, DecodedBatch):
+                    item = self._pipeline.finish(item, self._epoch)
+            except BaseException:
+                self.close()
+                raise
+            if item is END:
+                self._exhausted = not self._closed  # else another thread has ended it
+                self.close()
+                continue
+            self.waited += time.perf_counter() - began
+            self.done += 1
+            if item is not None:  # None: policy `drop` left nothing of the batch
+                return self._pipeline.hand_over(item)
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the threads within seconds; the workers stay."""
+        if self._closed:
+            return
+        self._closed = True
+        for producer in self._producers:
+            producer.close()
+        with suppress(ValueError):  # another thread is inside of the iterator, which ends at its next batch
+            self._items.close()
+        if not self._join():
+            self._pipeline.reader.close()  # a read that does not return holds a thread; without workers it ends
+            self._join()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_items"):
+            self.close()
+
+    def _thread(self, items: Any, name: str, count: int) -> Any:
+        producer: Producer[Any] = Producer(items, name=f"gpuaug-{name}", count=count, device=self._pipeline.device)
+        self._producers.append(producer)
+        return producer
+
+    def _join(self) -> bool:
+        deadline = time.monotonic() + TIMEOUT_S
+        return all(producer.join(deadline - time.monotonic()) for producer in self._producers)
+
+
+def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
+    """``work`` of every item; an item is let go before the next one is taken.
+
+    It refers to neither the pass nor the loader: a thread that runs it must not keep them alive.
+    """
+    with closing(items):
+        for item in items:
+            yield work(item)
+            del item
 
 
 class Resources:
-    """What a loader has to end: the pass under way, the pipeline, the cache. It does not refer to the loader.
-
-    Args:
-        pipeline: of the loader.
-    """
+    """What a loader has to end: the pass under way, the pipeline, the cache. It does not refer to the loader."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.closed = False
-        self._running: weakref.ref[Pass] | None = None  # a pass that was forgotten ends by itself
-
-    @property
-    def running(self) -> Pass | None:
-        """The pass under way."""
-        return None if self._running is None else self._running()
-
-    @running.setter
-    def running(self, running: Pass) -> None:
-        self._running = weakref.ref(running)
+        self.running: Callable[[], Pass | None] = lambda: None  # a weak reference: a pass that is forgotten ends
 
     def check_open(self) -> None:
         """Raise where the loader was closed."""
@@ -254,8 +329,8 @@ class Resources:
 
     def stop(self) -> None:
         """End the pass under way, and its threads, within seconds."""
-        running, self._running = self.running, None
-        if running is not None:
+        if (running := self.running()) is not None:
+            self.running = lambda: None
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:

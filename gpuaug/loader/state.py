@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gpuaug.augment.fingerprint import differences as differences
@@ -25,8 +25,7 @@ class State:
     position: int
     after: int | None = None  # number of the sample that was consumed last; None at the start of an epoch
     order: str | None = None  # hash of the epoch's whole order; None at the start of an epoch
-    resumes: list[int] = field(default_factory=list)  # positions at which this epoch was taken up again
-    fingerprint: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of JSON values."""
@@ -34,44 +33,45 @@ class State:
 
     @classmethod
     def from_json(cls, value: Any) -> State:
-        """Check and take over what ``to_json`` gave, perhaps by way of a file.
-
-        Raises:
-            StateError: if it is not a state, or one of another version.
-        """
+        """What ``to_json`` gave. Raises StateError for anything else, and for another version."""
         if not isinstance(value, dict) or not {"version", "epoch", "position", "fingerprint"} <= value.keys():
             raise StateError(
                 f"not a loader state: expected version, epoch, position and fingerprint. Found: {str(value)[:200]!r}."
             )
         versions = value["version"], value.get("draw")
         if versions != (VERSION, draw.VERSION) or any(type(x) is not int for x in versions):
-            found = f"state version {value['version']}, draw scheme {value.get('draw')}"
             raise StateError(
-                f"this gpuaug reads state version {VERSION} with draw scheme {draw.VERSION}. Found: {found}. "
+                f"this gpuaug reads state version {VERSION} with draw scheme {draw.VERSION}. Found: state version "
+                f"{versions[0]}, draw scheme {versions[1]}. "
                 "Finish the run with the gpuaug that wrote it, or start at an epoch boundary with `set_epoch`."
             )
-        epoch, position, resumes = value["epoch"], value["position"], value.get("resumes", [])
-        whole = [epoch, position, *resumes] if isinstance(resumes, list) else [None]
-        whole_numbers = all(type(x) is int and x >= 0 for x in whole) and epoch < draw.EPOCHS
-        if not whole_numbers or not isinstance(value["fingerprint"], dict):
+        state = cls(**{key.name: value[key.name] for key in fields(cls) if key.name in value})
+        numbers = all(type(x) is int and x >= 0 for x in (state.epoch, state.position)) and state.epoch < draw.EPOCHS
+        inside = state.position and (type(state.after) is not int or not isinstance(state.order, str))
+        if not numbers or inside or not isinstance(state.fingerprint, dict):
             raise StateError(
-                "`epoch` (below 2**32), `position` and `resumes` of a state are whole numbers >= 0, `fingerprint` is a "
-                f"mapping. Found: epoch={epoch!r}, position={position!r}, resumes={resumes!r}."
+                "a state has `epoch` (below 2**32) and `position`, whole numbers >= 0, `fingerprint`, a mapping, and "
+                f"inside an epoch `after`, the number of a sample, and `order`, a hash. Found: {str(value)[:200]!r}."
             )
-        after, order = value.get("after"), value.get("order")
-        if position and (type(after) is not int or not isinstance(order, str)):
-            raise StateError(
-                "a state inside an epoch has `after`, the number of a sample, and `order`, a hash. "
-                f"Found: after={after!r}, order={order!r}."
-            )
-        return cls(
-            epoch=epoch,
-            position=position,
-            after=after,
-            order=order,
-            resumes=list(resumes),
-            fingerprint=value["fingerprint"],
-        )
+        return state
+
+
+def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:
+    """The first places where two descriptions differ, as text; empty where they do not."""
+    different = differences(one, other)
+    # a hash tells a person nothing
+    readable = [d for d in different if not d[0].endswith(".digest")] or different
+    return "; ".join(f"{where}: {_short(a)} {of_one}, {_short(b)} {of_other}" for where, a, b in readable[:5])
+
+
+def _short(value: Any) -> str:
+    """A setting as text; of whole operations and views only their names."""
+    if isinstance(value, list) and value and all(isinstance(x, dict) and "name" in x for x in value):
+        value = [x["name"] for x in value]
+    if isinstance(value, dict) and "class" in value:
+        value = value["class"].rpartition(".")[2]
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 def plain(value: Any) -> Any:

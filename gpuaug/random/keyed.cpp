@@ -1,4 +1,4 @@
-// Philox 4x32-10 (Salmon et al., SC 2011) for a whole batch: what `uniforms` of draw.py computes in numpy, bit for bit.
+// Philox 4x32-10 (Salmon et al., SC 2011) for a whole batch: what `uniforms` of keyed.py computes in numpy, bit for bit.
 
 namespace {
 

@@ -5,7 +5,7 @@ numbers belongs to a name: the 64-bit key is a BLAKE2 hash of the scheme's versi
 operation. The counter holds who draws: index, epoch, repeat, and the number of the block of four values. So adding an
 operation, a view or a sample moves nothing that others draw.
 
-A batch's uniforms come from draw.cpp where there is a C++ compiler, else from numpy: the same bits, ten times as long.
+A batch's uniforms come from keyed.cpp where there is a C++ compiler, else from numpy: the same bits, ten times as long.
 
 No generator of torch, numpy or Python is read or moved, but by :func:`seed_of_call`.
 """
@@ -15,10 +15,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,11 +52,14 @@ class Stream:
     count: int
 
 
-def key(seed: int, view: str, copy: int, op: str) -> tuple[int, int]:
+def _key(seed: int, stream: Stream) -> tuple[np.uint64, np.uint64]:
     """The two 32-bit key words of a stream; the same on every machine and in every process."""
-    text = "\0".join(("gpuaug", str(VERSION), str(int(seed)), view, str(copy), op))
-    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    return value & _LOW, value >> 32
+    value = _hash("\0".join(("gpuaug", str(VERSION), str(int(seed)), stream.view, str(stream.copy), stream.op)))
+    return np.uint64(value & _LOW), np.uint64(value >> 32)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def seed_of_call() -> int:
@@ -66,8 +70,7 @@ def seed_of_call() -> int:
     value = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else os.environ.get("RANK", 0)
     worker = torch.utils.data.get_worker_info()
-    text = f"{value} {rank} {None if worker is None else worker.id}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return _hash(f"{value} {rank} {None if worker is None else worker.id}")
 
 
 def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
@@ -89,20 +92,19 @@ def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint6
 @lru_cache(maxsize=64)
 def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
     """Per block of four values: both key words, and the block's number within its stream; [3, blocks]."""
-    named = [(key(seed, s.view, s.copy, s.op), s.count) for s in streams]
-    rows = [(*words, number) for words, count in named for number in range(-(-count // 4))]
+    rows = [(*_key(seed, s), number) for s in streams for number in range(-(-s.count // 4))]
     return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled generator, or None where it cannot be compiled; logs once which and why."""
-    found = compiled.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="is numpy's, ten times as long")
-    if found is not None:
+    native = compiled.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="is numpy's, ten times as long")
+    if native is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        found.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
-        found.gpuaug_uniforms.restype = None
-    return found
+        native.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
+        native.gpuaug_uniforms.restype = None
+    return native
 
 
 def uniforms(
@@ -129,70 +131,71 @@ def uniforms(
     keys = _keys(int(seed), streams)
     indices = np.ascontiguousarray(indices, dtype=np.int64)
     again = None if repeats is None else np.ascontiguousarray(repeats, dtype=np.int64)
-    blocks = keys.shape[1]
-    values = np.empty((len(indices), blocks, 4), dtype=np.float32)
-    native = library()
-    if native is not None:
-        native.gpuaug_uniforms(
-            keys.ctypes.data,
-            blocks,
-            indices.ctypes.data,
-            None if again is None else again.ctypes.data,
-            len(indices),
-            int(epoch),
-            values.ctypes.data,
-        )
+    batch, blocks = len(indices), keys.shape[1]
+    values = np.empty((batch, blocks, 4), dtype=np.float32)
+    if (native := library()) is not None:
+        of_repeats = None if again is None else again.ctypes.data
+        out = values.ctypes.data
+        native.gpuaug_uniforms(keys.ctypes.data, blocks, indices.ctypes.data, of_repeats, batch, int(epoch), out)
     else:
         _uniforms(keys, indices, again, int(epoch), values)
-    flat = values.reshape(len(indices), 4 * blocks)
-    out, start = {}, 0
+    flat = values.reshape(batch, 4 * blocks)
+    named, start = {}, 0
     for s in streams:
-        out[s.view, s.copy, s.op] = flat[:, start : start + s.count]
+        named[s.view, s.copy, s.op] = flat[:, start : start + s.count]
         start += -(-s.count // 4) * 4
-    return out
+    return named
+
+
+def _counted(index: NDArray[np.uint64], epoch: int, extra: Any, key: Sequence[Any]) -> list[NDArray[np.uint64]]:
+    """Four words for every index: the counter holds the index, the epoch, and repeat and block as ``extra``."""
+    return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)  # type: ignore[arg-type]
 
 
 def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch: int, out: Float) -> None:
-    """What draw.cpp does, in numpy."""
+    """What keyed.cpp does, in numpy."""
     k0, k1, number = keys.astype(np.uint64)[:, None, :]
-    index = indices.astype(np.uint64)[:, None]
     extra = number if repeats is None else number | (repeats.astype(np.uint64)[:, None] << np.uint64(16))
-    words = philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), (k0, k1))  # type: ignore[arg-type]
-    for lane, word in enumerate(words):
+    for lane, word in enumerate(_counted(indices.astype(np.uint64)[:, None], epoch, extra, (k0, k1))):
         out[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits: exact in float32
     out *= np.float32(2.0**-24)
 
 
 def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:
     """``count`` 64-bit values, a function of (name, seed, epoch, position): for the order of an epoch."""
-    k0, k1 = key(seed, "", 0, name)
     position = np.arange(start, start + count, dtype=np.uint64)
-    c0, c1, _, _ = philox(
-        (position & np.uint64(_LOW), position >> np.uint64(32), np.uint64(epoch), np.uint64(0)),  # type: ignore[arg-type]
-        (np.uint64(k0), np.uint64(k1)),  # type: ignore[arg-type]
-    )
-    return (c1 << np.uint64(32)) | c0
+    low, high, _, _ = _counted(position, epoch, np.uint64(0), _key(seed, Stream("", 0, name, 1)))
+    return (high << np.uint64(32)) | low
 
 
 def sample_keys(
     stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
 ) -> NDArray[np.int64]:
     """One pair of 32-bit key words per sample, int64 [B, 2], for :func:`field` (per-pixel noise on the device)."""
-    k0, k1 = key(seed, stream.view, stream.copy, stream.op)
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
     again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
-    a, b, _, _ = philox(
-        (
-            index & np.uint64(_LOW),
-            index >> np.uint64(32),
-            np.uint64(epoch),
-            (again << np.uint64(16)) | np.uint64(0xFFFF),
-        ),  # type: ignore[arg-type]
-        (np.uint64(k0), np.uint64(k1)),  # type: ignore[arg-type]
-    )
-    return np.stack([a, b], axis=1).astype(np.int64)
+    extra = (again << np.uint64(16)) | np.uint64(0xFFFF)
+    return np.stack(_counted(index, epoch, extra, _key(seed, stream))[:2], axis=1).astype(np.int64)
 
 
+_AT_ONCE = 2**21  # values: what is made on the way, 64-bit words above all, takes some 40 bytes each
+
+
+def _by_rows(of: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """``of`` for some samples at a time."""
+
+    @wraps(of)
+    def all_rows(keys: Tensor, count: int) -> Tensor:
+        values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
+        rows = max(1, _AT_ONCE // max(count, 1))
+        for some, out in zip(keys.split(rows), values.split(rows), strict=True):
+            out.copy_(of(some, count))
+        return values
+
+    return all_rows
+
+
+@_by_rows
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``: a pure function of each sample's key.
 
@@ -202,12 +205,7 @@ def field(keys: Tensor, count: int) -> Tensor:
         keys: int64 [B, 2], from :func:`sample_keys`.
         count: how many values per sample.
     """
-    return _by_rows(_field, keys, count)
-
-
-def _field(keys: Tensor, count: int) -> Tensor:
-    blocks = -(-count // 4)
-    c0 = torch.arange(blocks, device=keys.device)[None, :].expand(len(keys), -1)
+    c0 = torch.arange(-(-count // 4), device=keys.device)[None, :].expand(len(keys), -1)
     c1 = c2 = c3 = torch.zeros_like(c0)
     k0, k1 = keys[:, :1], keys[:, 1:]
     for _ in range(_ROUNDS):
@@ -218,34 +216,16 @@ def _field(keys: Tensor, count: int) -> Tensor:
     return ((words >> 8).float() + 0.5) * 2.0**-24
 
 
+@_by_rows
 def normal_field(keys: Tensor, count: int) -> Tensor:
     """Standard normal values, float32 ``[B, count]``, by Box-Muller from :func:`field`."""
-    return _by_rows(_normal_field, keys, count)
-
-
-def _normal_field(keys: Tensor, count: int) -> Tensor:
-    u = _field(keys, 2 * (-(-count // 2)))
-    half = u.shape[1] // 2
+    half = -(-count // 2)
+    u = field(keys, 2 * half)
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * torch.pi * u[:, half:]
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count]
 
 
-_AT_ONCE = 2**21  # values: what is made on the way, 64-bit words above all, takes some 40 bytes each
-
-
-def _by_rows(of: Callable[[Tensor, int], Tensor], keys: Tensor, count: int) -> Tensor:
-    """``of`` for some samples at a time."""
-    values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
-    rows = max(1, _AT_ONCE // max(count, 1))
-    for some, out in zip(keys.split(rows), values.split(rows), strict=True):
-        out.copy_(of(some, count))
-    return values
-
-
 def scale(u: Float, low: float, high: float) -> Float:
     """``low + u * (high - low)`` in float32, as torch's Uniform computes it."""
     return np.float32(low) + u * (np.float32(high) - np.float32(low))
-
-
-Draws = Mapping[tuple[str, int, str], Float]

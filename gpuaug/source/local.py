@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import stat
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
+from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
 
-LARGEST_FILE = 1 << 30  # bytes of a table or another file that is read as a whole
 LARGEST_IMAGE = 1 << 29  # bytes; 178 million pixels, the most that are decoded, take 3 bytes each if uncompressed
 LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with the signature of one
 LARGEST_BATCH = 1 << 31  # bytes that all images above `LARGE` of a batch may take
@@ -27,19 +25,6 @@ _IMAGE_STARTS = (
     b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
     b"\x89gpuaug\n", b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51",
 )  # fmt: skip
-
-
-def check_regular(
-    status: os.stat_result, path: bytes | str | os.PathLike[str], *, limit: int = sys.maxsize
-) -> os.stat_result:
-    """Return ``status``; OSError if it belongs to a folder, pipe or device, or to more than ``limit`` bytes."""
-    if not stat.S_ISREG(status.st_mode):
-        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-        kind = kinds.get(stat.S_IFMT(status.st_mode), "a socket")
-        raise OSError(errno.EINVAL, f"not a regular file but {kind}", os.fsdecode(path))
-    if status.st_size > limit:
-        raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}", os.fsdecode(path))
-    return status
 
 
 def open_text(path: str, *, errors: str = "strict") -> io.TextIOWrapper:

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from gpuaug import files
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.files import LARGEST_FILE
 from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
 from gpuaug.source.classes import some
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, share
-from gpuaug.source.local import LARGEST_FILE, read_file
+from gpuaug.source.local import read_file
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.disk import locked
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage

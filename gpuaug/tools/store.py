@@ -25,7 +25,8 @@ from tqdm import tqdm
 from gpuaug import machine
 from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.local import check_regular, read_file
+from gpuaug.files import check_regular
+from gpuaug.source.local import read_file
 
 log = logging.getLogger("gpuaug")
 

@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 from gpuaug import checks
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.files import check_regular
 from gpuaug.loader.faults import Faults
 from gpuaug.source.index import NO_ARRAY
-from gpuaug.source.local import check_regular, read_file
+from gpuaug.source.local import read_file
 from gpuaug.source.packed import ENDINGS, MANIFEST
 from gpuaug.tools.pack.job import Pack, finished
 from gpuaug.tools.pack.pack import pack

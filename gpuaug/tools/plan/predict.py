@@ -162,9 +162,9 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
     for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
-        if headers.look is not None:
-            stage.decoder.truncated -= headers.look.truncated  # type: ignore[union-attr]  # no part of an epoch
-            areas = 3.0 * headers.look.height * headers.look.width
+        if headers.info is not None:
+            stage.decoder.truncated -= headers.info.truncated  # type: ignore[union-attr]  # no part of an epoch
+            areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
             views = [boxes.size for boxes in headers.boxes]
         if time.monotonic() > deadline:

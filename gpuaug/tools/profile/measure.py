@@ -444,7 +444,7 @@ def run_whole(
 ) -> None:
     """The loader as training runs it, and the steps, from when the first batches of all workers are through."""
     pipeline, workers = lenient(loader), loader.num_workers
-    run = pipeline.run(tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
+    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
 
     def one() -> int:
         batch = next(run)

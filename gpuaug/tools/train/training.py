@@ -28,9 +28,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from gpuaug import checks, files
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
+from gpuaug.files import check_regular
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
-from gpuaug.source.local import check_regular
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Request
 
