@@ -35,7 +35,7 @@ from gpuaug.batch import Batch, EncodedBatch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
-from gpuaug.loader.pipeline import Pipeline, Task
+from gpuaug.loader.pipeline import Pass, Pipeline, Task
 from gpuaug.loader.stages import LiveStage, Stage
 from gpuaug.read.reader import Reader
 from gpuaug.source.index import share
