@@ -95,9 +95,9 @@ def programs(augment: Any, drawn: Any, sizes: list[tuple[int, int]]) -> None:
 def executor(augment: Any) -> Any:
     """The recipe's fused backend, which keeps the programs' tables."""
     if augment._executor is None:
-        import torch
+        from gpuaug.augment.fused.backend import FusedBackend
 
-        augment._executor = augment._open(torch.device("cpu"))
+        augment._executor = FusedBackend(augment.prepared, augment.normalize)
     return augment._executor
 
 

@@ -97,6 +97,7 @@ class Case:
         """The kernels without lowering and upload; None where an operation draws a field or runs through Kornia."""
         from gpuaug.augment.fused import backend as fused
         from gpuaug.augment.fused import cuda as triton_kernels
+        from gpuaug.augment.fused import cuda_steps
 
         work = []
         for backend, chosen, inputs in self.views:
@@ -106,7 +107,7 @@ class Case:
             code, args = backend._parts[0].lowering.program(chosen, size)
             if (code == fused.Code.NOISE).any():
                 return None
-            program = triton_kernels.upload(
+            program = cuda_steps.upload(
                 code, args, fused.warp_ramps(size), backend._scale, backend._shift, inputs[0].device
             )
             work.append((program, inputs))

@@ -26,6 +26,7 @@ from test_fused import (
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
+from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.random import keyed as draws
@@ -53,7 +54,7 @@ def run(
         shift=shift,
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
-    return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), triton_kernels.stretches(code, args)
+    return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)
 
 
 def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:

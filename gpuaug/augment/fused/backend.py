@@ -3,7 +3,7 @@
 takes: uint8 [B, H, W, 3] on the device, and per operation what was chosen for each sample.
 does: lowers the choices to one short program per sample (lower.py) and runs the programs: on the CPU in one compiled
 call (cpu.cpp), each image staying in cache from its uint8 pixels to the normalised output; on CUDA in a few Triton
-kernels (cuda.py); elsewhere in torch (batched.py).
+kernels (cuda.py). Without a C++ compiler, or without Triton, the whole recipe runs through Kornia (reference.py).
 gives: [B, 3, H, W].
 
 On every device a sample's pixels are the same bits in every batch, except through Kornia on CUDA (reference.py).
@@ -18,7 +18,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug.augment import reference
-from gpuaug.augment.fused import batched
 from gpuaug.augment.fused import cpu as native
+from gpuaug.augment.fused.cuda_steps import CannotRunError, groups
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.ops import noise
 from gpuaug.augment.ops.entry import Code, Steps
@@ -51,7 +51,6 @@ class _Output(NamedTuple):
 
 _NO_SCALE: tuple[Three, Three] = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
 _BETWEEN = _Output(*_NO_SCALE, torch.float32, channels_last=False)
-_NATIVE = (torch.float32, torch.bfloat16, torch.float16)  # what native.run writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,8 @@ class FusedBackend:
     """
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
-        self.ops = tuple(ops)
-        self.normalize = normalize
-        self._parts = _parts(self.ops)
+        self._reference = reference.ReferenceBackend(ops, normalize)
+        self._parts = _parts(tuple(ops))
         self._scale, self._shift = _affine(normalize)
 
     def __call__(
@@ -85,43 +83,44 @@ class FusedBackend:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
         """uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and memory format; arithmetic in float32, one cast."""
-        size: Size = (images.shape[1], images.shape[2])
-        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-            x = images
-            if not images.numel():
-                return reference.unit(images).to(dtype=dtype, memory_format=memory_format)
-            for part in self._parts[:-1]:
-                x = self._run(x, part, chosen, size, _BETWEEN)
+        library = native.library() if images.device.type == "cpu" else None
+        kernels = _triton_kernels(images.device) if library is None else None
+        if images.numel() and (library or kernels) is not None:
+            *between, last = self._parts
             output = _Output(self._scale, self._shift, dtype, memory_format == torch.channels_last)
-            return self._run(x, self._parts[-1], chosen, size, output)
+            try:
+                with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+                    x = images
+                    for part in between:
+                        x = self._run(x, part, chosen, _BETWEEN, library, kernels)
+                    return self._run(x, last, chosen, output, library, kernels)
+            except CannotRunError as error:
+                _without_triton(str(error))
+        return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
-    def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], size: Size, output: _Output) -> Tensor:
+    def _run(
+        self, x: Tensor, part: _Part, chosen: Sequence[Chosen], output: _Output, library: Any, kernels: Any
+    ) -> Tensor:
         if part.lowering is None:
             (number,) = part.numbers
-            return reference.apply(reference.unit(x) if x.dtype == torch.uint8 else x, self.ops[number], chosen[number])
+            x = reference.unit(x) if x.dtype == torch.uint8 else x
+            return reference.apply(x, self._reference.ops[number], chosen[number])
+        size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
         own = [chosen[number] for number in part.numbers]
         code, args = part.lowering.program(own, size)
         if not own:
             code, args = np.zeros((len(x), 0), dtype=np.int32), np.zeros((len(x), 0, 1), dtype=np.float32)
-        known = part.lowering.codes
-        fields = partial(_fields, part.lowering, own, code, size, x.device)
-        warps = Code.WARP in known and (code == Code.WARP).any()
-        library = native.library() if x.device.type == "cpu" else None
-        if library is not None:
-            tables = [*_noise_tables(fields(), code), *(_blur_tables(code, args) if Code.BLUR in known else ())]
-            ramps = warp_ramps(size) if warps else None
-            narrow = output if output.dtype in _NATIVE else output._replace(dtype=torch.float32)
-            y = native.run(library, x, code, args, tables=tables, ramps=ramps, **narrow._asdict())
-            return y.to(output.dtype)
-        kernels = _triton_kernels(x.device)
-        if kernels is not None:
-            ramps = warp_ramps(size) if warps else np.zeros(1, dtype=np.float32)
-            try:
-                noise_fields = fields(normal=kernels.normal_field)
-                return kernels.run(x, code, args, fields=noise_fields, ramps=ramps, **output._asdict())
-            except kernels.CannotRunError as error:
-                _without_triton(str(error))
-        return _batched(x, code, args, size, fields(), output)
+        ramps = warp_ramps(size) if (code == Code.WARP).any() else None
+        if library is None:
+            fields = _fields(part.lowering, own, code, size, x.device, kernels.normal_field)
+            ramps = np.zeros(1, dtype=np.float32) if ramps is None else ramps
+            return kernels.run(x, code, args, fields=fields, ramps=ramps, **output._asdict())
+        noise_tables = [
+            (np.flatnonzero(code[:, column] == Code.NOISE), column, values)
+            for column, values in _fields(part.lowering, own, code, size, x.device).items()
+        ]
+        tables = noise_tables + _blur_tables(code, args)
+        return native.run(library, x, code, args, tables=tables, ramps=ramps, **output._asdict())
 
 
 _no_triton: list[str] = []  # why, once Triton has failed
@@ -149,21 +148,6 @@ def _without_triton(why: str) -> None:
             textwrap.shorten(why, 500),
         )
     _no_triton.append(why)
-
-
-def _batched(
-    x: Tensor, code: NDArray[np.int32], args: Float, size: Size, fields: dict[int, Tensor], output: _Output
-) -> Tensor:
-    steps = batched.groups(code, args, range(code.shape[1]))
-    ends = np.array([output.scale, output.shift], dtype=np.float32)
-    numbers = [g.rows.astype(np.int32) for g in steps]
-    ramps = warp_ramps(size) if any(g.code is Code.WARP for g in steps) else np.zeros(1, dtype=np.float32)
-    values, affine, on_device, *rows = batched.upload([args, ends, ramps, *numbers], x.device)
-    x = reference.unit(x) if x.dtype == torch.uint8 else x
-    x = batched.run(x, steps, values, rows, fields=fields, ramps=on_device)
-    memory_format = torch.channels_last if output.channels_last else torch.contiguous_format
-    y = x * affine[0, :, None, None] + affine[1, :, None, None]
-    return y.to(dtype=output.dtype, memory_format=memory_format)
 
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
@@ -228,21 +212,16 @@ def _fields(
     return fields
 
 
-Table = tuple[NDArray[np.int64], int, Tensor]
-
-
-def _noise_tables(fields: dict[int, Tensor], code: NDArray[np.int32]) -> list[Table]:
-    return [(np.flatnonzero(code[:, column] == Code.NOISE), column, values) for column, values in fields.items()]
-
-
-def _blur_tables(code: NDArray[np.int32], args: Float) -> list[Table]:
+def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.int64], int, Tensor]]:
     """The weights of the blurs, both directions in one row."""
+    from kornia.filters import get_gaussian_kernel1d
+
     tables = []
-    columns = np.flatnonzero((code == Code.BLUR).any(axis=0))
-    for group in batched.groups(np.where(code == Code.BLUR, code, 0), args, columns.tolist()):
-        sigma = torch.from_numpy(args[group.rows, group.column, 2:3])
-        weights = [batched.gaussian(sigma, int(taps)) for taps in group.static[:2]]
-        tables.append((group.rows, group.column, torch.cat(weights, dim=1).contiguous()))
+    for column in np.flatnonzero((code == Code.BLUR).any(axis=0)).tolist():
+        for group in groups(np.where(code[:, column] == Code.BLUR, code[:, column], 0), args[:, column]):
+            sigma = torch.from_numpy(args[group.rows, column, 2:3])
+            weights = [get_gaussian_kernel1d(int(taps), sigma) for taps in group.static[:2]]
+            tables.append((group.rows, column, torch.cat(weights, dim=1)))
     return tables
 
 

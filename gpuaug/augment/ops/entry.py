@@ -2,7 +2,7 @@
 
 Parameters follow Kornia's formulas: given the uniforms that Kornia would have drawn, they are the same to the last bit.
 Steps are the instructions of the fused backend. Their formulas are in fused/cpu.cpp, fused/cuda.py and
-fused/batched.py, and equal Kornia's.
+fused/cuda_steps.py, and equal Kornia's.
 """
 
 from __future__ import annotations

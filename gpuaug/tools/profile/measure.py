@@ -438,11 +438,11 @@ class Profiler:
 
         def plain(item: DecodedBatch, **how: Any) -> None:
             for x, view in zip(item.images, views, strict=True):
-                view.augment._run(x, item.drawn, view, **how)
+                view.augment.run(x, item.drawn, view, **how)
 
         def other(item: DecodedBatch, **how: Any) -> None:
             for x, view in zip(item.images, views, strict=True):
-                made[id(view.augment)]._run(x, item.drawn, view, **how)
+                made[id(view.augment)].run(x, item.drawn, view, **how)
 
         now, then = Notes(), Notes()
         with silent():  # what no kernel was made for is known, and said, of the recipe as it is
