@@ -8,16 +8,15 @@ alone through Kornia's policy with the same path and parameters has the same bit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpuaug.augment.ops import entry_of
-from gpuaug.augment.ops.kornia_private import policy_factor, policy_mapping
+from gpuaug.augment.ops.kornia_private import policy_parameter
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
@@ -29,6 +28,11 @@ class OneOf:
     Args:
         ops: names to operations; their own ``p`` applies once they are chosen. None is switched off.
         p: chance that a sample goes through any of them.
+
+    >>> import gpuaug, kornia.augmentation as K
+    >>> blur = gpuaug.OneOf(ops={"gaussian": K.RandomGaussianBlur(3, (0.1, 2)), "box": K.RandomBoxBlur()}, p=0.5)
+    >>> list(gpuaug.Augment(ops={"blur": blur}).ops)
+    ['blur']
     """
 
     def __init__(self, *, ops: Mapping[str, Any], p: float = 1.0) -> None:
@@ -54,41 +58,46 @@ def one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tu
     return choice, tuple(params)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Member:
-    """One operation of a policy: the rule of its Kornia operation, and how the policy changes one parameter.
+Member = tuple[int, float, Rule]  # one operation of a policy: its uniforms (the sign first), its p, its rule
 
-    Attributes:
-        count: uniforms it takes: the sign, then the rule's own.
-        factor: the parameter that has a magnitude, None where there is none.
-        magnitude: a given value of it; None: as drawn.
-        along: 0 or 1 where a given magnitude is a fraction of the height or width.
-        mapping: Kornia's function from magnitude to parameter.
-        symmetric: a random sign.
+
+def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
+    """One operation of a policy, its settings read once; ``magnitude`` overrides its own."""
+    entry = entry_of(operation.op)
+    known = None if entry is None else entry.parameters(operation.op)
+    if known is None:
+        raise ConfigError(
+            f"`{key}` can choose only between operations whose parameters gpuaug draws. Found: "
+            f"{type(operation.op).__name__} in its policy. Use it as an operation of its own."
+        )
+    count, rule = known
+    factor, mapping = policy_parameter(operation)
+    if factor is not None and magnitude is None and operation.magnitude is not None:
+        magnitude = np.float32(float(operation.magnitude))
+    symmetric = bool(operation.symmetric_megnitude)
+    rule = partial(_magnified, rule=rule, factor=factor, magnitude=magnitude, mapping=mapping, symmetric=symmetric)
+    return 1 + count, float(operation.op.p), rule
+
+
+def _magnified(
+    u: Float, size: Size, *, rule: Rule, factor: str | None, magnitude: Any, mapping: Any, symmetric: bool
+) -> Params:
+    """The rule's parameters, but ``factor``: a given magnitude (None: as drawn), through Kornia's mapping, with a sign.
+
+    A given magnitude of a translation is a fraction of the image's width or height.
     """
-
-    count: int
-    p: float
-    rule: Rule
-    factor: str | None = None
-    magnitude: Any = None
-    along: int | None = None
-    mapping: Callable[[Tensor], Tensor] | None = None
-    symmetric: bool = False
-
-    def params(self, u: Float, size: Size) -> Params:
-        params = self.rule(u[:, 1:], size)
-        if self.factor is None:
-            return params
-        value = params[self.factor]
-        if self.magnitude is not None:
-            pixels = np.float32(1 if self.along is None else size[self.along])
-            value = np.full(len(u), self.magnitude * pixels, dtype=np.float32)
-        if self.mapping is not None:
-            value = self.mapping(torch.from_numpy(value)).numpy()
-        if self.symmetric:
-            value = value * np.where(u[:, 0] > 0.5, np.float32(1), np.float32(-1)).astype(value.dtype)
-        return {**params, self.factor: value}
+    params = rule(u[:, 1:], size)
+    if factor is None:
+        return params
+    value = params[factor]
+    if magnitude is not None:
+        pixels = {"translate_x": size[1], "translate_y": size[0]}.get(factor, 1)
+        value = np.full(len(u), magnitude * np.float32(pixels), dtype=np.float32)
+    if mapping is not None:
+        value = mapping(torch.from_numpy(value)).numpy()
+    if symmetric:
+        value = value * np.where(u[:, 0] > 0.5, np.float32(1), np.float32(-1)).astype(value.dtype)
+    return {**params, factor: value}
 
 
 def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
@@ -96,7 +105,7 @@ def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
     operations = [operation for child in op.children() for operation in child.children()]
     members = tuple(_member(o, key, _magnitude(op, o) if rand else None) for o in operations)
     slots = op.n if rand else 1
-    width = max(m.count for m in members)
+    width = max(count for count, _, _ in members)
     first = len(members) if slots > 1 else 1
     rule = partial(_distinct, members=members, slots=slots, first=first, width=width)
     modules = tuple(always_applied(operation.op) for operation in operations)
@@ -104,7 +113,7 @@ def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
 
 
 def _distinct(
-    u: Float, size: Size, *, members: Sequence[_Member], slots: int, first: int, width: int
+    u: Float, size: Size, *, members: Sequence[Member], slots: int, first: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """``slots`` distinct members per sample, in random order."""
     if slots > 1:
@@ -113,7 +122,7 @@ def _distinct(
         choice = (u[:, :1] * np.float32(len(members))).astype(np.int64)
     # One call for all slots: it takes about as long for two as for one.
     blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
-    drawn = [m.params(blocks, size) for m in members]
+    drawn = [rule(blocks, size) for _, _, rule in members]
     rows = [slice(slot * len(u), (slot + 1) * len(u)) for slot in range(slots)]
     return choice, tuple(tuple({k: v[own] for k, v in params.items()} for params in drawn) for own in rows)
 
@@ -121,8 +130,8 @@ def _distinct(
 def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
     """AutoAugment: the slots of its sub-policies, each slot with one module per class of operation."""
     policies = [list(child.children()) for child in op.children()]
-    members = tuple(tuple(_member(operation, key, None) for operation in operations) for operations in policies)
-    width = 1 + max(e.count for path in members for e in path)  # the gate, then the member's own
+    members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
+    width = 1 + max(count for path in members for count, _, _ in path)  # the gate, then the member's own
     slots, columns = [], []
     for slot in range(max(len(path) for path in members)):
         modules: dict[type[nn.Module], nn.Module] = {}  # members of one class differ in their parameters alone
@@ -140,49 +149,28 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
 
 
 def _paths(
-    u: Float, size: Size, *, members: Sequence[Sequence[_Member]], columns: Sequence[Int], width: int
+    u: Float, size: Size, *, members: Sequence[Sequence[Member]], columns: Sequence[Int], width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """One path of ``members`` per sample; every operation of a path has a gate of its own."""
-    path = (u[:, 0] * np.float32(len(members))).astype(np.int64)
-    rows = [np.flatnonzero(path == number) for number in range(len(members))]
+    taken = (u[:, 0] * np.float32(len(members))).astype(np.int64)
+    rows = [np.flatnonzero(taken == number) for number in range(len(members))]
     choice, params = [], []
     for slot, column in enumerate(columns):
         block = u[:, 1 + slot * width : 1 + (slot + 1) * width]
-        p = np.array([e[slot].p if slot < len(e) else 0 for e in members], dtype=np.float32)
-        choice.append(np.where(block[:, 0] < p[path], column[path], -1))
+        p = np.array([path[slot][1] if slot < len(path) else 0 for path in members], dtype=np.float32)
+        choice.append(np.where(block[:, 0] < p[taken], column[taken], -1))
         alternatives: dict[int, Params] = {}
         for number, alternative in enumerate(column):
             if alternative < 0:
                 continue
-            member = members[number][slot]
+            rule = members[number][slot][2]
             if alternative not in alternatives:  # values that are valid in every row
-                whole = member.params(block[:, 1:], size)
-                alternatives[alternative] = {k: np.array(v) for k, v in whole.items()}
+                alternatives[alternative] = {k: np.array(v) for k, v in rule(block[:, 1:], size).items()}
             elif len(rows[number]):
-                for k, v in member.params(block[rows[number], 1:], size).items():
+                for k, v in rule(block[rows[number], 1:], size).items():
                     alternatives[alternative][k][rows[number]] = v
         params.append(tuple(alternatives[a] for a in range(len(alternatives))))
     return np.stack(choice, axis=1), tuple(params)
-
-
-def _member(operation: Any, key: str, magnitude: Any) -> _Member:
-    """One operation of a policy, its settings read once."""
-    entry = entry_of(operation.op)
-    known = None if entry is None else entry.parameters(operation.op)
-    if known is None:
-        raise ConfigError(
-            f"`{key}` can choose only between operations whose parameters gpuaug draws. Found: "
-            f"{type(operation.op).__name__} in its policy. Use it as an operation of its own."
-        )
-    count, rule = known
-    factor, p = policy_factor(operation), float(operation.op.p)
-    if factor is None:
-        return _Member(1 + count, p, rule)
-    if magnitude is None and operation.magnitude is not None:
-        magnitude = np.float32(float(operation.magnitude))
-    along = {"translate_x": 1, "translate_y": 0}.get(factor) if magnitude is not None else None
-    symmetric = bool(operation.symmetric_megnitude)
-    return _Member(1 + count, p, rule, factor, magnitude, along, policy_mapping(operation), symmetric)
 
 
 def _magnitude(op: Any, operation: Any) -> Any:
@@ -191,7 +179,7 @@ def _magnitude(op: Any, operation: Any) -> Any:
         return None
     low, high = operation.magnitude_range
     m = torch.tensor([op.m / 30], dtype=torch.float32)
-    if policy_factor(operation) == "bits_factor":  # more magnitude, fewer bits
+    if policy_parameter(operation)[0] == "bits_factor":  # more magnitude, fewer bits
         m = 1 - m
     return np.float32((m * float(high - low) + low).item())
 

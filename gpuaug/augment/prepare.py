@@ -65,11 +65,9 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     known = None if entry is None else entry.parameters(op)
     if entry is None or known is None:
         reason = "no rule for its parameters" if entry is None else entry.without_rule
+        why = (key, type(op).__name__, reason)
         logger.warning(
-            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
-            key,
-            type(op).__name__,
-            reason,
+            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s", *why
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
     count, rule = known
@@ -105,42 +103,39 @@ def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
 
 # --- what cannot be an operation of a recipe
 
-_SIZES = (
-    "keep the size of the images",
-    "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
-)
-_RECIPE = (
-    "be one operation",
-    "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
-    "gpuaug.MultiView.",
-)
-_NORMALIZE = ("leave pixels in 0..1, which later operations expect", "Use `normalize` instead.")
-_CONTAINER = (
-    "be one operation",
-    "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
-)
-# Package and class to (what an operation must do, remedy). The first class of a module's MRO that is here decides.
-_REFUSED: dict[str, tuple[str, str] | None] = {
-    **dict.fromkeys(
+# Package and class: what an operation must do, and the remedy. The first class of a module's MRO that is here decides.
+_REFUSED = {
+    name: (required, remedy)
+    for names, required, remedy in (
         (
-            "kornia.Resize", "kornia.LongestMaxSize", "kornia.SmallestMaxSize", "kornia.CenterCrop",
-            "kornia.RandomCrop", "kornia.RandomResizedCrop", "kornia.PadTo",
+            "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
+            "kornia.RandomResizedCrop kornia.PadTo",
+            "keep the size of the images",
+            "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
         ),
-        _SIZES,
-    ),
-    **dict.fromkeys(("gpuaug.Augment", "gpuaug.MultiView"), _RECIPE),
-    **dict.fromkeys(("kornia.Normalize", "kornia.Denormalize", "gpuaug.Normalize"), _NORMALIZE),
-    "kornia.MixAugmentationBaseV2": ("treat each sample alone", "It mixes samples: use `mix` instead."),
-    "kornia.AugmentationBase3D": ("take images", "It takes volumes: use its 2D counterpart."),
-    "kornia.PolicyAugmentBase": None,  # allowed, though it is an ImageSequentialBase
-    **dict.fromkeys(
         (
-            "torch.Sequential", "torch.ModuleList", "torch.ModuleDict", "kornia.ImageSequentialBase",
-            "kornia.ManyToManyAugmentationDispather", "kornia.ManyToOneAugmentationDispather",
+            "gpuaug.Augment gpuaug.MultiView",
+            "be one operation",
+            "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
+            "gpuaug.MultiView.",
         ),
-        _CONTAINER,
-    ),
-}  # fmt: skip
+        (
+            "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
+            "leave pixels in 0..1, which later operations expect",
+            "Use `normalize` instead.",
+        ),
+        ("kornia.MixAugmentationBaseV2", "treat each sample alone", "It mixes samples: use `mix` instead."),
+        ("kornia.AugmentationBase3D", "take images", "It takes volumes: use its 2D counterpart."),
+        ("kornia.PolicyAugmentBase", None, None),  # allowed, though it is an ImageSequentialBase
+        (
+            "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
+            "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
+            "be one operation",
+            "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
+        ),
+    )
+    for name in names.split()
+}
 
 
 def _check(key: str, op: Any) -> None:
@@ -149,8 +144,8 @@ def _check(key: str, op: Any) -> None:
             f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
         )
     names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
-    if (refused := next((_REFUSED[name] for name in names if name in _REFUSED), None)) is not None:
-        required, remedy = refused
+    required, remedy = next((_REFUSED[name] for name in names if name in _REFUSED), (None, None))
+    if required is not None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
         value = getattr(op, setting, wanted)

@@ -63,43 +63,9 @@ class Steps:
     write: Write
 
 
-def _nothing(u: Float, size: Size) -> Params:
-    return {}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Everything that gpuaug knows of one Kornia class.
-
-    Attributes:
-        affects: what the operation does to a sample. ``pixels``: no pixel moves. ``matrix``: pixels move by Kornia's
-            ``compute_transformation``. ``field``: each pixel moves by an offset of its own.
-        parameters: a module to the number of uniforms that a sample needs (without the gate), and the rule from them
-            to Kornia's parameters; None where settings of the module have no rule.
-        steps: a module to its fused steps; None where its settings have none, then the module itself runs.
-        check: raises ConfigError for settings that would fail later; gets the module and its key in the configuration.
-        prepare: (name, module) to Prepared, for operations of more than one slot; None: one slot, as usual.
-        noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
-        one_by_one: whether Kornia's module gets one image at a time, because its pixels depend on the batch otherwise.
-        without_rule: the reason where ``parameters`` gives None.
-    """
-
-    affects: Literal["pixels", "matrix", "field"]
-    parameters: Callable[[Any], tuple[int, Rule] | None] = lambda op: (0, _nothing)
-    steps: Callable[[Any], Steps | None] = lambda op: None
-    check: Callable[[Any, str], None] | None = None
-    prepare: Callable[[str, Any], Prepared | None] | None = None
-    noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
-    one_by_one: bool = False
-    without_rule: str = "no rule for its parameters"
-
-
-# --- parameters that many entries share
-
-
 def spread(ranges: Iterable[Range]) -> dict[str, Any]:
     """``low`` and ``span`` float32 [n, 1] of the ranges that are drawn from, as torch's Uniform has them."""
-    low, high = np.array(list(ranges), dtype=np.float32).T[:, :, None]
+    low, high = np.array(list(ranges), dtype=np.float32).reshape(-1, 2).T[:, :, None]
     return {"low": low, "span": high - low}
 
 
@@ -111,7 +77,7 @@ def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: F
 
 
 def all_uniform(op: Any) -> tuple[int, Rule]:
-    """Every parameter is uniform, under Kornia's own name for it."""
+    """Every parameter that Kornia draws is uniform, under Kornia's own name for it; many operations draw none."""
     ranges = kornia_private.ranges(op)
     return len(ranges), partial(uniform, names=tuple(ranges), **spread(ranges.values()))
 
@@ -126,28 +92,43 @@ def uniform_from(**samplers: str) -> Callable[[Any], tuple[int, Rule]]:
     return parameters
 
 
-# --- steps that many entries share
+def steps_of(code: Code, *arguments: str | float) -> Steps:
+    """One step; its arguments are parameters by name, or the same number for every sample."""
+
+    def write(out: Float, params: Params, size: Size) -> None:
+        for column, argument in enumerate(arguments):
+            out[:, 0, column] = params[argument] if isinstance(argument, str) else argument
+
+    return Steps((code,), write)
 
 
-def step(code: Code, *names: str) -> Callable[[Any], Steps]:
-    """One step whose arguments are these parameters."""
-    return lambda op: Steps((code,), partial(write_columns, names=names) if names else write_nothing)
+def step(code: Code, *arguments: str | float) -> Callable[[Any], Steps]:
+    """The same, for any settings of the module."""
+    return lambda op: steps_of(code, *arguments)
 
 
-def constant(code: Code, *values: float) -> Steps:
-    """One step whose arguments are the same for every sample."""
-    return Steps((code,), partial(_write_constant, values=values))
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Everything that gpuaug knows of one Kornia class.
 
+    Attributes:
+        affects: what the operation does to a sample. ``pixels``: no pixel moves. ``matrix``: pixels move by Kornia's
+            ``compute_transformation``. ``field``: each pixel moves by an offset of its own.
+        steps: a module to its fused steps; None where its settings have none, then the module itself runs.
+        parameters: a module to the number of uniforms that a sample needs (without the gate), and the rule from them
+            to Kornia's parameters; None where settings of the module have no rule.
+        check: raises ConfigError for settings that would fail later; gets the module and its key in the configuration.
+        prepare: (name, module) to Prepared, for operations of more than one slot; None: one slot, as usual.
+        noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
+        one_by_one: whether Kornia's module gets one image at a time, because its pixels depend on the batch otherwise.
+        without_rule: the reason where ``parameters`` gives None.
+    """
 
-def write_nothing(out: Float, params: Params, size: Size) -> None:
-    """For steps without arguments."""
-
-
-def write_columns(out: Float, params: Params, size: Size, *, names: tuple[str, ...]) -> None:
-    """Parameters of one step, one after the other."""
-    for column, name in enumerate(names):
-        out[:, 0, column] = params[name]
-
-
-def _write_constant(out: Float, params: Params, size: Size, *, values: tuple[float, ...]) -> None:
-    out[:, 0, : len(values)] = values
+    affects: Literal["pixels", "matrix", "field"]
+    steps: Callable[[Any], Steps | None] = lambda op: None
+    parameters: Callable[[Any], tuple[int, Rule] | None] = all_uniform
+    check: Callable[[Any, str], None] | None = None
+    prepare: Callable[[str, Any], Prepared | None] | None = None
+    noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
+    one_by_one: bool = False
+    without_rule: str = "no rule for its parameters"

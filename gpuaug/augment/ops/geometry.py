@@ -1,4 +1,4 @@
-"""Operations that move pixels by a matrix, and the elastic transform, which moves them by a field."""
+"""Flips and other operations that move pixels by a matrix, and the elastic transform, which moves them by a field."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, all_uniform, spread, uniform_from
-from gpuaug.augment.ops.kornia_private import Range, optional_range, setting
+from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, spread, step, uniform_from
+from gpuaug.augment.ops.kornia_private import Range, range_of, setting
 from gpuaug.augment.parameters import Params, Rule, Size, tensors
 from gpuaug.random.keyed import Float, field, scale
 
@@ -22,7 +22,7 @@ def _center(count: int, size: Size) -> Float:
 
 def _affine(op: Any) -> tuple[int, Rule]:
     names = ("degree", "scale_2", "scale_4", "translate_x", "translate_y", "shear_x", "shear_y")  # as Kornia draws
-    drawn = {name: r for name in names if (r := optional_range(op, f"{name}_sampler")) is not None}
+    drawn = {name: r for name in names if (r := range_of(op, f"{name}_sampler")) is not None}
     settings: dict[str, Any] = {
         "scales": ("scale_2" in drawn) + ("scale_4" in drawn),
         "translate": "translate_x" in drawn,
@@ -62,7 +62,7 @@ def _shear_parameters(u: Float, size: Size, *, rule: Rule) -> Params:
 
 
 def _translate(op: Any) -> tuple[int, Rule]:
-    x, y = optional_range(op, "translate_x_sampler"), optional_range(op, "translate_y_sampler")
+    x, y = range_of(op, "translate_x_sampler"), range_of(op, "translate_y_sampler")
     return (x is not None) + (y is not None), partial(_translate_parameters, x=x, y=y)
 
 
@@ -112,7 +112,7 @@ def _warp(op: Any, *, projective: bool = False) -> Steps | None:
     padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
     if flags["resample"].name != "BILINEAR" or padding not in _PADDINGS:
         return None
-    how = tuple(float(v) for v in (_PADDINGS.index(padding), flags["align_corners"], projective))
+    how = (_PADDINGS.index(padding), flags["align_corners"], projective)
     return Steps((Code.WARP,), partial(_write_perspective if projective else _write_affine, how=how))
 
 
@@ -138,11 +138,13 @@ def _write_perspective(out: Float, params: Params, size: Size, *, how: tuple[flo
 
 
 ENTRIES = {
-    "RandomAffine": Entry("matrix", parameters=_affine, steps=_warp),
-    "RandomRotation": Entry("matrix", parameters=all_uniform, steps=_warp),
-    "RandomRotation90": Entry("matrix", parameters=all_uniform, steps=_warp),
-    "RandomShear": Entry("matrix", parameters=_shear, steps=_warp),
-    "RandomTranslate": Entry("matrix", parameters=_translate, steps=_warp),
-    "RandomPerspective": Entry("matrix", parameters=_perspective, steps=partial(_warp, projective=True)),
+    "RandomHorizontalFlip": Entry("matrix", step(Code.HFLIP)),
+    "RandomVerticalFlip": Entry("matrix", step(Code.VFLIP)),
+    "RandomAffine": Entry("matrix", _warp, _affine),
+    "RandomRotation": Entry("matrix", _warp),
+    "RandomRotation90": Entry("matrix", _warp),
+    "RandomShear": Entry("matrix", _warp, _shear),
+    "RandomTranslate": Entry("matrix", _warp, _translate),
+    "RandomPerspective": Entry("matrix", partial(_warp, projective=True), _perspective),
     "RandomElasticTransform": Entry("field", noise=_elastic_noise),
 }
