@@ -104,12 +104,10 @@ class Case:
             if len(backend._parts) > 1 or backend._parts[0].lowering is None:
                 return None
             size = tuple(inputs[0].shape[1:3])
-            code, args = backend._parts[0].lowering.program(chosen, size)
+            code, args = backend._parts[0].lowering.program(chosen, size, len(inputs[0]))
             if (code == fused.Code.NOISE).any():
                 return None
-            program = cuda_steps.upload(
-                code, args, fused.warp_ramps(size), backend._scale, backend._shift, inputs[0].device
-            )
+            program = cuda_steps.upload(code, args, fused.warp_ramps(size), *backend._affine, inputs[0].device)
             work.append((program, inputs))
 
         def queue() -> None:  # sums of gray add up over the repeats: other colours, the same work

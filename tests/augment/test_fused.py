@@ -205,7 +205,7 @@ def test_affine_matrices_are_kornias_to_the_bit(name: str) -> None:
     assert part.lowering is not None
     for seed, size in enumerate([(33, 47), (64, 64), (1, 7), (224, 224)]):
         chosen = draw(prepared, 40, size, seed, extreme=seed % 2 == 1)
-        code, args = part.lowering.program([chosen], size)
+        code, args = part.lowering.program([chosen], size, 40)
         rows = np.flatnonzero(code[:, 0])
         params = tensors(chosen.params[0][0], rows)
         pixels = module.compute_transformation(torch.empty((len(rows), 3, *size)), params, module.flags)

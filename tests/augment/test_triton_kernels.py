@@ -319,9 +319,7 @@ def compiled(
         x = torch.zeros((batch, *size, 3), dtype=torch.uint8)
         for part in fused._parts(view.augment.prepared):
             assert part.lowering is not None, "a shipped recipe runs through Kornia"
-            code, args = part.lowering.program([chosen[n] for n in part.numbers], size)
-            if not part.numbers:
-                code, args = np.zeros((batch, 0), dtype=np.int32), np.zeros((batch, 0, 1), dtype=np.float32)
+            code, args = part.lowering.program([chosen[n] for n in part.numbers], size, batch)
             fields = fused._fields(part.lowering, chosen, code, size, x.device, triton_kernels.normal_field)
             ramps = fused.warp_ramps(size)
             program = cuda_steps.upload(code, args, ramps, (1.0,) * 3, (0.0,) * 3, x.device)

@@ -42,7 +42,7 @@ def run(
     chosen = [draw(p, len(images), size, seed + k, extreme=seed % 2 == 1) for k, p in enumerate(prepared)]
     (part,) = fused._parts(tuple(prepared))
     assert part.lowering is not None
-    code, args = part.lowering.program(chosen, size)
+    code, args = part.lowering.program(chosen, size, len(images))
     scale, shift = fused._affine(NORMALIZE)
     found = triton_kernels.run(
         images.to(DEVICE),

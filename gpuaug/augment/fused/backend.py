@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,30 +30,17 @@ from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused.cuda_steps import CannotRunError, groups
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.ops import noise
-from gpuaug.augment.ops.entry import Code, Steps
+from gpuaug.augment.ops.entry import Code
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
 
 Three = tuple[float, float, float]
-
-
-class _Output(NamedTuple):
-    """How a pass leaves its pixels: ``x * scale + shift`` per channel, cast and laid out."""
-
-    scale: Three
-    shift: Three
-    dtype: torch.dtype
-    channels_last: bool
-
-
 _NO_SCALE: tuple[Three, Three] = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
-_BETWEEN = _Output(*_NO_SCALE, torch.float32, channels_last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Consecutive operations: either all lowered, or a single one that runs through Kornia."""
 
     numbers: tuple[int, ...]
@@ -72,7 +58,7 @@ class FusedBackend:
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
         self._reference = reference.ReferenceBackend(ops, normalize)
         self._parts = _parts(tuple(ops))
-        self._scale, self._shift = _affine(normalize)
+        self._affine = _affine(normalize)
 
     def __call__(
         self,
@@ -86,41 +72,53 @@ class FusedBackend:
         library = native.library() if images.device.type == "cpu" else None
         kernels = _triton_kernels(images.device) if library is None else None
         if images.numel() and (library or kernels) is not None:
+            run = partial(self._run, chosen=chosen, library=library, kernels=kernels)
+            channels_last = memory_format == torch.channels_last
             *between, last = self._parts
-            output = _Output(self._scale, self._shift, dtype, memory_format == torch.channels_last)
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
                     x = images
                     for part in between:
-                        x = self._run(x, part, chosen, _BETWEEN, library, kernels)
-                    return self._run(x, last, chosen, output, library, kernels)
+                        x = run(x, part)
+                    return run(x, last, affine=self._affine, dtype=dtype, channels_last=channels_last)
             except CannotRunError as error:
                 _without_triton(str(error))
         return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
     def _run(
-        self, x: Tensor, part: _Part, chosen: Sequence[Chosen], output: _Output, library: Any, kernels: Any
+        self,
+        x: Tensor,
+        part: _Part,
+        *,
+        chosen: Sequence[Chosen],
+        library: Any,
+        kernels: Any,
+        affine: tuple[Three, Three] = _NO_SCALE,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
     ) -> Tensor:
+        """One pass; then ``x * scale + shift`` per channel, cast and laid out."""
         if part.lowering is None:
             (number,) = part.numbers
             x = reference.unit(x) if x.dtype == torch.uint8 else x
             return reference.apply(x, self._reference.ops[number], chosen[number])
         size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
         own = [chosen[number] for number in part.numbers]
-        code, args = part.lowering.program(own, size)
-        if not own:
-            code, args = np.zeros((len(x), 0), dtype=np.int32), np.zeros((len(x), 0, 1), dtype=np.float32)
-        ramps = warp_ramps(size) if (code == Code.WARP).any() else None
+        code, args = part.lowering.program(own, size, len(x))
+        ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
+        output: dict[str, Any] = {
+            "scale": affine[0],
+            "shift": affine[1],
+            "dtype": dtype,
+            "channels_last": channels_last,
+        }
         if library is None:
             fields = _fields(part.lowering, own, code, size, x.device, kernels.normal_field)
-            ramps = np.zeros(1, dtype=np.float32) if ramps is None else ramps
-            return kernels.run(x, code, args, fields=fields, ramps=ramps, **output._asdict())
-        noise_tables = [
-            (np.flatnonzero(code[:, column] == Code.NOISE), column, values)
-            for column, values in _fields(part.lowering, own, code, size, x.device).items()
-        ]
-        tables = noise_tables + _blur_tables(code, args)
-        return native.run(library, x, code, args, tables=tables, ramps=ramps, **output._asdict())
+            made: Tensor = kernels.run(x, code, args, fields=fields, ramps=ramps, **output)
+            return made
+        fields = _fields(part.lowering, own, code, size, x.device)
+        tables = [(np.flatnonzero(code[:, column] == Code.NOISE), column, v) for column, v in fields.items()]
+        return native.run(library, x, code, args, tables=tables + _blur_tables(code, args), ramps=ramps, **output)
 
 
 _no_triton: list[str] = []  # why, once Triton has failed
@@ -152,26 +150,17 @@ def _without_triton(why: str) -> None:
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
     """The operations in runs; the last part is always a fused one, which also normalises and casts."""
-    parts: list[_Part] = []
-    numbers: list[int] = []
-    slots: list[list[tuple[Steps, ...]]] = []
-
-    def close() -> None:
-        parts.append(_Part(tuple(numbers), Lowering([ops[n] for n in numbers], list(slots))))
-        numbers.clear()
-        slots.clear()
-
-    for number, op in enumerate(ops):
-        lowered = lowered_slots(op)
-        if isinstance(lowered, str):
-            say(op.name, type(op.op).__name__, lowered)
-            if numbers:
-                close()
+    slots = [lowered_slots(op) for op in ops]
+    alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str)]
+    parts, first = [], 0
+    for number in (*alone, len(ops)):
+        if first < number or number == len(ops):
+            own = range(first, number)
+            parts.append(_Part(tuple(own), Lowering([ops[n] for n in own], [slots[n] for n in own])))  # type: ignore[misc]
+        if number < len(ops):
+            say(ops[number].name, type(ops[number].op).__name__, str(slots[number]))
             parts.append(_Part((number,), None))
-        else:
-            numbers.append(number)
-            slots.append(lowered)
-    close()
+        first = number + 1
     return parts
 
 
@@ -191,24 +180,21 @@ def _fields(
 ) -> dict[int, Tensor]:
     """Per column with noise, the values to add to its rows: float32 [rows, 3, H, W] on the device."""
     fields: dict[int, Tensor] = {}
-    for column in lowering.columns if Code.NOISE in lowering.codes else ():
-        op, c = lowering.ops[column.op], chosen[column.op]
+    for column in lowering.columns:
         rows = np.flatnonzero(code[:, column.start] == Code.NOISE)
-        if not len(rows):
-            continue
-        assert c.keys is not None
-        for alternative, module in enumerate(op.slots[column.slot]):
-            of = np.flatnonzero(c.choice[rows, column.slot] == alternative)
-            if len(of) and column.table[alternative, 0] == Code.NOISE:
-                # keys and an index that are not on the device yet would be waited for
-                keys = torch.from_numpy(c.keys[rows[of]]).to(device, non_blocking=True)
-                drawn = noise(module, keys, size, normal)["gaussian_noise"]
-                if len(of) == len(rows):
-                    fields[column.start] = drawn
-                    break
-                if column.start not in fields:
-                    fields[column.start] = drawn.new_empty((len(rows), *drawn.shape[1:]))
-                fields[column.start].index_copy_(0, torch.from_numpy(of).to(device, non_blocking=True), drawn)
+        choice, keys = chosen[column.op].choice[rows, column.slot], chosen[column.op].keys
+        for alternative in np.unique(choice).tolist():
+            assert keys is not None
+            own = np.flatnonzero(choice == alternative)
+            # keys and an index that are not on the device yet would be waited for
+            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)
+            module = lowering.ops[column.op].slots[column.slot][alternative]
+            drawn = noise(module, key, size, normal)["gaussian_noise"]
+            if len(own) == len(rows):
+                fields[column.start] = drawn
+            else:
+                field = fields.setdefault(column.start, drawn.new_empty((len(rows), *drawn.shape[1:])))
+                field.index_copy_(0, torch.from_numpy(own).to(device, non_blocking=True), drawn)
     return fields
 
 
@@ -225,12 +211,9 @@ def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.
     return tables
 
 
-def _affine(normalize: Any) -> tuple[Three, Three]:
+def _affine(normalize: Any) -> tuple[Any, Any]:
     """Normalization as ``x * scale + shift``."""
     if normalize is None:
         return _NO_SCALE
-    mean, std = (
-        torch.as_tensor(v, dtype=torch.float64).flatten().expand(3).tolist() for v in (normalize.mean, normalize.std)
-    )
-    scale, shift = [1 / s for s in std], [-m / s for m, s in zip(mean, std, strict=True)]
-    return (scale[0], scale[1], scale[2]), (shift[0], shift[1], shift[2])
+    mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))
+    return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
