@@ -13,7 +13,7 @@ from torch import nn
 
 from gpuaug.augment import ops as kornia_ops
 from gpuaug.augment import policy
-from gpuaug.augment.parameters import Alternatives, Prepared, Size, always_applied, gated
+from gpuaug.augment.parameters import Alternatives, Prepared, Rule, Size, always_applied
 from gpuaug.augment.policy import OneOf
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
@@ -22,11 +22,7 @@ logger = logging.getLogger("gpuaug")
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
-    """The operations of a mapping, in its order; None is an operation switched off.
-
-    Raises:
-        ConfigError: not a mapping of names to operations.
-    """
+    """The operations of a mapping, in its order; None is an operation switched off."""
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
             f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}: the "
@@ -62,8 +58,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
         entry.check(op, key)
     if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
         return prepared
-    known = None if entry is None else entry.parameters(op)
-    if entry is None or known is None:
+    if entry is None or (known := entry.parameters(op)) is None:
         reason = "no rule for its parameters" if entry is None else entry.without_rule
         why = (key, type(op).__name__, reason)
         logger.warning(
@@ -71,7 +66,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
     count, rule = known
-    gate = partial(gated, p=float(op.p), rule=rule)
+    gate = partial(_gated, p=float(op.p), rule=rule)
     return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None)
 
 
@@ -95,6 +90,12 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
     rule = partial(policy.one_of, p=float(op.p), members=members)
     keyed = any(m.keyed for m in members)
     return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=keyed)
+
+
+def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
+    """The rule's parameters; chosen are the samples whose first uniform is below ``p``."""
+    choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
+    return choice, ((rule(u[:, 1:], size),),)
 
 
 def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
