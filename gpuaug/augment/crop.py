@@ -255,9 +255,8 @@ def _resized(size: int | tuple[int, int], heights: Int64, widths: Int64) -> tupl
 
 def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int]:
     """An int, alone or in a list of one, is the shorter side; two are (h, w)."""
-    sides: tuple[Any, ...] = (
-        tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else (value,)
-    )
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    sides: tuple[Any, ...] = tuple(value) if several else (value,)  # type: ignore[arg-type]
     if len(sides) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sides):
         raise ConfigError(f"`{name}` must be a positive int or two of them (H, W). Found: {value!r}.")
     if max(sides) > LARGEST_SIDE:
@@ -273,11 +272,8 @@ def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int
 
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     """(H, W); one number is a square."""
-    sides = _shorter_side(name, value)
-    if isinstance(sides, tuple):
-        return sides
-    _shorter_side(name, (sides, sides))
-    return sides, sides
+    side = _shorter_side(name, value)
+    return _pair(name, (side, side)) if isinstance(side, int) else side
 
 
 def _range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:

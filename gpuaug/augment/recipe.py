@@ -75,23 +75,27 @@ class _Recipe(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, quick: bool = False) -> None:
         """Compare crop, operations and normalization with what they were when the recipe was made.
+
+        Args:
+            quick: compare only where something was assigned since the last time; it does not see inside tensors.
 
         Raises:
             ReadOnlyError: one of their settings was changed since, which would have no effect.
         """
         for view in self.views:
-            if view.copy:
-                continue  # the recipe of the first copy
+            augment, values = view.augment, view.augment._values() if view.copy == 0 else []
+            if view.copy or (quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen))):
+                continue
             prefix = f"augment.views.{view.name}" if view.name else "augment"
-            for where, made, now in differences(view.augment._made, view.augment._settings()):
+            for where, made, now in differences(augment._made, augment._settings()):
                 raise ReadOnlyError(
                     f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no "
                     "effect: settings are read once. Build another recipe, as `Augment.replace` does; "
                     "`loader.replace(augment=...)` puts it into a loader."
                 )
-            view.augment._seen = view.augment._values()
+            augment._seen = values
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
@@ -100,7 +104,7 @@ class _Recipe(nn.Module):
             Stream(view.name, view.copy, name, count)
             for view in self.views
             for name, count in (
-                ("crop", 0 if view.augment.crop is None else view.augment.crop.count),
+                ("crop", getattr(view.augment.crop, "count", 0)),
                 *((p.name, p.count) for p in view.augment.prepared),
             )
         )
@@ -123,11 +127,10 @@ class _Recipe(nn.Module):
         """
         numbers = np.asarray(indices, dtype=np.int64)
         values = uniforms(self.streams, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
-        keyed = {(v.name, v.copy, p.name) for v in self.views for p in v.augment.prepared if p.keyed}
         keys = {
             (s.view, s.copy, s.op): sample_keys(s, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
-            for s in self.streams
-            if (s.view, s.copy, s.op) in keyed
+            for v in self.views
+            for s in (Stream(v.name, v.copy, p.name, p.count) for p in v.augment.prepared if p.keyed)
         }
         return Drawn(values, keys)
 
@@ -199,8 +202,7 @@ class _Recipe(nn.Module):
         if torch.compiler.is_compiling():  # numpy and kernels of our own: nothing that could be traced
             eager = torch.compiler.disable(partial(_Recipe.forward, self))
             return eager(images, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
-        if not all(view.augment._is_untouched() for view in self.views if view.copy == 0):
-            self.check_unchanged()
+        self.check_unchanged(quick=True)
         images = _channels_last(images)
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
@@ -273,7 +275,7 @@ class Augment(_Recipe):
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self._settings()
-        self._seen: list[Any] | None = None
+        self._seen: list[Any] = []  # values when they were compared last
 
     @property
     def ops(self) -> Mapping[str, Any]:
@@ -315,37 +317,16 @@ class Augment(_Recipe):
         values = [value for each in self._watched for value in getattr(each, "__dict__", {}).values()]
         return values + [inner for value in values if type(value) is dict for inner in value.values()]
 
-    def _is_untouched(self) -> bool:
-        """Whether nothing was assigned since the settings were compared: some 10 microseconds, for every call."""
-        values = self._values()
-        return self._seen is not None and len(values) == len(self._seen) and all(map(is_, values, self._seen))
-
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
         policies = [p.name for p in self.prepared if isinstance(p.op, nn.Module) and any(p.op.children())]
         ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
-    def run(
-        self,
-        images: Tensor,
-        drawn: Drawn,
-        view: View,
-        *,
-        dtype: torch.dtype = torch.float32,
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> Tensor:
-        """Operations and normalization of one view.
+    def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
+        """Operations and normalization of one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-        Args:
-            images: uint8 [B, H, W, 3], cropped.
-            drawn: the batch's draws, from :meth:`draw`.
-            view: whose draws apply.
-            dtype: of the result.
-            memory_format: contiguous_format or channels_last.
-
-        Returns:
-            [B, 3, H, W].
+        ``drawn`` are the batch's draws, ``output`` is ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
@@ -353,13 +334,12 @@ class Augment(_Recipe):
                 log.warning("augment with backend=kornia: `gpuaug doctor` found the compiled kernels broken here")
                 kind = ReferenceBackend
             self._executor = kind(self.prepared, self.normalize)
-        at = (view.name, view.copy)
-        size = (images.shape[1], images.shape[2])
+        at, size = (view.name, view.copy), (images.shape[1], images.shape[2])
         chosen = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in self.prepared]
-        return self._executor(images, chosen, dtype=dtype, memory_format=memory_format)
+        return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executor": None, "_seen": None}  # compiled functions and caches are made anew
+        return {**self.__dict__, "_executor": None, "_seen": []}  # compiled functions and caches are made anew
 
 
 class MultiView(_Recipe):
@@ -450,17 +430,11 @@ def _channels_last(images: Any) -> Tensor:
 def _cut(images: Tensor, boxes: Boxes) -> Tensor:
     """Boxes of uint8 [B, H, W, 3], resized onto their canvas: uint8 [B, h, w, 3]; as decoding does on the CPU."""
     H, W = boxes.size
-    if (
-        (boxes.box[:, :2] == 0).all()
-        and (boxes.offset == 0).all()
-        and (boxes.resized == boxes.box[:, 2:]).all()
-        and (boxes.resized == (H, W)).all()
-        and images.shape[1:3] == (H, W)
-    ):
+    placed = np.hstack([boxes.box, boxes.resized, boxes.offset])
+    if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
     out = torch.full((len(images), H, W, 3), boxes.fill, dtype=torch.uint8, device=images.device)
-    rows = zip(boxes.box.tolist(), boxes.resized.tolist(), boxes.offset.tolist(), strict=True)
-    for i, ((top, left, height, width), (h, w), (y, x)) in enumerate(rows):
+    for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):
             part = _resized(part, (h, w), boxes.interpolation)
@@ -472,9 +446,8 @@ def _cut(images: Tensor, boxes: Boxes) -> Tensor:
 
 def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     x = image.contiguous().permute(2, 0, 1)[None]  # whatever the layout given: the same kernel, the same pixels
-    if x.device.type == "cpu":
-        y = F.interpolate(x, size=size, mode=interpolation, antialias=True, align_corners=False)
-    else:  # torch resizes uint8 on the CPU only
-        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True, align_corners=False)
-        y = y.round_().clamp_(0, 255).to(torch.uint8)
+    if x.is_cuda:  # torch resizes uint8 on the CPU only
+        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True).round_().clamp_(0, 255)
+        return y[0].permute(1, 2, 0).to(torch.uint8)
+    y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
     return y[0].permute(1, 2, 0)

@@ -22,7 +22,7 @@ _SAMPLERS = ("brightness_sampler", "contrast_sampler", "saturation_sampler", "hu
 _NEUTRAL = (1, 1, 1, 0)
 _JITTER = (Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.HUE)
 _JIGGLE = (Code.ADD, Code.MULTIPLY, Code.SATURATION_HSV, Code.HUE)
-_uniform_factors = uniform_from(**{_FACTORS[k]: _SAMPLERS[k] for k in (0, 1, 3, 2)})  # Kornia draws the hue third
+_uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia draws the hue third
 
 
 def _idle(op: Any) -> list[bool]:

@@ -47,7 +47,7 @@ def _motion(op: Any) -> tuple[int, Rule] | None:
     kernel_size = setting(op, "kernel_size")
     if not isinstance(kernel_size, int):
         return None  # a range of sizes: Kornia draws one size for the whole batch
-    count, rule = uniform_from(angle_factor="angle_sampler", direction_factor="direction_sampler")(op)
+    count, rule = uniform_from("angle_factor", "direction_factor")(op)
     return count, partial(_motion_parameters, rule=rule, kernel_size=kernel_size)
 
 
@@ -96,13 +96,13 @@ def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[s
 
 
 ENTRIES = {
-    "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from(sigma="sigma_sampler"), check=_check_kernel),
+    "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from("sigma"), check=_check_kernel),
     "RandomBoxBlur": Entry("pixels"),
     "RandomMedianBlur": Entry("pixels"),
     "RandomMotionBlur": Entry("pixels", parameters=_motion, without_rule="its kernel size is one per batch"),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),
-    "RandomJPEG": Entry("pixels", parameters=uniform_from(jpeg_quality="jpeg_quality_sampler")),
+    "RandomJPEG": Entry("pixels", parameters=uniform_from("jpeg_quality")),
     "RandomSnow": Entry("pixels"),
 }

@@ -7,7 +7,7 @@ fused/cuda_steps.py, and equal Kornia's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -52,6 +52,7 @@ class Code(IntEnum):
 
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros before
+Parameters = Callable[[Any], tuple[int, Rule]]  # a module to the number of uniforms and the rule
 Normal = Callable[[Tensor, int], Tensor]  # keys int64 [B, 2] and n to standard normal values float32 [B, n]
 
 
@@ -63,12 +64,6 @@ class Steps:
     write: Write
 
 
-def spread(ranges: Iterable[Range]) -> dict[str, Any]:
-    """``low`` and ``span`` float32 [n, 1] of the ranges that are drawn from, as torch's Uniform has them."""
-    low, high = np.array(list(ranges), dtype=np.float32).reshape(-1, 2).T[:, :, None]
-    return {"low": low, "span": high - low}
-
-
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
     """Independent uniform parameters; ``low`` and ``span`` are float32 [n, 1]."""
     values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
@@ -76,20 +71,38 @@ def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: F
     return dict(zip(names, values, strict=True))
 
 
+def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
+    low, high = np.array(list(ranges.values()), dtype=np.float32).reshape(-1, 2).T[:, :, None]
+    return len(ranges), partial(uniform, names=tuple(ranges), low=low, span=high - low)  # as torch's Uniform has them
+
+
 def all_uniform(op: Any) -> tuple[int, Rule]:
     """Every parameter that Kornia draws is uniform, under Kornia's own name for it; many operations draw none."""
-    ranges = kornia_private.ranges(op)
-    return len(ranges), partial(uniform, names=tuple(ranges), **spread(ranges.values()))
+    return _uniform(kornia_private.ranges(op))
 
 
-def uniform_from(**samplers: str) -> Callable[[Any], tuple[int, Rule]]:
-    """Uniform parameters: name to the sampler of Kornia's generator, in the order in which Kornia draws."""
+def uniform_from(*names: str) -> Parameters:
+    """Uniform parameters, in the order in which Kornia draws; ``x`` and ``x_factor`` come from Kornia's ``x_sampler``.
+
+    Those for which the operation's settings have no sampler are missing.
+    """
 
     def parameters(op: Any) -> tuple[int, Rule]:
-        low_span = spread(kornia_private.range_of(op, sampler) for sampler in samplers.values())
-        return len(samplers), partial(uniform, names=tuple(samplers), **low_span)
+        samplers = ((name, f"{name.removesuffix('_factor')}_sampler") for name in names)
+        drawn = {name: kornia_private.range_of(op, sampler) for name, sampler in samplers}
+        return _uniform({name: limits for name, limits in drawn.items() if limits is not None})
 
     return parameters
+
+
+def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters:
+    """What ``derive(u, size, rule=...)`` makes of the rule of other parameters."""
+
+    def both(op: Any) -> tuple[int, Rule]:
+        count, rule = parameters(op)
+        return count, partial(derive, rule=rule)
+
+    return both
 
 
 def steps_of(code: Code, *arguments: str | float) -> Steps:
