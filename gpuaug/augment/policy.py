@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from gpuaug.augment.ops import entry_of
 from gpuaug.augment.ops.kornia_private import policy_parameter
@@ -134,16 +133,11 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
     width = 1 + max(count for path in members for count, _, _ in path)  # the gate, then the member's own
     slots, columns = [], []
     for slot in range(max(len(path) for path in members)):
-        modules: dict[type[nn.Module], nn.Module] = {}  # members of one class differ in their parameters alone
-        column = np.full(len(policies), -1, dtype=np.int64)
-        for number, operations in enumerate(policies):
-            if slot < len(operations):
-                inner = operations[slot].op
-                if type(inner) not in modules:
-                    modules[type(inner)] = always_applied(inner)
-                column[number] = list(modules).index(type(inner))
-        slots.append(tuple(modules.values()))
-        columns.append(column)
+        inner: list[Any] = [path[slot].op if slot < len(path) else None for path in policies]
+        kinds = [type(op) for op in inner]
+        distinct = list(dict.fromkeys(kind for kind in kinds if kind is not type(None)))  # others differ in parameters
+        slots.append(tuple(always_applied(inner[kinds.index(kind)]) for kind in distinct))
+        columns.append(np.array([distinct.index(kind) if kind in distinct else -1 for kind in kinds]))
     rule = partial(_paths, members=members, columns=tuple(columns), width=width)
     return Prepared(name, op, tuple(slots), 1 + len(slots) * width, rule)
 

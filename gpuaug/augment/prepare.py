@@ -37,12 +37,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 
 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
-    """An operation of a recipe, ready to be drawn.
-
-    Args:
-        name: its key in ``ops``.
-        op: a Kornia operation, one of Kornia's policies, or any module from float [1, 3, H, W] to the same shape.
-        path: where ``ops`` stands in the configuration, for messages.
+    """A Kornia operation or policy, a OneOf, or a module from float [1, 3, H, W] to the same shape, ready to be drawn.
 
     Raises:
         ConfigError: a setting contradicts per-sample draws, or the module has its place elsewhere in a recipe.

@@ -160,27 +160,21 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
-    """A group's step; ``x`` float32 [B, 3, H, W] is used up.
+    """A group's step; ``x`` float32 [B, 3, H, W] is used up. ``a`` and ``rows`` are the column's, on the device.
 
-    Args:
-        group: from :func:`groups`.
-        x: float32 [B, 3, H, W].
-        a: the column's arguments, float32 [B, ARGS] on the device.
-        rows: the group's rows, int32 on the device.
-        field: float32 [rows, 3, H, W], where the step is noise.
-        ramps: output positions of warps, from :func:`gpuaug.augment.fused.lower.warp_ramps`, on the device.
+    ``field``: float32 [rows, 3, H, W], where the step is noise. ``ramps``: from :func:`lower.warp_ramps`.
     """
-    whole = len(group.rows) == len(x)
     from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 
+    whole = len(group.rows) == len(x)
     y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
     if group.code is Code.NOISE:
         assert field is not None
         y = y + field
     elif group.code is Code.BLUR:  # beside other steps in its column, so without a kernel
-        taps_x, taps_y, border = (int(v) for v in group.static)
-        x_weights, y_weights = (get_gaussian_kernel1d(taps, own[:, 2:3]) for taps in (taps_x, taps_y))
-        y = filter2d_separable(y, x_weights, y_weights, _BORDERS[border])
+        *taps, border = (int(v) for v in group.static)
+        across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
+        y = filter2d_separable(y, across, down, _BORDERS[border])
     elif group.code is Code.WARP:
         y = _warp(y, own, ramps, group.static)
     elif group.code is Code.AUTOCONTRAST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -103,15 +104,13 @@ def _jitter(*, hsv: bool) -> Entry:
 # --- the others
 
 
-def _brightness(op: Any) -> Steps | None:
+def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
+    """A step with one argument per channel; ``clipped``: only where the module clips its output."""
+
     def write(out: Float, params: Params, size: Size) -> None:
-        out[:, 0, :3] = (params["brightness_factor"] - np.float32(1))[:, None]
+        out[:, 0, :3] = values(params)
 
-    return Steps((Code.ADD,), write) if op.clip_output else None
-
-
-def _contrast(op: Any) -> Steps | None:
-    return steps_of(Code.MULTIPLY, *("contrast_factor",) * 3) if op.clip_output else None
+    return lambda op: None if clipped and not op.clip_output else Steps((code,), write)
 
 
 def _grayscale(op: Any) -> Steps | None:
@@ -144,28 +143,23 @@ def _temperature(u: Float, size: Size, *, drawn: tuple[Any, Any]) -> Params:
     return {"idx": np.minimum(scale(u[:, 0], *drawn).astype(np.int64), int(drawn[1]) - 1)}
 
 
-def _planckian(op: Any) -> Steps:
-    table = op.pl.cpu().numpy().astype(np.float32)
-
-    def write(out: Float, params: Params, size: Size) -> None:
-        out[:, 0, 0], out[:, 0, 1], out[:, 0, 2] = table[params["idx"], 0], 1, table[params["idx"], 1]
-
-    return Steps((Code.MULTIPLY,), write)
+def _planckian(op: Any) -> Steps | None:
+    table = op.pl.cpu().numpy().astype(np.float32)[:, [0, 0, 1]]
+    table[:, 1] = 1  # green stays
+    return _each(Code.MULTIPLY, lambda params: table[params["idx"]])(op)
 
 
 def _channels(u: Float, size: Size) -> Params:
     return {"channels": np.argsort(u[:, :3], axis=1, kind="stable")}
 
 
-def _write_channels(out: Float, params: Params, size: Size) -> None:
-    out[:, 0, :3] = params["channels"]
-
-
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
     "ColorJiggle": _jitter(hsv=True),
-    "RandomBrightness": Entry("pixels", _brightness),
-    "RandomContrast": Entry("pixels", _contrast),
+    "RandomBrightness": Entry(
+        "pixels", _each(Code.ADD, lambda p: p["brightness_factor"][:, None] - np.float32(1), clipped=True)
+    ),
+    "RandomContrast": Entry("pixels", _each(Code.MULTIPLY, lambda p: p["contrast_factor"][:, None], clipped=True)),
     "RandomSaturation": Entry("pixels", step(Code.SATURATION_HSV, "saturation_factor")),
     "RandomHue": Entry("pixels", step(Code.HUE, "hue_factor")),
     "RandomGrayscale": Entry("pixels", _grayscale),
@@ -181,9 +175,7 @@ ENTRIES = {
     "RandomPlanckianJitter": Entry(
         "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist")))
     ),
-    "RandomChannelShuffle": Entry(
-        "pixels", lambda op: Steps((Code.SHUFFLE,), _write_channels), lambda op: (3, _channels)
-    ),
+    "RandomChannelShuffle": Entry("pixels", _each(Code.SHUFFLE, lambda p: p["channels"]), lambda op: (3, _channels)),
     "RandomAutoContrast": Entry("pixels", lambda op: steps_of(Code.AUTOCONTRAST, op.clip_output)),
     "RandomEqualize": Entry("pixels", step(Code.EQUALIZE)),
     "RandomClahe": Entry("pixels"),
