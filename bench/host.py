@@ -89,15 +89,15 @@ def programs(augment: Any, drawn: Any, sizes: list[tuple[int, int]]) -> None:
         made = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in view.augment.prepared]
         for part in executor(view.augment)._parts:
             if part.lowering is not None:
-                part.lowering.program([made[number] for number in part.numbers], size)
+                part.lowering.program([made[n] for n in part.numbers], size, len(drawn.uniforms[*at, "crop"]))
 
 
 def executor(augment: Any) -> Any:
     """The recipe's fused backend, which keeps the programs' tables."""
     if augment._executor is None:
-        import torch
+        from gpuaug.augment.fused.backend import FusedBackend
 
-        augment._executor = augment._open(torch.device("cpu"))
+        augment._executor = FusedBackend(augment.prepared, augment.normalize)
     return augment._executor
 
 

@@ -97,18 +97,17 @@ class Case:
         """The kernels without lowering and upload; None where an operation draws a field or runs through Kornia."""
         from gpuaug.augment.fused import backend as fused
         from gpuaug.augment.fused import cuda as triton_kernels
+        from gpuaug.augment.fused import cuda_steps
 
         work = []
         for backend, chosen, inputs in self.views:
             if len(backend._parts) > 1 or backend._parts[0].lowering is None:
                 return None
             size = tuple(inputs[0].shape[1:3])
-            code, args = backend._parts[0].lowering.program(chosen, size)
+            code, args = backend._parts[0].lowering.program(chosen, size, len(inputs[0]))
             if (code == fused.Code.NOISE).any():
                 return None
-            program = triton_kernels.upload(
-                code, args, fused.warp_ramps(size), backend._scale, backend._shift, inputs[0].device
-            )
+            program = cuda_steps.upload(code, args, fused.warp_ramps(size), *backend._affine, inputs[0].device)
             work.append((program, inputs))
 
         def queue() -> None:  # sums of gray add up over the repeats: other colours, the same work

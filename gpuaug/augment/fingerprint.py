@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Mapping
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,13 @@ def named(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
     entries = []
     for name, whole in ops.items():
         readable = {k: v for k, v in whole.items() if k[0] != "_" and isinstance(v, int | float | str | list)}
-        text = json.dumps(whole, sort_keys=True)
         short = {k: v for k, v in readable.items() if len(json.dumps(v)) <= 100}
-        entries.append({"name": name, **short, "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})
+        entries.append({"name": name, **short, "digest": _digest(json.dumps(whole, sort_keys=True).encode())})
     return entries
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def settings(value: Any) -> Any:
@@ -91,14 +94,13 @@ def differences(a: Any, b: Any, where: str = "") -> list[Difference]:
         names = [*a, *(name for name in b if name not in a)]
         pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        pairs = [(f"{where}.{_name(x, k)}", x, y) for k, (x, y) in enumerate(zip(a, b, strict=True))]
+        pairs = [
+            (f"{where}.{x.get('name', k) if isinstance(x, dict) else k}", x, y)
+            for k, (x, y) in enumerate(zip(a, b, strict=True))
+        ]
     else:
         return [] if a == b else [(where or "value", a, b)]
     return [found for path, x, y in pairs for found in differences(x, y, path)]
-
-
-def _name(value: Any, number: int) -> str:
-    return str(value.get("name", number)) if isinstance(value, dict) else str(number)
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(op, K.AugmentationBase2D):
         magnitude = getattr(op, "magnitude", None)  # of an operation of a policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
-    names = _arguments(kind)
+    names = inspect.signature(kind).parameters
     order = {"order": fixed_order(op)} if "order" in names else {}
     ranges = {k: v for k, v in generator_values(op).items() if k in names or isinstance(v, Distribution)}
     flags = {k: v for k, v in op.flags.items() if k in names}
@@ -117,17 +119,12 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     return ranges | order | flags | public
 
 
-@lru_cache(maxsize=256)
-def _arguments(kind: type) -> frozenset[str]:
-    return frozenset(inspect.signature(kind).parameters)
-
-
 def _array(value: Tensor | np.ndarray[Any, Any]) -> Any:
     tensor = torch.as_tensor(value).detach()
     if tensor.numel() <= _LARGEST_LIST:
         return settings(tensor.tolist())
     data = tensor.cpu().contiguous().view(torch.uint8).numpy()
-    return [str(tensor.dtype), list(tensor.shape), hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()]
+    return [str(tensor.dtype), list(tensor.shape), _digest(data.tobytes())]
 
 
 def _public_name(value: Any) -> str:

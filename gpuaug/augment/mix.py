@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpuaug.errors import ConfigError
-from gpuaug.random import keyed as draw
+from gpuaug.random.keyed import Stream, uniforms
 
 _FIXED = 6  # uniforms of a batch before those of the pairing: apply?, CutMix?, two of lambda, centre of the box
 
@@ -29,6 +29,9 @@ class Mix:
         p: probability that a batch is mixed.
         switch_p: probability of CutMix where both are on.
         label_smoothing: epsilon; a label y of C classes becomes ``(1 - epsilon) y + epsilon / C``.
+
+    >>> Mix(mixup_alpha=0.8, cutmix_alpha=1, label_smoothing=0.1).p
+    1.0
     """
 
     mixup_alpha: float = 0.0
@@ -76,10 +79,12 @@ class Mix:
             ConfigError: if there are no labels, or they are of another shape.
         """
         soft = self._soft(labels, num_classes)
-        u = self._draws(len(valid), seed=seed, epoch=epoch, first_index=first_index)
+        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no view's copy, so no operation shares its draws
+        u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
-        cut = self._is_cut(float(u[1]))
-        if u[0] >= self.p or cut is None or len(rows) < 2:
+        both = self.cutmix_alpha and self.mixup_alpha
+        cut = u[1] < self.switch_p if both else self.cutmix_alpha > 0
+        if u[0] >= self.p or not (self.cutmix_alpha or self.mixup_alpha) or len(rows) < 2:
             return images, soft
 
         order = rows[torch.from_numpy(np.argsort(u[_FIXED:][rows.numpy()], kind="stable"))]
@@ -94,17 +99,6 @@ class Mix:
         else:
             images = [_blend(x, rows, mates, lam) for x in images]
         return images, _blend(soft, rows, mates, lam)
-
-    def _is_cut(self, u: float) -> bool | None:
-        """CutMix (True), MixUp (False), or neither."""
-        if self.cutmix_alpha and self.mixup_alpha:
-            return u < self.switch_p
-        return True if self.cutmix_alpha else False if self.mixup_alpha else None
-
-    def _draws(self, size: int, *, seed: int, epoch: int, first_index: int) -> draw.Float:
-        stream = draw.Stream("", -1, "mix", _FIXED + size)  # no view's copy, so no operation shares its draws
-        values = draw.uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))
-        return values["", -1, "mix"][0]
 
     def _soft(self, labels: Tensor | None, num_classes: int | None) -> Tensor:
         """Labels as float32 [B, C], smoothed."""

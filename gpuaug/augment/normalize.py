@@ -20,6 +20,9 @@ class Normalize(nn.Module):
     Args:
         mean: three values, in 0..1 as the pixels are.
         std: three positive values.
+
+    >>> Normalize(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))(torch.ones(1, 3, 1, 1)).flatten()
+    tensor([2., 2., 2.])
     """
 
     mean: Tensor  # float32 [3]

@@ -66,8 +66,7 @@ class Prepared:
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
         """Uniforms float32 [B, count], image size (H, W) and, if ``keyed``, int64 keys [B, 2] to choices."""
-        choice, params = self.rule(u, size)
-        return Chosen(choice, params, keys)
+        return Chosen(*self.rule(u, size), keys)
 
 
 def always_applied(op: nn.Module) -> Any:
@@ -77,14 +76,10 @@ def always_applied(op: nn.Module) -> Any:
     return module
 
 
-def gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """The rule's parameters; chosen are the samples whose first uniform is below ``p``."""
-    choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
-    return choice, ((rule(u[:, 1:], size),),)
-
-
 def tensors(params: Params, rows: Int | None = None) -> dict[str, Tensor]:
     """Parameters of the given rows (None: all) as CPU tensors, where Kornia wants them."""
-    chosen = {k: v if rows is None else v[rows] for k, v in params.items()}
     # A value shared by all samples is a read-only view of one row, and torch warns of those.
-    return {k: torch.from_numpy(np.require(v, requirements=["C", "W"])) for k, v in chosen.items()}
+    return {
+        k: torch.from_numpy(np.require(v if rows is None else v[rows], requirements=["C", "W"]))
+        for k, v in params.items()
+    }

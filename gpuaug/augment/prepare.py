@@ -13,7 +13,7 @@ from torch import nn
 
 from gpuaug.augment import ops as kornia_ops
 from gpuaug.augment import policy
-from gpuaug.augment.parameters import Alternatives, Prepared, Size, always_applied, gated
+from gpuaug.augment.parameters import Alternatives, Prepared, Rule, Size, always_applied
 from gpuaug.augment.policy import OneOf
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
@@ -22,11 +22,7 @@ logger = logging.getLogger("gpuaug")
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
-    """The operations of a mapping, in its order; None is an operation switched off.
-
-    Raises:
-        ConfigError: not a mapping of names to operations.
-    """
+    """The operations of a mapping, in its order; None is an operation switched off."""
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
             f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}: the "
@@ -41,12 +37,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 
 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
-    """An operation of a recipe, ready to be drawn.
-
-    Args:
-        name: its key in ``ops``.
-        op: a Kornia operation, one of Kornia's policies, or any module from float [1, 3, H, W] to the same shape.
-        path: where ``ops`` stands in the configuration, for messages.
+    """A Kornia operation or policy, a OneOf, or a module from float [1, 3, H, W] to the same shape, ready to be drawn.
 
     Raises:
         ConfigError: a setting contradicts per-sample draws, or the module has its place elsewhere in a recipe.
@@ -62,18 +53,15 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
         entry.check(op, key)
     if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
         return prepared
-    known = None if entry is None else entry.parameters(op)
-    if entry is None or known is None:
+    if entry is None or (known := entry.parameters(op)) is None:
         reason = "no rule for its parameters" if entry is None else entry.without_rule
+        why = (key, type(op).__name__, reason)
         logger.warning(
-            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
-            key,
-            type(op).__name__,
-            reason,
+            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s", *why
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
     count, rule = known
-    gate = partial(gated, p=float(op.p), rule=rule)
+    gate = partial(_gated, p=float(op.p), rule=rule)
     return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None)
 
 
@@ -99,48 +87,51 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
     return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=keyed)
 
 
+def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
+    """The rule's parameters; chosen are the samples whose first uniform is below ``p``."""
+    choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
+    return choice, ((rule(u[:, 1:], size),),)
+
+
 def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
     return np.zeros((len(u), 1), dtype=np.int64), (({},),)
 
 
 # --- what cannot be an operation of a recipe
 
-_SIZES = (
-    "keep the size of the images",
-    "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
-)
-_RECIPE = (
-    "be one operation",
-    "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
-    "gpuaug.MultiView.",
-)
-_NORMALIZE = ("leave pixels in 0..1, which later operations expect", "Use `normalize` instead.")
-_CONTAINER = (
-    "be one operation",
-    "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
-)
-# Package and class to (what an operation must do, remedy). The first class of a module's MRO that is here decides.
-_REFUSED: dict[str, tuple[str, str] | None] = {
-    **dict.fromkeys(
+# Package and class: what an operation must do, and the remedy. The first class of a module's MRO that is here decides.
+_REFUSED = {
+    name: (required, remedy)
+    for names, required, remedy in (
         (
-            "kornia.Resize", "kornia.LongestMaxSize", "kornia.SmallestMaxSize", "kornia.CenterCrop",
-            "kornia.RandomCrop", "kornia.RandomResizedCrop", "kornia.PadTo",
+            "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
+            "kornia.RandomResizedCrop kornia.PadTo",
+            "keep the size of the images",
+            "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
         ),
-        _SIZES,
-    ),
-    **dict.fromkeys(("gpuaug.Augment", "gpuaug.MultiView"), _RECIPE),
-    **dict.fromkeys(("kornia.Normalize", "kornia.Denormalize", "gpuaug.Normalize"), _NORMALIZE),
-    "kornia.MixAugmentationBaseV2": ("treat each sample alone", "It mixes samples: use `mix` instead."),
-    "kornia.AugmentationBase3D": ("take images", "It takes volumes: use its 2D counterpart."),
-    "kornia.PolicyAugmentBase": None,  # allowed, though it is an ImageSequentialBase
-    **dict.fromkeys(
         (
-            "torch.Sequential", "torch.ModuleList", "torch.ModuleDict", "kornia.ImageSequentialBase",
-            "kornia.ManyToManyAugmentationDispather", "kornia.ManyToOneAugmentationDispather",
+            "gpuaug.Augment gpuaug.MultiView",
+            "be one operation",
+            "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
+            "gpuaug.MultiView.",
         ),
-        _CONTAINER,
-    ),
-}  # fmt: skip
+        (
+            "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
+            "leave pixels in 0..1, which later operations expect",
+            "Use `normalize` instead.",
+        ),
+        ("kornia.MixAugmentationBaseV2", "treat each sample alone", "It mixes samples: use `mix` instead."),
+        ("kornia.AugmentationBase3D", "take images", "It takes volumes: use its 2D counterpart."),
+        ("kornia.PolicyAugmentBase", None, None),  # allowed, though it is an ImageSequentialBase
+        (
+            "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
+            "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
+            "be one operation",
+            "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
+        ),
+    )
+    for name in names.split()
+}
 
 
 def _check(key: str, op: Any) -> None:
@@ -149,8 +140,8 @@ def _check(key: str, op: Any) -> None:
             f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
         )
     names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
-    if (refused := next((_REFUSED[name] for name in names if name in _REFUSED), None)) is not None:
-        required, remedy = refused
+    required, remedy = next((_REFUSED[name] for name in names if name in _REFUSED), (None, None))
+    if required is not None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
         value = getattr(op, setting, wanted)

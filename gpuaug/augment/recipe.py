@@ -11,33 +11,31 @@ operations of the recipe. That holds to the last bit, but for ``backend="kornia"
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpuaug.augment.fingerprint import Difference, differences, named, settings
+from gpuaug import checks
+from gpuaug.augment.fingerprint import differences, named, settings
+from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.prepare import prepare_all
+from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.batch import Boxes
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
-
-if TYPE_CHECKING:
-    from gpuaug.augment.fused.backend import FusedBackend
-    from gpuaug.augment.reference import ReferenceBackend
 
 log = logging.getLogger("gpuaug")
 
@@ -77,23 +75,27 @@ class _Recipe(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, quick: bool = False) -> None:
         """Compare crop, operations and normalization with what they were when the recipe was made.
+
+        Args:
+            quick: compare only where something was assigned since the last time; it does not see inside tensors.
 
         Raises:
             ReadOnlyError: one of their settings was changed since, which would have no effect.
         """
-        for where, made, now in self._changes():
-            raise ReadOnlyError(
-                f"`augment.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no effect: "
-                "settings are read once. Build another recipe, as `Augment.replace` does; "
-                "`loader.replace(augment=...)` puts it into a loader."
-            )
         for view in self.views:
-            view.augment._seen = view.augment._values()
-
-    def _changes(self) -> list[Difference]:
-        raise NotImplementedError
+            augment, values = view.augment, view.augment._values() if view.copy == 0 else []
+            if view.copy or (quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen))):
+                continue
+            prefix = f"augment.views.{view.name}" if view.name else "augment"
+            for where, made, now in differences(augment._made, augment._settings()):
+                raise ReadOnlyError(
+                    f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no "
+                    "effect: settings are read once. Build another recipe, as `Augment.replace` does; "
+                    "`loader.replace(augment=...)` puts it into a loader."
+                )
+            augment._seen = values
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
@@ -101,7 +103,10 @@ class _Recipe(nn.Module):
         return tuple(
             Stream(view.name, view.copy, name, count)
             for view in self.views
-            for name, count in (("crop", view.augment._crop_count), *((p.name, p.count) for p in view.augment.prepared))
+            for name, count in (
+                ("crop", getattr(view.augment.crop, "count", 0)),
+                *((p.name, p.count) for p in view.augment.prepared),
+            )
         )
 
     @property
@@ -121,18 +126,11 @@ class _Recipe(nn.Module):
             repeats: int64 [B], how often the epoch yielded the index before; None: 0.
         """
         numbers = np.asarray(indices, dtype=np.int64)
-        if not len(numbers):
-            names = {(s.view, s.copy, s.op): s.count for s in self.streams}
-            return Drawn(
-                {k: np.empty((0, count), np.float32) for k, count in names.items()},
-                {k: np.empty((0, 2), np.int64) for k in names},
-            )
         values = uniforms(self.streams, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
-        keyed = {(v.name, v.copy, p.name) for v in self.views for p in v.augment.prepared if p.keyed}
         keys = {
             (s.view, s.copy, s.op): sample_keys(s, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
-            for s in self.streams
-            if (s.view, s.copy, s.op) in keyed
+            for v in self.views
+            for s in (Stream(v.name, v.copy, p.name, p.count) for p in v.augment.prepared if p.keyed)
         }
         return Drawn(values, keys)
 
@@ -147,7 +145,10 @@ class _Recipe(nn.Module):
             ConfigError: images of different sizes and no crop, or a crop that does not fit them.
         """
         return [
-            view.augment._boxes(drawn.uniforms[view.name, view.copy, "crop"], heights, widths) for view in self.views
+            _whole_images(heights, widths)
+            if (crop := view.augment.crop) is None
+            else crop.boxes(drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None, heights, widths)
+            for view in self.views
         ]
 
     def apply(  # type: ignore[override]
@@ -166,7 +167,7 @@ class _Recipe(nn.Module):
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
         return [
-            view.augment._run(x, drawn, view, dtype=dtype, memory_format=memory_format)
+            view.augment.run(x, drawn, view, dtype=dtype, memory_format=memory_format)
             for x, view in zip(images, self.views, strict=True)
         ]
 
@@ -199,25 +200,25 @@ class _Recipe(nn.Module):
             ReadOnlyError: settings were changed after the recipe was made.
         """
         if torch.compiler.is_compiling():  # numpy and kernels of our own: nothing that could be traced
-            eager = torch.compiler.disable(partial(_Recipe.forward, self, images, seed=seed, epoch=epoch))
-            return eager(indices=indices, dtype=dtype, memory_format=memory_format)
-        if not all(view.augment._is_untouched() for view in self.views if view.copy == 0):
-            self.check_unchanged()
+            eager = torch.compiler.disable(partial(_Recipe.forward, self))
+            return eager(images, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
+        self.check_unchanged(quick=True)
         images = _channels_last(images)
-        dtype = _known_dtype(dtype)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
         for name, value in (("seed", seed), ("epoch", epoch)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
                 raise ConfigError(f"`{name}` must be a whole number. Found: {value!r}.")
         if indices is None:
             indices = range(len(images))
             seed = seed_of_call() if seed is None else seed
-        given = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-        if given.dtype.kind not in "iu" and given.size:
-            raise ConfigError(f"`indices` must be whole numbers. Found: {given.dtype}.")
-        numbers = given.astype(np.int64)
-        if numbers.shape != (len(images),):
+        numbers = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+        if numbers.shape != (len(images),) or (numbers.size and numbers.dtype.kind not in "iu"):
             raise ConfigError(
-                f"`indices` must be one number per image, {len(images)} of them. Found: shape {list(numbers.shape)}."
+                f"`indices` must be {len(images)} whole numbers, one per image. "
+                f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
         whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
@@ -238,6 +239,11 @@ class Augment(_Recipe):
         normalize: gpuaug.Normalize; None: pixels stay in 0..1.
         copies: views with draws of their own.
         backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Same draws.
+
+    >>> import torch, gpuaug, kornia.augmentation as K
+    >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
+    >>> recipe(torch.zeros((8, 3, 60, 80), dtype=torch.uint8), seed=0).shape
+    torch.Size([8, 3, 32, 32])
     """
 
     _read_once = ("crop", "ops", "normalize", "copies", "backend", "prepared", "views")
@@ -262,16 +268,14 @@ class Augment(_Recipe):
                 "`augment.normalize` must be a gpuaug.Normalize(mean=(...), std=(...)) or None. Found: "
                 f"{type(normalize).__name__}."
             )
-        if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= LARGEST_COPIES:
-            raise ConfigError(f"`augment.copies` must be an int from 1 to {LARGEST_COPIES}. Found: {copies!r}.")
-        _known_backend(backend)
+        checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
+        checks.one_of("augment.backend", backend, _BACKENDS)
         # Prepared operations are no submodules: moving a Kornia module would move and convert its samplers.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
-        self._crop_count = 0 if crop is None else int(crop.count)
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self._settings()
-        self._seen: list[Any] | None = None
+        self._seen: list[Any] = []  # values when they were compared last
 
     @property
     def ops(self) -> Mapping[str, Any]:
@@ -300,72 +304,42 @@ class Augment(_Recipe):
             "normalize": None if normalize is None else normalize.values(),
         }
 
-    def _changes(self) -> list[Difference]:
-        return differences(self._made, self._settings())
-
     @cached_property
     def _watched(self) -> list[Any]:
-        ops = [member for op in self.ops.values() for member in (op.ops.values() if isinstance(op, OneOf) else [op])]
+        """Crop and operations, with the modules inside."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
-        return [*filter(None, [self.crop]), *choices, *(module for op in ops if op for module in op.modules())]
+        ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
+        modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
+        return [self.crop, *choices, *modules]
 
     def _values(self) -> list[Any]:
         """The attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
-        held = [value for each in self._watched for value in getattr(each, "__dict__", {}).values()]
-        return held + [value for each in held if type(each) is dict for value in each.values()]
-
-    def _is_untouched(self) -> bool:
-        """Whether nothing was assigned since the settings were compared: some 10 microseconds, for every call."""
-        values = self._values()
-        return self._seen is not None and len(values) == len(self._seen) and all(map(is_, values, self._seen))
+        values = [value for each in self._watched for value in getattr(each, "__dict__", {}).values()]
+        return values + [inner for value in values if type(value) is dict for inner in value.values()]
 
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
         policies = [p.name for p in self.prepared if isinstance(p.op, nn.Module) and any(p.op.children())]
         ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
-        lines = [f"crop={self.crop!r}", *ops]
-        return ",\n".join([*lines, f"copies={self.copies}", f"backend={self.backend!r}"])
+        return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
-    def _boxes(self, u: Float, heights: Int, widths: Int) -> Boxes:
-        if self.crop is not None:
-            boxes: Boxes = self.crop.boxes(u if self._crop_count else None, heights, widths)
-            return boxes
-        sizes = np.stack([heights, widths], axis=1).astype(np.int32)
-        if len(sizes) and (sizes != sizes[0]).any():
-            other = sizes[(sizes != sizes[0]).any(axis=1)][0]
-            raise ConfigError(
-                "`augment.crop` is needed to make one batch of images of different sizes. Found: "
-                f"{sizes[0].tolist()} and {other.tolist()}. Use gpuaug.Resize((H, W)) or another crop."
-            )
-        size = (int(sizes[0, 0]), int(sizes[0, 1])) if len(sizes) else (1, 1)
-        zero = np.zeros_like(sizes)
-        return Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, size)
+    def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
+        """Operations and normalization of one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-    def _run(
-        self, images: Tensor, drawn: Drawn, view: View, *, dtype: torch.dtype, memory_format: torch.memory_format
-    ) -> Tensor:
+        ``drawn`` are the batch's draws, ``output`` is ``dtype`` and ``memory_format``.
+        """
         if self._executor is None:
-            self._executor = self._open(images.device)
-        at = (view.name, view.copy)
-        size = (images.shape[1], images.shape[2])
+            kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
+            if kind is FusedBackend and images.is_cuda and verdict("fused_cuda") is False:
+                log.warning("augment with backend=kornia: `gpuaug doctor` found the compiled kernels broken here")
+                kind = ReferenceBackend
+            self._executor = kind(self.prepared, self.normalize)
+        at, size = (view.name, view.copy), (images.shape[1], images.shape[2])
         chosen = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in self.prepared]
-        return self._executor(images, chosen, dtype=dtype, memory_format=memory_format)
-
-    def _open(self, device: torch.device) -> ReferenceBackend | FusedBackend:
-        backend = self.backend
-        if backend == "fused" and device.type == "cuda" and verdict("fused_cuda") is False:
-            log.warning("augment with backend=kornia: `gpuaug doctor` found the compiled kernels broken here")
-            backend = "kornia"
-        if backend == "kornia":
-            from gpuaug.augment.reference import ReferenceBackend
-
-            return ReferenceBackend(self.prepared, self.normalize)
-        from gpuaug.augment.fused.backend import FusedBackend
-
-        return FusedBackend(self.prepared, self.normalize)
+        return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executor": None, "_seen": None}  # compiled functions and caches are made anew
+        return {**self.__dict__, "_executor": None, "_seen": []}  # compiled functions and caches are made anew
 
 
 class MultiView(_Recipe):
@@ -374,12 +348,19 @@ class MultiView(_Recipe):
     Args:
         views: names to :class:`Augment`; the name keys the draws. None is one switched off.
         backend: ``fused`` or ``kornia`` for all views; None: the backend of each.
+
+    >>> import gpuaug
+    >>> large, small = (gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), copies=2) for size in (224, 96))
+    >>> len(gpuaug.MultiView(views={"global": large, "local": small}).views)
+    4
     """
 
     _read_once = ("views", "augments", "backend")
 
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
         super().__init__()
+        if backend is not None:
+            checks.one_of("augment.backend", backend, _BACKENDS)
         if not isinstance(views, Mapping):
             raise ConfigError(
                 "`augment.views` must be a mapping of names to gpuaug.Augment, such as {'global': Augment(copies=2)}. "
@@ -395,7 +376,7 @@ class MultiView(_Recipe):
             if not isinstance(augment, Augment):
                 raise ConfigError(f"`augment.views.{name}` must be a gpuaug.Augment. Found: {type(augment).__name__}.")
             self._names.append(name)
-            if backend is not None and _known_backend(backend) != augment.backend:
+            if backend not in (None, augment.backend):
                 augment = augment.replace(backend=backend)  # the caller's keeps its own
             self.augments.append(augment)
         if not self._names:
@@ -416,24 +397,19 @@ class MultiView(_Recipe):
         """Everything that decides draws and pixels, as JSON."""
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
 
-    def _changes(self) -> list[Difference]:
-        changes = [(v.name, *change) for v in self.views if v.copy == 0 for change in v.augment._changes()]
-        return [(f"views.{name}.{where}", made, now) for name, where, made, now in changes]
 
-
-def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
-    return found
-
-
-def _known_backend(backend: str) -> str:
-    if isinstance(backend, str) and backend in _BACKENDS:
-        return backend
-    near = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"`augment.backend` must be 'fused' or 'kornia'. Found: {backend!r}.{hint}")
+def _whole_images(heights: Int, widths: Int) -> Boxes:
+    """The boxes without a crop."""
+    sizes = np.stack([heights, widths], axis=1).astype(np.int32)
+    if len(sizes) and (sizes != sizes[0]).any():
+        other = sizes[(sizes != sizes[0]).any(axis=1)][0]
+        raise ConfigError(
+            "`augment.crop` is needed to make one batch of images of different sizes. Found: "
+            f"{sizes[0].tolist()} and {other.tolist()}. Use gpuaug.Resize((H, W)) or another crop."
+        )
+    height, width = sizes[0].tolist() if len(sizes) else (1, 1)
+    zero = np.zeros_like(sizes)
+    return Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
 
 
 def _channels_last(images: Any) -> Tensor:
@@ -454,17 +430,11 @@ def _channels_last(images: Any) -> Tensor:
 def _cut(images: Tensor, boxes: Boxes) -> Tensor:
     """Boxes of uint8 [B, H, W, 3], resized onto their canvas: uint8 [B, h, w, 3]; as decoding does on the CPU."""
     H, W = boxes.size
-    if (
-        (boxes.box[:, :2] == 0).all()
-        and (boxes.offset == 0).all()
-        and (boxes.resized == boxes.box[:, 2:]).all()
-        and (boxes.resized == (H, W)).all()
-        and images.shape[1:3] == (H, W)
-    ):
+    placed = np.hstack([boxes.box, boxes.resized, boxes.offset])
+    if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
     out = torch.full((len(images), H, W, 3), boxes.fill, dtype=torch.uint8, device=images.device)
-    rows = zip(boxes.box.tolist(), boxes.resized.tolist(), boxes.offset.tolist(), strict=True)
-    for i, ((top, left, height, width), (h, w), (y, x)) in enumerate(rows):
+    for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):
             part = _resized(part, (h, w), boxes.interpolation)
@@ -476,9 +446,8 @@ def _cut(images: Tensor, boxes: Boxes) -> Tensor:
 
 def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     x = image.contiguous().permute(2, 0, 1)[None]  # whatever the layout given: the same kernel, the same pixels
-    if x.device.type == "cpu":
-        y = F.interpolate(x, size=size, mode=interpolation, antialias=True, align_corners=False)
-    else:  # torch resizes uint8 on the CPU only
-        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True, align_corners=False)
-        y = y.round_().clamp_(0, 255).to(torch.uint8)
+    if x.is_cuda:  # torch resizes uint8 on the CPU only
+        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True).round_().clamp_(0, 255)
+        return y[0].permute(1, 2, 0).to(torch.uint8)
+    y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
     return y[0].permute(1, 2, 0)

@@ -41,12 +41,7 @@ logger = logging.getLogger("gpuaug")
 
 
 class ReferenceBackend:
-    """A recipe's operations through Kornia.
-
-    Args:
-        ops: the prepared operations, in order.
-        normalize: applied at the end, in float32; None: nothing.
-    """
+    """A recipe's prepared operations, in order, through Kornia; then ``normalize``, in float32, unless it is None."""
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
         self.ops = tuple(ops)
@@ -87,7 +82,15 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     shape = list(x.shape)
     try:
         with _Float64Products() if x.is_cuda else nullcontext():
-            return _applied(x, op, chosen)
+            if op.seeded is not None:
+                assert chosen.keys is not None
+                return _apply_seeded(x, op, chosen.keys)
+            for slot, modules in enumerate(op.slots):
+                for alternative, module in enumerate(modules):
+                    rows = np.flatnonzero(chosen.choice[:, slot] == alternative)
+                    if len(rows):
+                        x = _apply_rows(x, module, rows, chosen.params[slot][alternative], chosen.keys)
+            return x
     except Exception as error:
         kind = type(op.op)
         refused = isinstance(error, ImportError | RuntimeError | TypeError | ValueError)
@@ -128,37 +131,22 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
-def _applied(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
-    if op.seeded is not None:
-        assert chosen.keys is not None
-        return _apply_seeded(x, op, chosen.keys)
-    for slot, modules in enumerate(op.slots):
-        for alternative, module in enumerate(modules):
-            rows = np.flatnonzero(chosen.choice[:, slot] == alternative)
-            if len(rows):
-                x = _apply_rows(x, module, rows, chosen.params[slot][alternative], chosen.keys)
-    return x
-
-
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
-    count = len(rows)
     entry = entry_of(module)
     if entry is not None and entry.one_by_one:
         for row in rows:
             x[row : row + 1] = module(x[row : row + 1], params=_values(params, rows=np.array([row])))
         forget(module)
         return x
+    count, whole = len(rows), 1 < len(rows) == len(x)
     group = np.repeat(rows, 2) if count == 1 else rows  # never a single row
-    whole = len(group) == len(x) and count == len(x)
-    at = None if whole else torch.from_numpy(group).to(x.device, non_blocking=True)
     values = _values(params, rows=group)
     if keys is not None:
         values |= noise(module, torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3]))
-    y = module(x if at is None else x.index_select(0, at), params=values).to(x.dtype)  # some give torch's default
+    at = torch.from_numpy(group).to(x.device, non_blocking=True)
+    y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some give torch's default
     forget(module)
-    if at is None:
-        return y.contiguous()
-    return x.index_copy_(0, at[:count], y[:count])
+    return y.contiguous() if whole else x.index_copy_(0, at[:count], y[:count])
 
 
 def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
@@ -213,18 +201,15 @@ def _check_repeats(op: Prepared, y: Tensor, again: Tensor) -> None:
 
 def _check_range(op: Prepared, given: Tensor, made: Tensor) -> None:
     """Warn where an operation made NaN, or values far outside 0..1, of pixels that were all right."""
-    low, high = float(made.min()), float(made.max())  # NaN where one pixel is
-    if _near_unit(low, high) or not _near_unit(float(given.min()), float(given.max())):
+    # NaN where one pixel is. Noise that nobody clamps stays in -1..2; a normalized image, or 0..255, does not.
+    (low, high), (least, most) = ((float(x.min()), float(x.max())) for x in (made, given))
+    if (low >= -1 and high <= 2) or not (least >= -1 and most <= 2):
         return
     if math.isfinite(low) and math.isfinite(high):
-        found = f": {low:.3g} to {high:.3g}. Scale its output; mean and standard deviation belong to `normalize`."
-        _warn(op, "gives values far outside 0..1", found)
+        rest = f": {low:.3g} to {high:.3g}. Scale its output; mean and standard deviation belong to `normalize`."
+        _warn(op, "gives values far outside 0..1", rest)
     else:
         _warn(op, "gives pixels that are NaN or infinite", ". Check its arithmetic, or clamp what it takes or gives.")
-
-
-def _near_unit(low: float, high: float) -> bool:
-    return low >= -1 and high <= 2  # noise that nobody clamps stays inside; a normalized image, or 0..255, does not
 
 
 def _warn(op: Prepared, fact: str, rest: str) -> None:

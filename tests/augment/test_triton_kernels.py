@@ -21,8 +21,8 @@ from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, dr
 
 import gpuaug
 from gpuaug.augment.fused import backend as fused
-from gpuaug.augment.fused import batched
 from gpuaug.augment.fused import cpu as native
+from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
 
@@ -169,7 +169,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_without_triton_a_recipe_runs_operation_by_operation(
+def test_without_triton_a_recipe_runs_through_kornia(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """What Triton itself raises, from its own functions where that can be had; never twice, and the log says why."""
@@ -203,7 +203,7 @@ def test_without_triton_a_recipe_runs_operation_by_operation(
     (message,) = [r.message for r in caplog.records if "operation by operation" in r.message]
     assert type(raised[0]).__name__ in message
     expected = ReferenceBackend(prepared, NORMALIZE)(images, chosen)
-    assert all((x - expected).abs().max() <= SPACE for x in found)
+    assert all(torch.equal(x, expected) for x in found)
 
 
 def test_an_error_of_the_device_is_not_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_an_error_of_the_device_is_not_tritons(monkeypatch: pytest.MonkeyPatch) 
     def launch() -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    with pytest.raises(triton_kernels.CannotRunError, match="RuntimeError: Triton Error"):
+    with pytest.raises(cuda_steps.CannotRunError, match="RuntimeError: Triton Error"):
         triton_kernels._queue(Failing(launch), (1,), torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", sick)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
@@ -319,12 +319,10 @@ def compiled(
         x = torch.zeros((batch, *size, 3), dtype=torch.uint8)
         for part in fused._parts(view.augment.prepared):
             assert part.lowering is not None, "a shipped recipe runs through Kornia"
-            code, args = part.lowering.program([chosen[n] for n in part.numbers], size)
-            if not part.numbers:
-                code, args = np.zeros((batch, 0), dtype=np.int32), np.zeros((batch, 0, 1), dtype=np.float32)
+            code, args = part.lowering.program([chosen[n] for n in part.numbers], size, batch)
             fields = fused._fields(part.lowering, chosen, code, size, x.device, triton_kernels.normal_field)
             ramps = fused.warp_ramps(size)
-            program = triton_kernels.upload(code, args, ramps, (1.0,) * 3, (0.0,) * 3, x.device)
+            program = cuda_steps.upload(code, args, ramps, (1.0,) * 3, (0.0,) * 3, x.device)
             options = {"dtype": torch.bfloat16, "channels_last": False, **options}
             x = triton_kernels.launch(x, program, fields=fields, **options)
     monkeypatch.undo()
@@ -416,6 +414,6 @@ def test_uploaded_arrays_are_whole_and_aligned() -> None:
     random = np.random.default_rng(0)
     arrays: list[Any] = [random.integers(0, 9, (n, 3)).astype(np.int32) for n in (0, 1, 5, 37)]
     arrays += [random.random((n, 2, 5), dtype=np.float32) for n in (1, 3)]
-    for given, found in zip(arrays, batched.upload(arrays, torch.device("cpu")), strict=True):
+    for given, found in zip(arrays, cuda_steps.pack(arrays, torch.device("cpu")), strict=True):
         assert found.data_ptr() % 16 == 0 or not given.size
         assert np.array_equal(found.numpy(), given)

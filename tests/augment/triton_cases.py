@@ -26,6 +26,7 @@ from test_fused import (
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
+from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.prepare import prepare
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.random import keyed as draws
@@ -41,7 +42,7 @@ def run(
     chosen = [draw(p, len(images), size, seed + k, extreme=seed % 2 == 1) for k, p in enumerate(prepared)]
     (part,) = fused._parts(tuple(prepared))
     assert part.lowering is not None
-    code, args = part.lowering.program(chosen, size)
+    code, args = part.lowering.program(chosen, size, len(images))
     scale, shift = fused._affine(NORMALIZE)
     found = triton_kernels.run(
         images.to(DEVICE),
@@ -53,7 +54,7 @@ def run(
         shift=shift,
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
-    return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), triton_kernels.stretches(code, args)
+    return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)
 
 
 def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:

@@ -3,7 +3,7 @@
 takes: uint8 [B, H, W, 3] on the device, and per operation what was chosen for each sample.
 does: lowers the choices to one short program per sample (lower.py) and runs the programs: on the CPU in one compiled
 call (cpu.cpp), each image staying in cache from its uint8 pixels to the normalised output; on CUDA in a few Triton
-kernels (cuda.py); elsewhere in torch (batched.py).
+kernels (cuda.py). Without a C++ compiler, or without Triton, the whole recipe runs through Kornia (reference.py).
 gives: [B, 3, H, W].
 
 On every device a sample's pixels are the same bits in every batch, except through Kornia on CUDA (reference.py).
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -27,35 +26,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug.augment import reference
-from gpuaug.augment.fused import batched
 from gpuaug.augment.fused import cpu as native
+from gpuaug.augment.fused.cuda_steps import CannotRunError, groups
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.ops import noise
-from gpuaug.augment.ops.entry import Code, Steps
+from gpuaug.augment.ops.entry import Code
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
 
 Three = tuple[float, float, float]
-
-
-class _Output(NamedTuple):
-    """How a pass leaves its pixels: ``x * scale + shift`` per channel, cast and laid out."""
-
-    scale: Three
-    shift: Three
-    dtype: torch.dtype
-    channels_last: bool
-
-
 _NO_SCALE: tuple[Three, Three] = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
-_BETWEEN = _Output(*_NO_SCALE, torch.float32, channels_last=False)
-_NATIVE = (torch.float32, torch.bfloat16, torch.float16)  # what native.run writes
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Consecutive operations: either all lowered, or a single one that runs through Kornia."""
 
     numbers: tuple[int, ...]
@@ -71,10 +56,9 @@ class FusedBackend:
     """
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
-        self.ops = tuple(ops)
-        self.normalize = normalize
-        self._parts = _parts(self.ops)
-        self._scale, self._shift = _affine(normalize)
+        self._reference = reference.ReferenceBackend(ops, normalize)
+        self._parts = _parts(tuple(ops))
+        self._affine = _affine(normalize)
 
     def __call__(
         self,
@@ -85,43 +69,56 @@ class FusedBackend:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
         """uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and memory format; arithmetic in float32, one cast."""
-        size: Size = (images.shape[1], images.shape[2])
-        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-            x = images
-            if not images.numel():
-                return reference.unit(images).to(dtype=dtype, memory_format=memory_format)
-            for part in self._parts[:-1]:
-                x = self._run(x, part, chosen, size, _BETWEEN)
-            output = _Output(self._scale, self._shift, dtype, memory_format == torch.channels_last)
-            return self._run(x, self._parts[-1], chosen, size, output)
+        library = native.library() if images.device.type == "cpu" else None
+        kernels = _triton_kernels(images.device) if library is None else None
+        if images.numel() and (library or kernels) is not None:
+            run = partial(self._run, chosen=chosen, library=library, kernels=kernels)
+            channels_last = memory_format == torch.channels_last
+            *between, last = self._parts
+            try:
+                with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+                    x = images
+                    for part in between:
+                        x = run(x, part)
+                    return run(x, last, affine=self._affine, dtype=dtype, channels_last=channels_last)
+            except CannotRunError as error:
+                _without_triton(str(error))
+        return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
-    def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], size: Size, output: _Output) -> Tensor:
+    def _run(
+        self,
+        x: Tensor,
+        part: _Part,
+        *,
+        chosen: Sequence[Chosen],
+        library: Any,
+        kernels: Any,
+        affine: tuple[Three, Three] = _NO_SCALE,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> Tensor:
+        """One pass; then ``x * scale + shift`` per channel, cast and laid out."""
         if part.lowering is None:
             (number,) = part.numbers
-            return reference.apply(reference.unit(x) if x.dtype == torch.uint8 else x, self.ops[number], chosen[number])
+            x = reference.unit(x) if x.dtype == torch.uint8 else x
+            return reference.apply(x, self._reference.ops[number], chosen[number])
+        size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
         own = [chosen[number] for number in part.numbers]
-        code, args = part.lowering.program(own, size)
-        if not own:
-            code, args = np.zeros((len(x), 0), dtype=np.int32), np.zeros((len(x), 0, 1), dtype=np.float32)
-        known = part.lowering.codes
-        fields = partial(_fields, part.lowering, own, code, size, x.device)
-        warps = Code.WARP in known and (code == Code.WARP).any()
-        library = native.library() if x.device.type == "cpu" else None
-        if library is not None:
-            tables = [*_noise_tables(fields(), code), *(_blur_tables(code, args) if Code.BLUR in known else ())]
-            ramps = warp_ramps(size) if warps else None
-            narrow = output if output.dtype in _NATIVE else output._replace(dtype=torch.float32)
-            y = native.run(library, x, code, args, tables=tables, ramps=ramps, **narrow._asdict())
-            return y.to(output.dtype)
-        kernels = _triton_kernels(x.device)
-        if kernels is not None:
-            ramps = warp_ramps(size) if warps else np.zeros(1, dtype=np.float32)
-            try:
-                noise_fields = fields(normal=kernels.normal_field)
-                return kernels.run(x, code, args, fields=noise_fields, ramps=ramps, **output._asdict())
-            except kernels.CannotRunError as error:
-                _without_triton(str(error))
-        return _batched(x, code, args, size, fields(), output)
+        code, args = part.lowering.program(own, size, len(x))
+        ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
+        output: dict[str, Any] = {
+            "scale": affine[0],
+            "shift": affine[1],
+            "dtype": dtype,
+            "channels_last": channels_last,
+        }
+        if library is None:
+            fields = _fields(part.lowering, own, code, size, x.device, kernels.normal_field)
+            made: Tensor = kernels.run(x, code, args, fields=fields, ramps=ramps, **output)
+            return made
+        fields = _fields(part.lowering, own, code, size, x.device)
+        tables = [(np.flatnonzero(code[:, column] == Code.NOISE), column, v) for column, v in fields.items()]
+        return native.run(library, x, code, args, tables=tables + _blur_tables(code, args), ramps=ramps, **output)
 
 
 _no_triton: list[str] = []  # why, once Triton has failed
@@ -151,43 +148,19 @@ def _without_triton(why: str) -> None:
     _no_triton.append(why)
 
 
-def _batched(
-    x: Tensor, code: NDArray[np.int32], args: Float, size: Size, fields: dict[int, Tensor], output: _Output
-) -> Tensor:
-    steps = batched.groups(code, args, range(code.shape[1]))
-    ends = np.array([output.scale, output.shift], dtype=np.float32)
-    numbers = [g.rows.astype(np.int32) for g in steps]
-    ramps = warp_ramps(size) if any(g.code is Code.WARP for g in steps) else np.zeros(1, dtype=np.float32)
-    values, affine, on_device, *rows = batched.upload([args, ends, ramps, *numbers], x.device)
-    x = reference.unit(x) if x.dtype == torch.uint8 else x
-    x = batched.run(x, steps, values, rows, fields=fields, ramps=on_device)
-    memory_format = torch.channels_last if output.channels_last else torch.contiguous_format
-    y = x * affine[0, :, None, None] + affine[1, :, None, None]
-    return y.to(dtype=output.dtype, memory_format=memory_format)
-
-
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
     """The operations in runs; the last part is always a fused one, which also normalises and casts."""
-    parts: list[_Part] = []
-    numbers: list[int] = []
-    slots: list[list[tuple[Steps, ...]]] = []
-
-    def close() -> None:
-        parts.append(_Part(tuple(numbers), Lowering([ops[n] for n in numbers], list(slots))))
-        numbers.clear()
-        slots.clear()
-
-    for number, op in enumerate(ops):
-        lowered = lowered_slots(op)
-        if isinstance(lowered, str):
-            say(op.name, type(op.op).__name__, lowered)
-            if numbers:
-                close()
+    slots = [lowered_slots(op) for op in ops]
+    alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str)]
+    parts, first = [], 0
+    for number in (*alone, len(ops)):
+        if first < number or number == len(ops):
+            own = range(first, number)
+            parts.append(_Part(tuple(own), Lowering([ops[n] for n in own], [slots[n] for n in own])))  # type: ignore[misc]
+        if number < len(ops):
+            say(ops[number].name, type(ops[number].op).__name__, str(slots[number]))
             parts.append(_Part((number,), None))
-        else:
-            numbers.append(number)
-            slots.append(lowered)
-    close()
+        first = number + 1
     return parts
 
 
@@ -207,51 +180,40 @@ def _fields(
 ) -> dict[int, Tensor]:
     """Per column with noise, the values to add to its rows: float32 [rows, 3, H, W] on the device."""
     fields: dict[int, Tensor] = {}
-    for column in lowering.columns if Code.NOISE in lowering.codes else ():
-        op, c = lowering.ops[column.op], chosen[column.op]
+    for column in lowering.columns:
         rows = np.flatnonzero(code[:, column.start] == Code.NOISE)
-        if not len(rows):
-            continue
-        assert c.keys is not None
-        for alternative, module in enumerate(op.slots[column.slot]):
-            of = np.flatnonzero(c.choice[rows, column.slot] == alternative)
-            if len(of) and column.table[alternative, 0] == Code.NOISE:
-                # keys and an index that are not on the device yet would be waited for
-                keys = torch.from_numpy(c.keys[rows[of]]).to(device, non_blocking=True)
-                drawn = noise(module, keys, size, normal)["gaussian_noise"]
-                if len(of) == len(rows):
-                    fields[column.start] = drawn
-                    break
-                if column.start not in fields:
-                    fields[column.start] = drawn.new_empty((len(rows), *drawn.shape[1:]))
-                fields[column.start].index_copy_(0, torch.from_numpy(of).to(device, non_blocking=True), drawn)
+        choice, keys = chosen[column.op].choice[rows, column.slot], chosen[column.op].keys
+        for alternative in np.unique(choice).tolist():
+            assert keys is not None
+            own = np.flatnonzero(choice == alternative)
+            # keys and an index that are not on the device yet would be waited for
+            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)
+            module = lowering.ops[column.op].slots[column.slot][alternative]
+            drawn = noise(module, key, size, normal)["gaussian_noise"]
+            if len(own) == len(rows):
+                fields[column.start] = drawn
+            else:
+                field = fields.setdefault(column.start, drawn.new_empty((len(rows), *drawn.shape[1:])))
+                field.index_copy_(0, torch.from_numpy(own).to(device, non_blocking=True), drawn)
     return fields
 
 
-Table = tuple[NDArray[np.int64], int, Tensor]
-
-
-def _noise_tables(fields: dict[int, Tensor], code: NDArray[np.int32]) -> list[Table]:
-    return [(np.flatnonzero(code[:, column] == Code.NOISE), column, values) for column, values in fields.items()]
-
-
-def _blur_tables(code: NDArray[np.int32], args: Float) -> list[Table]:
+def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.int64], int, Tensor]]:
     """The weights of the blurs, both directions in one row."""
+    from kornia.filters import get_gaussian_kernel1d
+
     tables = []
-    columns = np.flatnonzero((code == Code.BLUR).any(axis=0))
-    for group in batched.groups(np.where(code == Code.BLUR, code, 0), args, columns.tolist()):
-        sigma = torch.from_numpy(args[group.rows, group.column, 2:3])
-        weights = [batched.gaussian(sigma, int(taps)) for taps in group.static[:2]]
-        tables.append((group.rows, group.column, torch.cat(weights, dim=1).contiguous()))
+    for column in np.flatnonzero((code == Code.BLUR).any(axis=0)).tolist():
+        for group in groups(np.where(code[:, column] == Code.BLUR, code[:, column], 0), args[:, column]):
+            sigma = torch.from_numpy(args[group.rows, column, 2:3])
+            weights = [get_gaussian_kernel1d(int(taps), sigma) for taps in group.static[:2]]
+            tables.append((group.rows, column, torch.cat(weights, dim=1)))
     return tables
 
 
-def _affine(normalize: Any) -> tuple[Three, Three]:
+def _affine(normalize: Any) -> tuple[Any, Any]:
     """Normalization as ``x * scale + shift``."""
     if normalize is None:
         return _NO_SCALE
-    mean, std = (
-        torch.as_tensor(v, dtype=torch.float64).flatten().expand(3).tolist() for v in (normalize.mean, normalize.std)
-    )
-    scale, shift = [1 / s for s in std], [-m / s for m, s in zip(mean, std, strict=True)]
-    return (scale[0], scale[1], scale[2]), (shift[0], shift[1], shift[2])
+    mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))
+    return tuple((1 / std).tolist()), tuple((-mean / std).tolist())

@@ -1,6 +1,6 @@
 """The fused program on the CPU: cpu.cpp, built once per machine by native/build.py.
 
-Without a compiler :func:`library` gives None and says so; the same program then runs in torch (batched.py).
+Without a compiler :func:`library` gives None and says so; the recipe then runs through Kornia (reference.py).
 """
 
 from __future__ import annotations
@@ -26,22 +26,10 @@ class _Job(ctypes.Structure):
     """``Job`` of cpu.cpp."""
 
     _fields_ = (
-        ("src", ctypes.c_void_p),
-        ("dst", ctypes.c_void_p),
-        ("code", ctypes.c_void_p),
-        ("args", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("ramps", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("steps", ctypes.c_int64),
-        ("src_float", ctypes.c_int32),
-        ("dst_type", ctypes.c_int32),
-        ("channels_last", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("scale", ctypes.c_float * 3),
-        ("shift", ctypes.c_float * 3),
+        *((name, ctypes.c_void_p) for name in ("src", "dst", "code", "args", "tables", "ramps")),
+        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "steps")),
+        *((name, ctypes.c_int32) for name in ("src_float", "dst_type", "channels_last", "threads")),
+        *((name, ctypes.c_float * 3) for name in ("scale", "shift")),
     )
 
 
@@ -52,7 +40,7 @@ def run(
     args: Float,
     *,
     tables: list[tuple[NDArray[np.int64], int, Tensor]],
-    ramps: Float | None,
+    ramps: Float,
     scale: tuple[float, float, float],
     shift: tuple[float, float, float],
     dtype: torch.dtype,
@@ -63,47 +51,33 @@ def run(
     Args:
         library: from :func:`library`.
         images: uint8 [B, H, W, 3] or float32 [B, 3, H, W], CPU.
-        code: int32 [B, S].
-        args: float32 [B, S, ARGS].
+        code, args: from :meth:`gpuaug.augment.fused.lower.Lowering.program`.
         tables: (rows, column, float32 [rows, n]) for the steps that read more than their arguments.
-        ramps: output positions for warps, see lower.py; None where there are none.
-        scale, shift: the result is ``x * scale + shift`` per channel.
-        dtype: float32, bfloat16 or float16.
+        ramps: output positions for warps, see lower.py; unused where there are none.
+        scale, shift: the result [B, 3, H, W] is ``x * scale + shift`` per channel.
+        dtype: of the result; other than float32, bfloat16 and float16 it is cast afterwards.
         channels_last: memory format of the result.
-
-    Returns:
-        [B, 3, H, W].
     """
     images = images.contiguous()
     whole = images.dtype == torch.uint8
     batch, height, width = (len(images), *images.shape[1:3]) if whole else (len(images), *images.shape[2:])
-    out = outputs.take((batch, 3, height, width), dtype, channels_last)
-    pointers = np.zeros(code.shape, dtype=np.int64) if tables else None
+    written = dtype if dtype in _DTYPES else torch.float32
+    out = outputs.take((batch, 3, height, width), written, channels_last)
+    pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
-        assert pointers is not None
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
+    # a thread takes some 50 us to start and to end: less than 100,000 pixels are sooner done without it
+    threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
     job = _Job(
-        src=images.data_ptr(),
-        dst=out.data_ptr(),
-        code=code.ctypes.data,
-        args=args.ctypes.data,
-        tables=None if pointers is None else pointers.ctypes.data,
-        ramps=None if ramps is None else ramps.ctypes.data,
-        batch=batch,
-        height=height,
-        width=width,
-        steps=code.shape[1],
-        src_float=not whole,
-        dst_type=_DTYPES[dtype],
-        channels_last=channels_last,
-        # a thread takes some 50 us to start and to end: less than 100,000 pixels are sooner done without it
-        threads=torch.get_num_threads() if batch * height * width >= 100_000 else 1,
-        scale=(ctypes.c_float * 3)(*scale),
-        shift=(ctypes.c_float * 3)(*shift),
+        *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
+        *(pointers.ctypes.data if tables else None, ramps.ctypes.data),
+        *(batch, height, width, code.shape[1]),
+        *(not whole, _DTYPES[written], channels_last, threads),
+        *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
     )
     if library.gpuaug_augment(ctypes.byref(job)):  # without the interpreter's lock
         raise MemoryError(f"no memory for augmenting images of {height}x{width} pixels")
-    return out
+    return out.to(dtype)
 
 
 @lru_cache(maxsize=1)

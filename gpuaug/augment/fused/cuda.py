@@ -20,7 +20,6 @@ background thread spends.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.fused import batched
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step, upload
 from gpuaug.augment.ops.entry import ARGS, Code
 from gpuaug.random.keyed import Float
 
@@ -38,13 +37,6 @@ BLOCK = 1024  # pixels per program: 224 x 224 is 49 of them, 96 x 96 is 9
 WARPS = 2  # so 16 pixels per thread
 TILE = (64, 32)  # rows and columns that a blur's program takes at a time
 BLUR_WARPS = 8
-
-POINTS = frozenset(
-    (
-        Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.CONTRAST, Code.SATURATION, Code.SATURATION_HSV, Code.HUE,
-        Code.GRAY, Code.SOLARIZE, Code.POSTERIZE, Code.INVERT, Code.GAMMA, Code.SHUFFLE, Code.ERASE,
-    )
-)  # fmt: skip
 
 _MULTIPLY: tl.constexpr = tl.constexpr(int(Code.MULTIPLY))
 _ADD: tl.constexpr = tl.constexpr(int(Code.ADD))
@@ -481,10 +473,6 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
     tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))
 
 
-class CannotRunError(Exception):
-    """Triton cannot compile, load or launch a kernel here; nothing is wrong with the device."""
-
-
 def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
     """Launch a kernel.
 
@@ -510,102 +498,6 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
         grid = (triton.cdiv(half, BLOCK), len(keys))
         _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
     return values
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Columns [first, last) whose colours run in one kernel, and the other steps of the last column, which follow."""
-
-    first: int
-    last: int
-    contrast: bool
-    rest: list[batched.Group]
-
-    @property
-    def blur(self) -> bool:
-        """Whether what follows is a kernel of ours."""
-        return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
-
-
-def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
-    """The program of a batch as few kernels; only steps that some sample has count."""
-    columns = code.shape[1]
-    found: list[Stretch] = []
-    first, contrasts, erased = 0, np.zeros(len(code), dtype=np.int64), False
-    for column in range(columns):
-        here = {int(c) for c in np.unique(code[:, column])} - {0}
-        again = Code.CONTRAST in here and bool((contrasts[code[:, column] == Code.CONTRAST] > 0).any())
-        # One mean per kernel and sample; flips happen at the load, before an erased rectangle.
-        if again or (erased and here & {Code.HFLIP, Code.VFLIP}):
-            found.append(Stretch(first, column, bool(contrasts.any()), []))
-            first, contrasts, erased = column, np.zeros(len(code), dtype=np.int64), False
-        contrasts += code[:, column] == Code.CONTRAST
-        erased = erased or Code.ERASE in here
-        if here - POINTS:
-            others = np.where(np.isin(code[:, column], list(POINTS)), 0, code[:, column])[:, None]
-            rest = batched.groups(others.astype(np.int32), args[:, column : column + 1], range(1))
-            for group in rest:
-                group.column = column
-            found.append(Stretch(first, column + 1, bool(contrasts.any()), rest))
-            first, contrasts, erased = column + 1, np.zeros(len(code), dtype=np.int64), False
-    if first < columns or not found or not found[-1].blur:
-        found.append(Stretch(first, columns, bool(contrasts.any()), []))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch, and what its kernels read, on the device."""
-
-    stretch: Stretch
-    flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down
-    sums: Tensor  # int64 [B], zero: where the gray of a contrast is added up
-    places: Tensor  # int32 [B]: place among the blurred samples, -1 for others
-    rows: list[Tensor]  # of a blur int32 [n], the blurred samples; else int32 per group of `rest`
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A batch's program on the device."""
-
-    parts: list[Part]
-    code: Tensor  # int32 [B, S]
-    args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each: of a part in between, and of the last
-    ramps: Tensor
-
-
-def upload(
-    code: NDArray[np.int32],
-    args: Float,
-    ramps: Float,
-    scale: tuple[float, float, float],
-    shift: tuple[float, float, float],
-    device: torch.device,
-) -> Program:
-    """The program in one copy; the sums are zeros in it, so that nothing has to be launched for them."""
-    found = stretches(code, args)
-    ends = [np.array([(1, 1, 1), (0, 0, 0)], dtype=np.float32), np.array([scale, shift], dtype=np.float32)]
-    nowhere = np.full(len(code), -1, dtype=np.int32)
-    arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
-    for stretch in found:
-        within = code[:, stretch.first : stretch.last]
-        turned = (within == Code.HFLIP).sum(1) % 2 + 2 * ((within == Code.VFLIP).sum(1) % 2)
-        places, rows = nowhere, [group.rows.astype(np.int32) for group in stretch.rest]
-        if stretch.blur:
-            rows, places = [np.concatenate(rows)], nowhere.copy()
-            places[rows[0]] = np.arange(len(rows[0]))
-        arrays += [turned.astype(np.int32), np.zeros((len(code), 2), dtype=np.int32), places, *rows]
-    packed = iter(batched.upload(arrays, device))
-    on_device = [next(packed) for _ in range(5)]
-    parts = [
-        Part(
-            stretch, next(packed), next(packed).view(torch.int64), next(packed),
-            [next(packed) for _ in range(1 if stretch.blur else len(stretch.rest))],
-        )
-        for stretch in found
-    ]  # fmt: skip
-    return Program(parts, on_device[0], on_device[1], (on_device[2], on_device[3]), on_device[4])
 
 
 def launch(
@@ -652,7 +544,9 @@ def launch(
                     R=TILE[0], C=TILE[1], num_warps=BLUR_WARPS,
                 )  # fmt: skip
         elif stretch.rest:
-            x = batched.run(x, stretch.rest, program.args, part.rows, fields=fields, ramps=program.ramps)
+            column = stretch.last - 1
+            for group, rows in zip(stretch.rest, part.rows, strict=True):
+                x = run_step(group, x, program.args[:, column], rows, field=fields.get(column), ramps=program.ramps)
     return x
 
 

@@ -8,8 +8,8 @@ gives: ``code`` int32 [B, S] and ``args`` float32 [B, S, ARGS]: the steps of eac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """Where the steps of one slot stand in the program: the slot's alternatives, and the columns they share."""
 
     op: int
@@ -35,11 +34,11 @@ class Column:
 
 
 class Lowering:
-    """Turns the choices for consecutive operations of a recipe into the program of every sample.
+    """Turns the choices for consecutive operations into the program of every sample.
 
     Args:
-        ops: prepared operations, all of whose modules have steps (see :func:`lowered_slots`).
-        slots: per operation and slot, the steps of its alternatives.
+        ops: prepared operations, all of whose modules have steps.
+        slots: per operation, what :func:`lowered_slots` gave.
     """
 
     def __init__(self, ops: list[Prepared], slots: list[list[tuple[Steps, ...]]]) -> None:
@@ -55,11 +54,9 @@ class Lowering:
                 self.columns.append(Column(number, slot, alternatives, at, width, table))
                 at += width
         self.steps = at
-        self.codes = frozenset(Code(int(c)) for column in self.columns for c in column.table.ravel() if c)
 
-    def program(self, chosen: list[Chosen], size: Size) -> tuple[NDArray[np.int32], Float]:
+    def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
         """``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS], zero where nothing is done."""
-        batch = len(chosen[0].choice) if chosen else 0
         code = np.empty((batch, self.steps), dtype=np.int32)
         args = np.zeros((batch, self.steps, ARGS), dtype=np.float32)
         everything = np.arange(batch)
@@ -80,8 +77,7 @@ class Lowering:
                     a.write(stacked[alternative][:, : len(a.codes)], params[alternative], size)
                 values[id(params)] = stacked
             args[:, where] = values[id(params)][choice, everything]
-        if Code.WARP in self.codes:
-            finish_warps(code, args, size)
+        finish_warps(code, args, size)
         return code, args
 
 
@@ -91,14 +87,11 @@ def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
         return op.seeded
     slots = []
     for modules in op.slots:
-        alternatives = []
-        for module in modules:
-            entry = entry_of(module)
-            steps = None if entry is None else entry.steps(module)
-            if steps is None:
-                return f"no fused form of {type(module).__name__} with these settings"
-            alternatives.append(steps)
-        slots.append(tuple(alternatives))
+        entries = [entry_of(module) for module in modules]
+        steps = [entry and entry.steps(module) for entry, module in zip(entries, modules, strict=True)]
+        if None in steps:
+            return f"no fused form of {type(modules[steps.index(None)]).__name__} with these settings"
+        slots.append(tuple(s for s in steps if s))
     return slots
 
 

@@ -7,20 +7,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gpuaug.augment.ops import blur, color, corruption, flips, geometry
+from gpuaug.augment.ops import color, degradation, geometry
 from gpuaug.augment.ops.entry import Entry, Normal
 from gpuaug.augment.parameters import Size
 from gpuaug.random.keyed import normal_field
 
 T = TypeVar("T")
 
-ENTRIES: dict[str, Entry] = {
-    **flips.ENTRIES,
-    **color.ENTRIES,
-    **blur.ENTRIES,
-    **geometry.ENTRIES,
-    **corruption.ENTRIES,
-}
+ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
 
 
 def by_class(table: Mapping[str, T], op: Any) -> T | None:

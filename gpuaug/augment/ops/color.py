@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gpuaug.augment.ops.entry import (
-    Code,
-    Entry,
-    Steps,
-    all_uniform,
-    constant,
-    step,
-    uniform_from,
-    write_nothing,
-)
+from gpuaug.augment.ops.entry import Code, Entry, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
@@ -31,7 +23,7 @@ _SAMPLERS = ("brightness_sampler", "contrast_sampler", "saturation_sampler", "hu
 _NEUTRAL = (1, 1, 1, 0)
 _JITTER = (Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.HUE)
 _JIGGLE = (Code.ADD, Code.MULTIPLY, Code.SATURATION_HSV, Code.HUE)
-_uniform_factors = uniform_from(**{_FACTORS[k]: _SAMPLERS[k] for k in (0, 1, 3, 2)})  # Kornia draws the hue third
+_uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia draws the hue third
 
 
 def _idle(op: Any) -> list[bool]:
@@ -68,13 +60,9 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
-    steps = tuple(
-        type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(step,)) for step in range(4)
-    )
-    idle = _idle(op)
-    orders = ORDERS
-    if not all(idle):  # where all are idle, the input is still clamped
-        orders = np.where(np.array(idle)[ORDERS], -1, ORDERS)
+    steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
+    idle = np.array(_idle(op))
+    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)  # all idle: the input is still clamped
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
 
@@ -96,56 +84,52 @@ def _jitter_steps(op: Any, *, hsv: bool) -> Steps | None:
     if order is None:
         return None
     idle = _idle(op)
-    steps = tuple(k for k in order if not idle[k])
+    steps = [k for k in order if not idle[k]]
     if not steps:  # what remains of it is the clamp
-        return Steps((Code.ADD,), write_nothing)
-    codes = tuple((_JIGGLE if hsv else _JITTER)[k] for k in steps)
-    return Steps(codes, partial(_write_factors, steps=steps, additive=hsv))
+        return steps_of(Code.ADD)
 
+    def write(out: Float, params: Params, size: Size) -> None:
+        for column, k in enumerate(steps):
+            value = params[_FACTORS[k]]
+            out[:, column, :3] = (value - np.float32(1) if hsv and k == 0 else value)[:, None]
 
-def _write_factors(out: Float, params: Params, size: Size, *, steps: tuple[int, ...], additive: bool) -> None:
-    for column, k in enumerate(steps):
-        value = params[_FACTORS[k]]
-        if additive and k == 0:
-            value = value - np.float32(1)
-        out[:, column, :3] = value[:, None]
+    return Steps(tuple((_JIGGLE if hsv else _JITTER)[k] for k in steps), write)
 
 
 def _jitter(*, hsv: bool) -> Entry:
-    return Entry(
-        "pixels",
-        parameters=partial(_factors, hsv=hsv),
-        steps=partial(_jitter_steps, hsv=hsv),
-        prepare=partial(_prepare_jitter, hsv=hsv),
-    )
+    steps, factors, prepare = (partial(f, hsv=hsv) for f in (_jitter_steps, _factors, _prepare_jitter))
+    return Entry("pixels", steps, factors, prepare=prepare)  # type: ignore[arg-type]
 
 
 # --- the others
 
 
-def _write_brightness(out: Float, params: Params, size: Size) -> None:
-    out[:, 0, :3] = (params["brightness_factor"] - np.float32(1))[:, None]
+def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
+    """A step with one argument per channel; ``clipped``: only where the module clips its output."""
+
+    def write(out: Float, params: Params, size: Size) -> None:
+        out[:, 0, :3] = values(params)
+
+    return lambda op: None if clipped and not op.clip_output else Steps((code,), write)
 
 
 def _grayscale(op: Any) -> Steps | None:
     weights = (0.299, 0.587, 0.114) if op.rgb_weights is None else tuple(float(w) for w in op.rgb_weights)
-    if len(weights) != 3:
-        return None
-    return constant(Code.GRAY, *weights, float(min(weights) < 0 or sum(weights) > 1 + 1e-6))
+    return steps_of(Code.GRAY, *weights, min(weights) < 0 or sum(weights) > 1 + 1e-6) if len(weights) == 3 else None
 
 
 def _invert(op: Any) -> Steps | None:
     top = op.flags["max_val"]
-    return constant(Code.INVERT, float(top)) if getattr(top, "ndim", 0) == 0 else None
+    return steps_of(Code.INVERT, float(top)) if getattr(top, "ndim", 0) == 0 else None
 
 
-def _bits(u: Float, size: Size, *, low: Any, span: Any) -> Params:
-    return {"bits_factor": np.rint(u[:, 0] * span + low).astype(np.int32)}  # half to even, as torch rounds
+def _bits(u: Float, size: Size, *, low: Any, high: Any) -> Params:
+    return {"bits_factor": np.rint(scale(u[:, 0], low, high)).astype(np.int32)}  # half to even, as torch rounds
 
 
 def _posterize(op: Any) -> tuple[int, Rule]:
     low, high = range_of(op, "bit_sampler")
-    return 1, partial(_bits, low=low, span=high - low)
+    return 1, partial(_bits, low=low, high=high)
 
 
 def _check_gamma(op: Any, key: str) -> None:
@@ -159,56 +143,40 @@ def _temperature(u: Float, size: Size, *, drawn: tuple[Any, Any]) -> Params:
     return {"idx": np.minimum(scale(u[:, 0], *drawn).astype(np.int64), int(drawn[1]) - 1)}
 
 
-def _write_planckian(out: Float, params: Params, size: Size, *, table: Float) -> None:
-    out[:, 0, 0], out[:, 0, 1], out[:, 0, 2] = table[params["idx"], 0], 1, table[params["idx"], 1]
+def _planckian(op: Any) -> Steps | None:
+    table = op.pl.cpu().numpy().astype(np.float32)[:, [0, 0, 1]]
+    table[:, 1] = 1  # green stays
+    return _each(Code.MULTIPLY, lambda params: table[params["idx"]])(op)
 
 
 def _channels(u: Float, size: Size) -> Params:
     return {"channels": np.argsort(u[:, :3], axis=1, kind="stable")}
 
 
-def _write_channels(out: Float, params: Params, size: Size) -> None:
-    out[:, 0, :3] = params["channels"]
-
-
-_scaled = step(Code.MULTIPLY, *("contrast_factor",) * 3)
-
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
     "ColorJiggle": _jitter(hsv=True),
     "RandomBrightness": Entry(
-        "pixels",
-        parameters=all_uniform,
-        steps=lambda op: Steps((Code.ADD,), _write_brightness) if op.clip_output else None,
+        "pixels", _each(Code.ADD, lambda p: p["brightness_factor"][:, None] - np.float32(1), clipped=True)
     ),
-    "RandomContrast": Entry("pixels", parameters=all_uniform, steps=lambda op: _scaled(op) if op.clip_output else None),
-    "RandomSaturation": Entry("pixels", parameters=all_uniform, steps=step(Code.SATURATION_HSV, "saturation_factor")),
-    "RandomHue": Entry("pixels", parameters=all_uniform, steps=step(Code.HUE, "hue_factor")),
-    "RandomGrayscale": Entry("pixels", steps=_grayscale),
-    "RandomSolarize": Entry("pixels", parameters=all_uniform, steps=step(Code.SOLARIZE, "thresholds", "additions")),
-    "RandomPosterize": Entry("pixels", parameters=_posterize, steps=step(Code.POSTERIZE, "bits_factor")),
-    "RandomInvert": Entry("pixels", steps=_invert),
+    "RandomContrast": Entry("pixels", _each(Code.MULTIPLY, lambda p: p["contrast_factor"][:, None], clipped=True)),
+    "RandomSaturation": Entry("pixels", step(Code.SATURATION_HSV, "saturation_factor")),
+    "RandomHue": Entry("pixels", step(Code.HUE, "hue_factor")),
+    "RandomGrayscale": Entry("pixels", _grayscale),
+    "RandomSolarize": Entry("pixels", step(Code.SOLARIZE, "thresholds", "additions")),
+    "RandomPosterize": Entry("pixels", step(Code.POSTERIZE, "bits_factor"), _posterize),
+    "RandomInvert": Entry("pixels", _invert),
     # torch's `pow` rounds the last pixels of a stretch of memory differently, and where stretches end depends on the
     # size of the batch (6e-8 in one of some hundred batches).
     "RandomGamma": Entry(
-        "pixels",
-        parameters=all_uniform,
-        steps=step(Code.GAMMA, "gamma_factor", "gain_factor"),
-        check=_check_gamma,
-        one_by_one=True,
+        "pixels", step(Code.GAMMA, "gamma_factor", "gain_factor"), check=_check_gamma, one_by_one=True
     ),
-    "RandomRGBShift": Entry("pixels", parameters=all_uniform, steps=step(Code.ADD, "r_shift", "g_shift", "b_shift")),
+    "RandomRGBShift": Entry("pixels", step(Code.ADD, "r_shift", "g_shift", "b_shift")),
     "RandomPlanckianJitter": Entry(
-        "pixels",
-        parameters=lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist"))),
-        steps=lambda op: Steps(
-            (Code.MULTIPLY,), partial(_write_planckian, table=op.pl.cpu().numpy().astype(np.float32))
-        ),
+        "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist")))
     ),
-    "RandomChannelShuffle": Entry(
-        "pixels", parameters=lambda op: (3, _channels), steps=lambda op: Steps((Code.SHUFFLE,), _write_channels)
-    ),
-    "RandomAutoContrast": Entry("pixels", steps=lambda op: constant(Code.AUTOCONTRAST, float(op.clip_output))),
-    "RandomEqualize": Entry("pixels", steps=step(Code.EQUALIZE)),
-    "RandomClahe": Entry("pixels", parameters=all_uniform),
+    "RandomChannelShuffle": Entry("pixels", _each(Code.SHUFFLE, lambda p: p["channels"]), lambda op: (3, _channels)),
+    "RandomAutoContrast": Entry("pixels", lambda op: steps_of(Code.AUTOCONTRAST, op.clip_output)),
+    "RandomEqualize": Entry("pixels", step(Code.EQUALIZE)),
+    "RandomClahe": Entry("pixels"),
 }

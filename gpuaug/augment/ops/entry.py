@@ -2,12 +2,12 @@
 
 Parameters follow Kornia's formulas: given the uniforms that Kornia would have drawn, they are the same to the last bit.
 Steps are the instructions of the fused backend. Their formulas are in fused/cpu.cpp, fused/cuda.py and
-fused/batched.py, and equal Kornia's.
+fused/cuda_steps.py, and equal Kornia's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -52,6 +52,7 @@ class Code(IntEnum):
 
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros before
+Parameters = Callable[[Any], tuple[int, Rule]]  # a module to the number of uniforms and the rule
 Normal = Callable[[Tensor, int], Tensor]  # keys int64 [B, 2] and n to standard normal values float32 [B, n]
 
 
@@ -63,8 +64,60 @@ class Steps:
     write: Write
 
 
-def _nothing(u: Float, size: Size) -> Params:
-    return {}
+def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
+    """Independent uniform parameters; ``low`` and ``span`` are float32 [n, 1]."""
+    values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
+    values += low
+    return dict(zip(names, values, strict=True))
+
+
+def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
+    low, high = np.array(list(ranges.values()), dtype=np.float32).reshape(-1, 2).T[:, :, None]
+    return len(ranges), partial(uniform, names=tuple(ranges), low=low, span=high - low)  # as torch's Uniform has them
+
+
+def all_uniform(op: Any) -> tuple[int, Rule]:
+    """Every parameter that Kornia draws is uniform, under Kornia's own name for it; many operations draw none."""
+    return _uniform(kornia_private.ranges(op))
+
+
+def uniform_from(*names: str) -> Parameters:
+    """Uniform parameters, in the order in which Kornia draws; ``x`` and ``x_factor`` come from Kornia's ``x_sampler``.
+
+    Those for which the operation's settings have no sampler are missing.
+    """
+
+    def parameters(op: Any) -> tuple[int, Rule]:
+        samplers = ((name, f"{name.removesuffix('_factor')}_sampler") for name in names)
+        drawn = {name: kornia_private.range_of(op, sampler) for name, sampler in samplers}
+        return _uniform({name: limits for name, limits in drawn.items() if limits is not None})
+
+    return parameters
+
+
+def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters:
+    """What ``derive(u, size, rule=...)`` makes of the rule of other parameters."""
+
+    def both(op: Any) -> tuple[int, Rule]:
+        count, rule = parameters(op)
+        return count, partial(derive, rule=rule)
+
+    return both
+
+
+def steps_of(code: Code, *arguments: str | float) -> Steps:
+    """One step; its arguments are parameters by name, or the same number for every sample."""
+
+    def write(out: Float, params: Params, size: Size) -> None:
+        for column, argument in enumerate(arguments):
+            out[:, 0, column] = params[argument] if isinstance(argument, str) else argument
+
+    return Steps((code,), write)
+
+
+def step(code: Code, *arguments: str | float) -> Callable[[Any], Steps]:
+    """The same, for any settings of the module."""
+    return lambda op: steps_of(code, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +127,9 @@ class Entry:
     Attributes:
         affects: what the operation does to a sample. ``pixels``: no pixel moves. ``matrix``: pixels move by Kornia's
             ``compute_transformation``. ``field``: each pixel moves by an offset of its own.
+        steps: a module to its fused steps; None where its settings have none, then the module itself runs.
         parameters: a module to the number of uniforms that a sample needs (without the gate), and the rule from them
             to Kornia's parameters; None where settings of the module have no rule.
-        steps: a module to its fused steps; None where its settings have none, then the module itself runs.
         check: raises ConfigError for settings that would fail later; gets the module and its key in the configuration.
         prepare: (name, module) to Prepared, for operations of more than one slot; None: one slot, as usual.
         noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
@@ -85,69 +138,10 @@ class Entry:
     """
 
     affects: Literal["pixels", "matrix", "field"]
-    parameters: Callable[[Any], tuple[int, Rule] | None] = lambda op: (0, _nothing)
     steps: Callable[[Any], Steps | None] = lambda op: None
+    parameters: Callable[[Any], tuple[int, Rule] | None] = all_uniform
     check: Callable[[Any, str], None] | None = None
     prepare: Callable[[str, Any], Prepared | None] | None = None
     noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
     one_by_one: bool = False
     without_rule: str = "no rule for its parameters"
-
-
-# --- parameters that many entries share
-
-
-def spread(ranges: Iterable[Range]) -> dict[str, Any]:
-    """``low`` and ``span`` float32 [n, 1] of the ranges that are drawn from, as torch's Uniform has them."""
-    low, high = np.array(list(ranges), dtype=np.float32).T[:, :, None]
-    return {"low": low, "span": high - low}
-
-
-def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
-    """Independent uniform parameters; ``low`` and ``span`` are float32 [n, 1]."""
-    values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
-    values += low
-    return dict(zip(names, values, strict=True))
-
-
-def all_uniform(op: Any) -> tuple[int, Rule]:
-    """Every parameter is uniform, under Kornia's own name for it."""
-    ranges = kornia_private.ranges(op)
-    return len(ranges), partial(uniform, names=tuple(ranges), **spread(ranges.values()))
-
-
-def uniform_from(**samplers: str) -> Callable[[Any], tuple[int, Rule]]:
-    """Uniform parameters: name to the sampler of Kornia's generator, in the order in which Kornia draws."""
-
-    def parameters(op: Any) -> tuple[int, Rule]:
-        low_span = spread(kornia_private.range_of(op, sampler) for sampler in samplers.values())
-        return len(samplers), partial(uniform, names=tuple(samplers), **low_span)
-
-    return parameters
-
-
-# --- steps that many entries share
-
-
-def step(code: Code, *names: str) -> Callable[[Any], Steps]:
-    """One step whose arguments are these parameters."""
-    return lambda op: Steps((code,), partial(write_columns, names=names) if names else write_nothing)
-
-
-def constant(code: Code, *values: float) -> Steps:
-    """One step whose arguments are the same for every sample."""
-    return Steps((code,), partial(_write_constant, values=values))
-
-
-def write_nothing(out: Float, params: Params, size: Size) -> None:
-    """For steps without arguments."""
-
-
-def write_columns(out: Float, params: Params, size: Size, *, names: tuple[str, ...]) -> None:
-    """Parameters of one step, one after the other."""
-    for column, name in enumerate(names):
-        out[:, 0, column] = params[name]
-
-
-def _write_constant(out: Float, params: Params, size: Size, *, values: tuple[float, ...]) -> None:
-    out[:, 0, : len(values)] = values

@@ -1,4 +1,4 @@
-"""Operations that move pixels by a matrix, and the elastic transform, which moves them by a field."""
+"""Flips and other operations that move pixels by a matrix, and the elastic transform, which moves them by a field."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, all_uniform, spread, uniform_from
-from gpuaug.augment.ops.kornia_private import Range, optional_range, setting
+from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, derived, step, uniform_from
+from gpuaug.augment.ops.kornia_private import setting
 from gpuaug.augment.parameters import Params, Rule, Size, tensors
-from gpuaug.random.keyed import Float, field, scale
+from gpuaug.random.keyed import Float, field
 
 # --- parameters
 
@@ -20,59 +20,29 @@ def _center(count: int, size: Size) -> Float:
     return np.broadcast_to(np.array([size[1], size[0]], dtype=np.float32) / np.float32(2) - np.float32(0.5), (count, 2))
 
 
-def _affine(op: Any) -> tuple[int, Rule]:
-    names = ("degree", "scale_2", "scale_4", "translate_x", "translate_y", "shear_x", "shear_y")  # as Kornia draws
-    drawn = {name: r for name in names if (r := optional_range(op, f"{name}_sampler")) is not None}
-    settings: dict[str, Any] = {
-        "scales": ("scale_2" in drawn) + ("scale_4" in drawn),
-        "translate": "translate_x" in drawn,
-        "shear": "shear_x" in drawn,
-    }
-    return len(drawn), partial(_affine_parameters, **settings, **spread(drawn.values()))
-
-
-def _affine_parameters(
-    u: Float, size: Size, *, low: Float, span: Float, scales: int, translate: bool, shear: bool
-) -> Params:
-    # columns: angle, [scale_x, [scale_y]], [translate_x, translate_y], [shear_x, shear_y]
-    values = u[:, : len(low)] * span[:, 0] + low[:, 0]
-    zeros = np.zeros(len(u), dtype=np.float32)
-    at = 1 + scales
-    moved = np.zeros((len(u), 2), dtype=np.float32)
-    if translate:
-        moved = values[:, at : at + 2] * np.array([size[1], size[0]], dtype=np.float32)
-        at += 2
+def _affine(u: Float, size: Size, *, rule: Rule) -> Params:
+    drawn = rule(u, size)
+    zeros, ones = (np.full(len(u), v, dtype=np.float32) for v in (0, 1))
+    across = drawn.get("scale_2", ones)
+    moved = _translate(u, size, rule=rule)
     return {
-        "translations": moved,
+        "translations": np.stack([moved["translate_x"], moved["translate_y"]], axis=1),
         "center": _center(len(u), size),
-        "scale": values[:, [1, scales]] if scales else np.ones((len(u), 2), dtype=np.float32),
-        "angle": values[:, 0],
-        "shear_x": values[:, at] if shear else zeros,
-        "shear_y": values[:, at + 1] if shear else zeros,
+        "scale": np.stack([across, drawn.get("scale_4", across)], axis=1),
+        "angle": drawn["degree"],
+        "shear_x": drawn.get("shear_x", zeros),
+        "shear_y": drawn.get("shear_y", zeros),
     }
 
 
-def _shear(op: Any) -> tuple[int, Rule]:
-    count, rule = uniform_from(shear_x="shear_x_sampler", shear_y="shear_y_sampler")(op)
-    return count, partial(_shear_parameters, rule=rule)
-
-
-def _shear_parameters(u: Float, size: Size, *, rule: Rule) -> Params:
+def _shear(u: Float, size: Size, *, rule: Rule) -> Params:
     return {"center": _center(len(u), size), **rule(u, size)}
 
 
-def _translate(op: Any) -> tuple[int, Rule]:
-    x, y = optional_range(op, "translate_x_sampler"), optional_range(op, "translate_y_sampler")
-    return (x is not None) + (y is not None), partial(_translate_parameters, x=x, y=y)
-
-
-def _translate_parameters(u: Float, size: Size, *, x: Range | None, y: Range | None) -> Params:
-    zeros = np.zeros(len(u), dtype=np.float32)
-    last = 1 if x is not None else 0
-    return {
-        "translate_x": zeros if x is None else scale(u[:, 0], *x) * np.float32(size[1]),
-        "translate_y": zeros if y is None else scale(u[:, last], *y) * np.float32(size[0]),
-    }
+def _translate(u: Float, size: Size, *, rule: Rule) -> Params:
+    drawn, zeros = rule(u, size), np.zeros(len(u), dtype=np.float32)
+    sides = {"translate_x": size[1], "translate_y": size[0]}
+    return {name: drawn.get(name, zeros) * np.float32(side) for name, side in sides.items()}
 
 
 _INWARD = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]], dtype=np.float32)  # towards the centre, from each corner
@@ -112,7 +82,7 @@ def _warp(op: Any, *, projective: bool = False) -> Steps | None:
     padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
     if flags["resample"].name != "BILINEAR" or padding not in _PADDINGS:
         return None
-    how = tuple(float(v) for v in (_PADDINGS.index(padding), flags["align_corners"], projective))
+    how = (_PADDINGS.index(padding), flags["align_corners"], projective)
     return Steps((Code.WARP,), partial(_write_perspective if projective else _write_affine, how=how))
 
 
@@ -137,12 +107,17 @@ def _write_perspective(out: Float, params: Params, size: Size, *, how: tuple[flo
     out[:, 0, 9:12] = how
 
 
+_TRANSLATIONS, _SHEARS = ("translate_x", "translate_y"), ("shear_x", "shear_y")
+_affine_draws = uniform_from("degree", "scale_2", "scale_4", *_TRANSLATIONS, *_SHEARS)
+
 ENTRIES = {
-    "RandomAffine": Entry("matrix", parameters=_affine, steps=_warp),
-    "RandomRotation": Entry("matrix", parameters=all_uniform, steps=_warp),
-    "RandomRotation90": Entry("matrix", parameters=all_uniform, steps=_warp),
-    "RandomShear": Entry("matrix", parameters=_shear, steps=_warp),
-    "RandomTranslate": Entry("matrix", parameters=_translate, steps=_warp),
-    "RandomPerspective": Entry("matrix", parameters=_perspective, steps=partial(_warp, projective=True)),
+    "RandomHorizontalFlip": Entry("matrix", step(Code.HFLIP)),
+    "RandomVerticalFlip": Entry("matrix", step(Code.VFLIP)),
+    "RandomAffine": Entry("matrix", _warp, derived(_affine_draws, _affine)),
+    "RandomRotation": Entry("matrix", _warp),
+    "RandomRotation90": Entry("matrix", _warp),
+    "RandomShear": Entry("matrix", _warp, derived(uniform_from(*_SHEARS), _shear)),
+    "RandomTranslate": Entry("matrix", _warp, derived(uniform_from(*_TRANSLATIONS), _translate)),
+    "RandomPerspective": Entry("matrix", partial(_warp, projective=True), _perspective),
     "RandomElasticTransform": Entry("field", noise=_elastic_noise),
 }

@@ -6,11 +6,10 @@ between operations. After an upgrade of Kornia, check this file first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 Range = tuple[Any, Any]  # np.float32: lowest and highest value of a sampler
 
@@ -20,19 +19,14 @@ def setting(op: Any, name: str) -> Any:
     return getattr(op._param_generator, name, None)
 
 
-def range_of(op: Any, sampler: str) -> Range:
-    """Lowest and highest value of a sampler."""
-    return _range(setting(op, sampler))
-
-
-def optional_range(op: Any, sampler: str) -> Range | None:
-    """The same; None where the operation's settings draw no such value."""
-    return None if setting(op, sampler) is None else range_of(op, sampler)
+def range_of(op: Any, sampler: str) -> Any:
+    """The Range of a sampler; None where the operation's settings draw no such value."""
+    return None if setting(op, sampler) is None else _range(setting(op, sampler))
 
 
 def ranges(op: Any) -> dict[str, Range]:
     """Parameter name to range, in the order in which Kornia draws; for operations whose draws are all alike."""
-    return {name: _range(sampler) for name, sampler in op._param_generator.sampler_dict.items()}
+    return {name: _range(sampler) for name, sampler in (setting(op, "sampler_dict") or {}).items()}
 
 
 def _range(sampler: Any) -> Range:
@@ -45,31 +39,18 @@ def generator_values(op: Any) -> dict[str, Any]:
     return values | values.get("sampler_dict", {})
 
 
-def fixed_order(op: Any) -> tuple[int, ...] | None:
+def fixed_order(op: Any) -> Any:
     """``order`` of a ColorJitter or ColorJiggle; None where the order is random, and for other operations."""
-    order: tuple[int, ...] | None = getattr(op, "_fixed_order", None)
-    return order
+    return getattr(op, "_fixed_order", None)
 
 
-def policy_factor(operation: Any) -> str | None:
-    """The parameter that has a magnitude, of an operation of a policy; None where it has none."""
-    name: str | None = operation._factor_name
-    return name
-
-
-def policy_mapping(operation: Any) -> Callable[[Tensor], Tensor] | None:
-    """Kornia's function from magnitude to parameter, without the random sign, of an operation of a policy."""
-    mapping: Callable[[Tensor], Tensor] | None = getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
-    return mapping
+def policy_parameter(operation: Any) -> tuple[Any, Any]:
+    """Of an operation of a policy: the parameter that has a magnitude, or None; the function from magnitude to it."""
+    return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
 
 
 def forget(module: nn.Module) -> None:
     """Drop what a module keeps of a call: noise as large as the batch, matrices, the input of a lazy matrix."""
     state = vars(module)
-    if "_params" in state:
-        state["_params"] = {}
-    for name in (
-        "_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot",
-    ):  # fmt: skip
-        if name in state:
-            state[name] = None
+    names = ("_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot")
+    state.update({name: None for name in names if name in state} | ({"_params": {}} if "_params" in state else {}))

@@ -1,0 +1,229 @@
+"""How CUDA runs the program of a batch: which columns share a Triton kernel, and in torch the steps that have none.
+
+Torch runs a step over the rows that have it, by Kornia's formulas. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.augment.ops.entry import Code
+from gpuaug.random.keyed import Float, Int
+
+_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11)}  # arguments that must be equal within a call
+_BORDERS = ("constant", "reflect", "replicate", "circular")
+_PADDINGS = ("zeros", "border", "reflection")
+
+
+POINTS = frozenset(
+    (
+        Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.CONTRAST, Code.SATURATION, Code.SATURATION_HSV, Code.HUE,
+        Code.GRAY, Code.SOLARIZE, Code.POSTERIZE, Code.INVERT, Code.GAMMA, Code.SHUFFLE, Code.ERASE,
+    )
+)  # fmt: skip
+
+
+class CannotRunError(Exception):
+    """Triton cannot compile, load or launch a kernel here; nothing is wrong with the device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Rows of a batch that have the same step in one column of the program."""
+
+    code: Code
+    rows: Int
+    static: tuple[float, ...]
+
+
+def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
+    """The steps in a column, ``code`` int32 [B] and ``args`` float32 [B, ARGS]; only those that a sample has."""
+    made = []
+    for number in np.unique(code[code != Code.NONE]):
+        step, rows = Code(number), np.flatnonzero(code == number)
+        values = args[rows][:, _STATIC.get(step, ())]
+        for kind in np.unique(values, axis=0):
+            made.append(Group(step, rows[(values == kind).all(axis=1)], tuple(kind.tolist())))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Columns [first, last) whose colours run in one kernel, and the other steps of the last column, which follow."""
+
+    first: int
+    last: int
+    contrast: bool
+    rest: list[Group]
+
+    @property
+    def blur(self) -> bool:
+        """Whether what follows is a Triton kernel."""
+        return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
+
+
+def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
+    """The program of a batch as few kernels; only steps that some sample has count."""
+    made: list[Stretch] = []
+    first, contrasts, erased = 0, np.zeros(len(code), dtype=bool), False
+
+    def close(last: int, rest: list[Group]) -> None:
+        nonlocal first, contrasts, erased
+        made.append(Stretch(first, last, bool(contrasts.any()), rest))
+        first, contrasts, erased = last, np.zeros(len(code), dtype=bool), False
+
+    for column, codes in enumerate(code.T):
+        here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
+        # One mean per kernel and sample; flips happen at the load, before an erased rectangle.
+        if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
+            close(column, [])
+        contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
+        if here - POINTS:
+            close(column + 1, groups(np.where(np.isin(codes, list(POINTS)), 0, codes), args[:, column]))
+    if first < code.shape[1] or not made or not made[-1].blur:
+        close(code.shape[1], [])
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch, and what its kernels read, on the device."""
+
+    stretch: Stretch
+    flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down
+    sums: Tensor  # int64 [B], zero: where the gray of a contrast is added up
+    places: Tensor  # int32 [B]: place among the blurred samples, -1 for others
+    rows: list[Tensor]  # of a blur int32 [n], the blurred samples; else int32 per group of `rest`
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A batch's program on the device."""
+
+    parts: list[Part]
+    code: Tensor  # int32 [B, S]
+    args: Tensor  # float32 [B, S, ARGS]
+    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each: of a part in between, and of the last
+    ramps: Tensor
+
+
+def upload(
+    code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
+    device: torch.device,
+) -> Program:  # fmt: skip
+    """The program in one copy; the sums are zeros in it, so that nothing has to be launched for them."""
+    split = stretches(code, args)
+    ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
+    arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
+    for stretch in split:
+        within = code[:, stretch.first : stretch.last]
+        turned = (within == Code.HFLIP).sum(1) % 2 + 2 * ((within == Code.VFLIP).sum(1) % 2)
+        places = np.full(len(code), -1, dtype=np.int32)
+        rows = [group.rows.astype(np.int32) for group in stretch.rest]
+        if stretch.blur:
+            rows = [np.concatenate(rows)]
+            places[rows[0]] = np.arange(len(rows[0]))
+        arrays += [turned.astype(np.int32), np.zeros((len(code), 2), dtype=np.int32), places, *rows]
+    packed = iter(pack(arrays, device))
+    code_, args_, between, last, ramps_ = (next(packed) for _ in range(5))
+    parts = []
+    for stretch in split:
+        flips, sums, places_ = next(packed), next(packed).view(torch.int64), next(packed)
+        count = 1 if stretch.blur else len(stretch.rest)
+        parts.append(Part(stretch, flips, sums, places_, [next(packed) for _ in range(count)]))
+    return Program(parts, code_, args_, (between, last), ramps_)
+
+
+def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[Tensor]:
+    """float32 and int32 arrays to the device in one copy (pinned and asynchronous for CUDA)."""
+    # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise, and
+    # where an array begins would depend on the batch.
+    sizes = [-(-a.size // 4) * 4 for a in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for a, part in zip(arrays, packed.split(sizes), strict=True):
+        part.numpy()[: a.size] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
+    parts = packed.to(device, non_blocking=True).split(sizes)  # the caching host allocator keeps `packed` until copied
+    return [
+        (p.view(torch.float32) if a.dtype == np.float32 else p)[: a.size].view(a.shape)
+        for p, a in zip(parts, arrays, strict=True)
+    ]
+
+
+# --- steps in torch
+
+
+def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
+    """A group's step; ``x`` float32 [B, 3, H, W] is used up. ``a`` and ``rows`` are the column's, on the device.
+
+    ``field``: float32 [rows, 3, H, W], where the step is noise. ``ramps``: from :func:`lower.warp_ramps`.
+    """
+    from kornia.filters import filter2d_separable, get_gaussian_kernel1d
+
+    whole = len(group.rows) == len(x)
+    y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
+    if group.code is Code.NOISE:
+        assert field is not None
+        y = y + field
+    elif group.code is Code.BLUR:  # beside other steps in its column, so without a kernel
+        *taps, border = (int(v) for v in group.static)
+        across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
+        y = filter2d_separable(y, across, down, _BORDERS[border])
+    elif group.code is Code.WARP:
+        y = _warp(y, own, ramps, group.static)
+    elif group.code is Code.AUTOCONTRAST:
+        y = _autocontrast(y, own[:, 0, None, None, None])
+    elif group.code is Code.EQUALIZE:
+        y = _equalize(y.clamp(0, 1))
+    else:
+        assert group.code is Code.SHARPNESS
+        y = _sharpness(y.clamp(0, 1), own[:, 0, None, None, None])
+    return y if whole else x.index_copy_(0, rows.long(), y)
+
+
+def _autocontrast(x: Tensor, clamp: Tensor) -> Tensor:
+    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    y = (x - low) / (high - low + 1e-6)
+    return torch.where(clamp > 0, y.clamp(0, 1), y)
+
+
+def _equalize(x: Tensor) -> Tensor:
+    n, channels, height, width = x.shape
+    index = (x * 255).long().reshape(n * channels, height * width)
+    count = torch.zeros((n * channels, 256), dtype=torch.int32, device=x.device)
+    count.scatter_add_(1, index, torch.ones_like(index, dtype=torch.int32))
+    numbers = torch.arange(256, device=x.device)
+    last = torch.where(count > 0, numbers, 0).amax(1, keepdim=True)
+    step = (height * width - count.gather(1, last)) // 255
+    table = (count.cumsum(1) + step // 2) // step.clamp(min=1)
+    table = F.pad(table[:, :-1], (1, 0)).clamp(0, 255)
+    y = (table.gather(1, index).float() / 255.0).view_as(x)
+    return torch.where((step == 0).view(n, channels, 1, 1), x, y)
+
+
+def _sharpness(x: Tensor, factor: Tensor) -> Tensor:
+    weights = torch.full((3, 1, 3, 3), 1.0, dtype=torch.float32, device=x.device)
+    weights[:, :, 1, 1] = 5.0
+    weights = weights / 13
+    smooth = x.clone()
+    smooth[:, :, 1:-1, 1:-1] = F.conv2d(x, weights, groups=3).clamp_(0, 1)
+    return (smooth + (x - smooth) * factor).clamp_(0, 1)
+
+
+def _warp(x: Tensor, a: Tensor, ramps: Tensor, static: tuple[float, ...]) -> Tensor:
+    padding, corners, projective = (int(v) for v in static)
+    width, ramp = x.shape[3], ramps[projective, corners]
+    xs, ys = ramp[None, None, :width], ramp[None, width:, None]
+    m = [a[:, k, None, None] for k in range(9)]
+    gx, gy = m[0] * xs + m[1] * ys + m[2], m[3] * xs + m[4] * ys + m[5]
+    if projective:
+        w = m[6] * xs + m[7] * ys + m[8]
+        gx, gy = gx / w, gy / w
+    grid = torch.stack([gx, gy], dim=-1)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode=_PADDINGS[padding], align_corners=bool(corners))
