@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import pickle
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -84,9 +85,16 @@ class CachedSource(SourceView):
     def __init__(self, source: Source, settings: RamCache) -> None:
         super().__init__(source)
         self.settings = settings
-        self._warned = self._filled = False
+        self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
-        self._memory: _Memory | None = _Memory(numbers, self._limit(), name=self._name())
+        name = ""
+        if machine.local_world_size() > 1:  # ranks share the n-th cache of the same source
+            name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
+            _opened[name] = _opened.get(name, 0) + 1
+            name = f"cache {name} {_opened[name]} {settings.max_bytes}"
+        limit = parse_bytes(settings.max_bytes, key="cache.max_bytes") if settings.max_bytes else _default_limit()
+        size = _begin(numbers) + limit
+        self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Bytes and label, from memory or from the source."""
@@ -109,22 +117,20 @@ class CachedSource(SourceView):
     @property
     def nbytes(self) -> int:
         """Bytes in use, by all ranks of this machine."""
-        return 0 if self._memory is None else int(self._memory.head[USED])
+        return int(self._memory.head[USED])
 
     @property
     def samples(self) -> int:
         """Samples that are stored or being written."""
-        return 0 if self._memory is None else int(self._memory.head[SAMPLES])
+        return int(self._memory.head[SAMPLES])
 
     @property
     def capacity(self) -> int:
         """Limit in bytes."""
-        return 0 if self._memory is None else self._memory.capacity
+        return self._memory.capacity
 
     def status(self) -> Tensor:
         """Per sample number int8 [N]: 1: stored, 0: not stored, -1: being written."""
-        if self._memory is None:
-            return torch.zeros(0, dtype=torch.int8)
         return torch.from_numpy(np.sign(self._memory.index).astype(np.int8))
 
     def fill(self, reader: Any, numbers: Tensor) -> None:
@@ -135,7 +141,7 @@ class CachedSource(SourceView):
             numbers: int64 [M], the samples that this rank reads in the epoch.
         """
         memory = self._memory
-        if self._filled or memory is None:
+        if self._filled or not memory.numbers:
             return
         from tqdm import tqdm
 
@@ -157,13 +163,13 @@ class CachedSource(SourceView):
 
     def warn_if_full(self) -> None:
         """Log one line, in one rank, once something did not fit."""
-        if self._warned or self._memory is None or not self._memory.head[FULL]:
+        memory = self._memory
+        if not memory.head[FULL] or memory.head[WARNED]:
             return
-        self._warned = True
-        with self._memory.locked():
-            by_another = int(self._memory.head[WARNED])
-            self._memory.head[WARNED] = 1
-        if not by_another:
+        with memory.locked():
+            is_first = not memory.head[WARNED]
+            memory.head[WARNED] = 1
+        if is_first:
             log.warning(
                 "cache ram is full: %d of %d samples are in memory (%s); the others are read as before. "
                 "Raise `cache.max_bytes`, now %s, to hold more.",
@@ -172,14 +178,13 @@ class CachedSource(SourceView):
 
     def close(self) -> None:
         """Release the memory; from now on the source is read."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
+        self._memory.close()
+        empty = os.memfd_create("closed")
+        os.ftruncate(empty, _begin(0))
+        self._memory = _Memory(0, empty)
 
     def _get(self, index: int) -> tuple[Any, Any] | None:
-        memory = self._memory
-        record = None if memory is None else memory.get(index)
-        if record is None:
+        if (record := self._memory.get(index)) is None:
             return None
         data, label = record
         if label is not None:
@@ -189,8 +194,7 @@ class CachedSource(SourceView):
 
     def _put(self, index: int, item: Any) -> Any:
         """Store an item if it is ``(bytes, label)``, and return it; the reader reports other types."""
-        memory = self._memory
-        if memory is None or not isinstance(item, tuple | list) or len(item) != 2:
+        if not isinstance(item, tuple | list) or len(item) != 2:
             return item
         data, label = item
         try:
@@ -199,7 +203,7 @@ class CachedSource(SourceView):
             return item
         if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
             known = self.labels is not None and type(label) is int and int(self.labels.numpy()[index]) == label
-            memory.put(index, data.cast("B"), None if known else pickle.dumps(label))
+            self._memory.put(index, data.cast("B"), None if known else pickle.dumps(label))
         return item
 
     def _read_many(self, numbers: Sequence[int]) -> list[Any]:
@@ -219,7 +223,7 @@ class CachedSource(SourceView):
             return
         for number in same_group(index).tolist():
             memory = self._memory
-            if memory is None or memory.head[FULL]:
+            if memory.head[FULL] or not memory.numbers:
                 return
             if not memory.index[number]:
                 try:
@@ -228,37 +232,12 @@ class CachedSource(SourceView):
                     continue
                 self._put(number, item)
 
-    def _limit(self) -> int:
-        if self.settings.max_bytes is not None:
-            return parse_bytes(self.settings.max_bytes, key="cache.max_bytes")
-        left = machine.memory_left()
-        if left is None:
-            raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
-        limit = max(1 << 20, left[0] // 2)
-        log.info("cache ram: at most %s, half of the memory available (%s)", format_bytes(limit), left[1])
-        return limit
-
-    def _name(self) -> str:
-        """Name of the memory that the ranks share: the n-th cache of the same source on each of them."""
-        if machine.local_world_size() == 1:
-            return ""
-        source = self.source
-        name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
-        _opened[name] = _opened.get(name, 0) + 1
-        return f"cache {name} {_opened[name]} {self.settings.max_bytes}"
-
 
 class _Memory:
     """Records by sample number in an unnamed file, which workers inherit by fork, or get as a descriptor by spawn."""
 
-    def __init__(self, numbers: int, capacity: int, *, name: str) -> None:
-        self.numbers = numbers
-        memory = shared_memory.share_once(name, lambda fd: os.ftruncate(fd, _begin(numbers) + capacity))
-        self._claim = memory.claim
-        self._map(memory.fd)
-
-    def _map(self, fd: int) -> None:
-        self.begin = _begin(self.numbers)
+    def __init__(self, numbers: int, fd: int, claim: socket.socket | None = None) -> None:
+        self.numbers, self.begin, self._claim = numbers, _begin(numbers), claim
         self.capacity = os.fstat(fd).st_size - self.begin
         try:
             table = mmap.mmap(fd, self.begin)
@@ -271,14 +250,10 @@ class _Memory:
         words = np.frombuffer(table, dtype=np.int64)
         self.head, self.index = words[:HEAD_WORDS], words[HEAD_WORDS : HEAD_WORDS + self.numbers]
         self._fd, self._lock, self._pid = fd, threading.Lock(), os.getpid()
-        self._close = weakref.finalize(self, os.close, fd)
+        weakref.finalize(self, os.close, fd)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"numbers": self.numbers, "fd": reduction.DupFd(self._fd)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.numbers, self._claim = state["numbers"], None
-        self._map(state["fd"].detach())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.numbers, reduction.DupFd(self._fd))
 
     def get(self, index: int) -> tuple[memoryview, bytes | None] | None:
         """A view of the bytes, and the pickled label if there is one; None if the sample is not stored."""
@@ -292,14 +267,13 @@ class _Memory:
         """Store a sample if there is room and no other process stores it."""
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
-        lengths = np.array([len(data), len(label or b"")], dtype=np.int64).data.cast("B")
-        record: list[Any] = [lengths, data, label or b""]
-        size = sum(map(len, record))
+        lengths = np.array([len(data), len(label or b"")], dtype=np.int64).tobytes()
+        record = b"".join((lengths, data, label or b""))
         with self.locked():
             entry = int(self.index[index])
-            if entry > 0 or (entry < 0 and _is_alive(-entry)):
+            if entry > 0 or (entry < 0 and os.path.exists(f"/proc/{-entry}")):
                 return
-            position, reserved = int(self.head[USED]), -(-size // 8) * 8
+            position, reserved = int(self.head[USED]), -(-len(record) // 8) * 8
             if position + reserved > self.capacity:
                 self.head[FULL] = 1
                 return
@@ -308,10 +282,7 @@ class _Memory:
             self.index[index] = -os.getpid()
         position += self.begin
         try:
-            # by write, which fails if there is no memory left; writing through the map would end the process
-            done = os.pwritev(self._fd, record, position)
-            while done < size:
-                done += os.pwrite(self._fd, b"".join(record)[done:], position + done)
+            shared_memory.write(self._fd, record, position)
         except OSError as error:
             self.index[index] = 0
             self.head[FULL] = 1
@@ -337,16 +308,19 @@ class _Memory:
             self._claim.close()
 
 
+def _default_limit() -> int:
+    left = machine.memory_left()
+    if left is None:
+        raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
+    limit = max(1 << 20, left[0] // 2)
+    log.info("cache ram: at most %s, half of the memory available (%s)", format_bytes(limit), left[1])
+    return limit
+
+
+def _received(numbers: int, fd: Any) -> _Memory:
+    return _Memory(numbers, fd.detach())
+
+
 def _begin(numbers: int) -> int:
     """Position of the first record."""
     return -(-8 * (HEAD_WORDS + numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

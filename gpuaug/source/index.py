@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -17,14 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug import machine
 from gpuaug.errors import SourceError
-from gpuaug.source import shared_memory
 from gpuaug.source.local import open_text, read_file
-
-log = logging.getLogger("gpuaug")
-
-SHARED_BYTES = 1 << 16  # smaller tensors are not shared between ranks
+from gpuaug.source.shared_memory import share as share
 
 # What numpy raises for a file that is damaged or not .npy: it evaluates the header as Python.
 NO_ARRAY = (
@@ -77,20 +71,6 @@ class Names:
         return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
 
 
-def share(tensor: Tensor) -> Tensor:
-    """The tensor in shared memory, so that workers of every start method use it without a copy.
-
-    All ranks of a machine share one copy of a large tensor, so it must not be written to.
-    """
-    try:
-        if tensor.nbytes >= SHARED_BYTES and machine.local_world_size() > 1 and shared_memory.SUPPORTED:
-            return shared_memory.share_tensor(tensor)
-        return tensor.share_memory_()
-    except (RuntimeError, OSError) as error:  # a container's /dev/shm may be 64 MB
-        log.warning("source index of %d MB stays outside shared memory: %s", tensor.nbytes >> 20, error)
-        return tensor
-
-
 def outside(numbers: NDArray[Any], count: int) -> str:
     """``lowest .. highest`` if some of the numbers are not in 0 .. count - 1, else ""."""
     if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
@@ -120,9 +100,8 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
     path = os.path.expanduser(os.fspath(file))
     try:
         if path.endswith(".npy"):
-            values = np.lib.format.read_array(
-                io.BytesIO(read_file(path)), allow_pickle=False
-            )  # np.load would open zip files
+            # np.load would open zip files
+            values = np.lib.format.read_array(io.BytesIO(read_file(path)), allow_pickle=False)
         elif path.endswith(".json"):
             values = np.asarray(json.load(open_text(path)))
         else:
@@ -144,9 +123,7 @@ def occurrences(indices: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device="cpu").expand(len(numbers))
     by_number = np.argsort(numbers, kind="stable")
     grouped = numbers[by_number]
-    first = np.concatenate([[True], grouped[1:] != grouped[:-1]])
-    place = np.arange(len(numbers))
     count = np.empty_like(numbers)
-    count[by_number] = place - np.maximum.accumulate(np.where(first, place, 0))
+    count[by_number] = np.arange(len(numbers)) - np.searchsorted(grouped, grouped)
     # the draw scheme has 16 bits for it: one sample 65,536 times in an epoch would begin again
     return torch.from_numpy(count & 0xFFFF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 from urllib.parse import quote, unquote
@@ -77,24 +77,19 @@ def expand_braces(text: str) -> list[str]:
     ['train-08.tar', 'train-09.tar', 'train-10.tar']
     """
     parts = re.split(r"\{([^{}]*,[^{}]*|\d+\.\.\d+)\}", text)
-    options: list[Sequence[str]] = []
+    options: list[Iterable[str]] = []
     count = 1
     for i, part in enumerate(parts):
-        if i % 2 == 0:
-            options.append([part])
-        elif "," in part:
-            options.append(part.split(","))
-        else:
+        choices: list[str] | range = part.split(",") if i % 2 else [part]
+        if i % 2 and "," not in part:
             first, last = part.split("..")
             width = max(len(first), len(last)) if first[0] == "0" or last[0] == "0" else 0
             step = 1 if int(first) <= int(last) else -1
-            numbers = range(int(first), int(last) + step, step)
-            if len(numbers) > MOST_FILES:
-                raise _too_many(text)
-            options.append([str(n).zfill(width) for n in numbers])
-        count *= len(options[-1])
+            choices = range(int(first), int(last) + step, step)
+        count *= len(choices)
         if count > MOST_FILES:
-            raise _too_many(text)
+            raise ConfigError(f"`source.root` must name at most {MOST_FILES} files. Found: {text!r}.")
+        options.append(choices if isinstance(choices, list) else [str(n).zfill(width) for n in choices])
     return ["".join(option) for option in product(*options)]
 
 
@@ -108,7 +103,3 @@ def common_folder(paths: list[str]) -> tuple[str, list[str]]:
     names = [name.split("?", 1)[0] for _, name in pairs]
     names = ["/".join([*folder[depth:], name]) for folder, name in zip(folders, names, strict=True)]
     return "/".join(folders[0][:depth]) or "/", names
-
-
-def _too_many(text: str) -> ConfigError:
-    return ConfigError(f"`source.root` must name at most {MOST_FILES} files. Found: {text!r}.")

@@ -20,7 +20,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,41 +28,44 @@ from gpuaug import machine
 
 log = logging.getLogger("gpuaug")
 
+SHARED_BYTES = 1 << 16  # smaller tensors are not shared between ranks
 TIMEOUT_S = 60.0  # for the owner to fill its memory
+RUN = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID"]
+RUN += ["SLURM_STEP_ID", "PMIX_NAMESPACE"]  # environment variables that differ between runs on a machine
 SUPPORTED = sys.platform == "linux"
 
 _claims: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-class Shared(NamedTuple):
-    """A file descriptor, and the owner's claim to its name: other ranks find the memory while the claim is open."""
-
-    fd: int
-    claim: socket.socket | None
-
-
-def share_once(what: str, make: Callable[[int], None]) -> Shared:
+def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.socket | None]:
     """Open the memory called ``what`` of this run on this machine; the first rank that asks for it makes it.
 
     Args:
         what: the same on all ranks for the same content.
         make: sizes and fills the empty memory of a file descriptor; called on one rank only.
+
+    Returns:
+        The file descriptor, and the owner's claim to the name: other ranks find the memory while the claim is open.
     """
     if machine.local_world_size() == 1:
-        return Shared(_new_memory("gpuaug", make), None)
-    run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-    run += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
-    run += [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
+        return _new_memory("gpuaug", make), None
+    run = [os.environ.get(name, "") for name in RUN]
     name = "gpuaug-" + hashlib.blake2b(repr((os.getuid(), run, what)).encode(), digest_size=16).hexdigest()
     deadline, reason = time.monotonic() + TIMEOUT_S, "no rank has it ready"
     while time.monotonic() < deadline:
         try:
-            if (claim := _claim(name)) is not None:
-                fd = _new_memory(name, make)
-                claim.listen(4096)
-                _claims.add(claim)
-                return Shared(fd, claim)
-            return Shared(_open_theirs(name), None)
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                claim.bind("\0" + name)
+            except OSError as error:
+                claim.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return _open_theirs(name), None
+            fd = _new_memory(name, make)
+            claim.listen(4096)
+            _claims.add(claim)
+            return fd, claim
         except (ConnectionRefusedError, BlockingIOError):  # the owner is still filling it, or has just ended
             time.sleep(0.02)
         except ProcessLookupError:  # the owner has ended, and its children still hold the socket
@@ -72,36 +74,32 @@ def share_once(what: str, make: Callable[[int], None]) -> Shared:
             reason = str(error)
             break
     log.warning("memory of the ranks on this machine cannot be shared, and this rank keeps its own copy: %s", reason)
-    return Shared(_new_memory("gpuaug", make), None)
+    return _new_memory("gpuaug", make), None
 
 
-def share_tensor(values: Tensor) -> Tensor:
-    """The tensor in memory that every rank on this machine with the same values shares; read-only by convention."""
-    data = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    memory = share_once(f"{values.dtype} {tuple(values.shape)} {digest}", lambda fd: _write(fd, data))
+def share(tensor: Tensor) -> Tensor:
+    """The tensor in shared memory, so that workers of every start method use it without a copy.
+
+    All ranks of a machine share one copy of a large tensor, so it must not be written to.
+    """
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(memory.fd, data.nbytes)  # type: ignore[attr-defined]
-    finally:
-        os.close(memory.fd)  # the storage has its own
+        if tensor.nbytes < SHARED_BYTES or machine.local_world_size() == 1 or not SUPPORTED:
+            return tensor.share_memory_()
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        fd, claim = share_once(f"{tensor.dtype} {tuple(tensor.shape)} {digest}", lambda fd: write(fd, data))
+        try:
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, data.nbytes)  # type: ignore[attr-defined]
+        finally:
+            os.close(fd)  # the storage has its own
+    except (RuntimeError, OSError) as error:  # a container's /dev/shm may be 64 MB
+        log.warning("source index of %d MB stays outside shared memory: %s", tensor.nbytes >> 20, error)
+        return tensor
     whole: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    shared = whole.view(values.dtype).view(values.shape)
-    if memory.claim is not None:
-        weakref.finalize(shared, memory.claim.close)
+    shared = whole.view(tensor.dtype).view(tensor.shape)
+    if claim is not None:
+        weakref.finalize(shared, claim.close)
     return shared
-
-
-def _claim(name: str) -> socket.socket | None:
-    """Bind the name; None if another process has it."""
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        claim.bind("\0" + name)
-        return claim
-    except OSError as error:
-        claim.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return None
 
 
 def _new_memory(name: str, make: Callable[[int], None]) -> int:
@@ -136,10 +134,11 @@ def _open_theirs(name: str) -> int:
     raise ProcessLookupError(f"process {pid} has it no more")
 
 
-def _write(fd: int, data: memoryview) -> None:
+def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
+    """Write by the file: OSError if there is no memory left, where writing through a map would end the process."""
     done = 0
     while done < len(data):
-        done += os.pwrite(fd, data[done:], done)
+        done += os.pwrite(fd, memoryview(data)[done:], begin + done)
 
 
 def _close_claims() -> None:
@@ -148,5 +147,5 @@ def _close_claims() -> None:
         claim.close()
 
 
-if hasattr(os, "register_at_fork"):
+if SUPPORTED:
     os.register_at_fork(after_in_child=_close_claims)

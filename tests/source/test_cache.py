@@ -458,18 +458,16 @@ def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     first, again, other = (
-        shared_memory.share_tensor(torch.arange(1000)),
-        shared_memory.share_tensor(torch.arange(1000)),
-        shared_memory.share_tensor(torch.zeros(9)),
+        shared_memory.share(torch.arange(10_000)),
+        shared_memory.share(torch.arange(10_000)),
+        shared_memory.share(torch.zeros(9)),
     )
-    assert torch.equal(first, torch.arange(1000))
+    assert torch.equal(first, torch.arange(10_000))
     assert first.dtype == torch.int64
     first.numpy()[5] = 77  # never done; shows that it is one memory
     assert again[5] == 77
     assert torch.equal(other, torch.zeros(9))
     assert other.is_shared()
     del first
-    assert (
-        shared_memory.share_tensor(torch.arange(1000))[5] == 5
-    )  # the name went with its owner; what others have stays
+    assert shared_memory.share(torch.arange(10_000))[5] == 5  # the name went with its owner; what others have stays
     assert again[5] == 77

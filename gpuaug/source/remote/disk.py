@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -73,40 +74,34 @@ class Disk:
         """Store entries that fit. If the disk cannot be written, log one warning."""
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
-                used = self._used(lock)
+                known = os.pread(lock, 9, 0)
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds one byte and counts again
+                os.ftruncate(lock, 1)
+                used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
-                    used = self._put(name, data, used)
+                    path, size = self._path(name), _blocks(_HEAD.size + len(data))
+                    if size > self.max_bytes or os.path.exists(path):
+                        continue
+                    if used + size > self.max_bytes:
+                        used = self._evict(int(_KEEP * self.max_bytes) - size)
+                    files.write(path, _HEAD.pack(_MAGIC, len(data), zlib.crc32(data)) + data)
+                    used += size
                 os.pwrite(lock, used.to_bytes(8, "little"), 0)
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 log.warning("cache %s cannot be written, and is left as it is: %s", self.folder, error)
 
-    def _put(self, name: str, data: bytes, used: int) -> int:
-        path, size = self._path(name), _blocks(_HEAD.size + len(data))
-        if size > self.max_bytes or os.path.exists(path):
-            return used
-        if used + size > self.max_bytes:
-            used = self._evict(int(_KEEP * self.max_bytes) - size)
-        files.write(path, _HEAD.pack(_MAGIC, len(data), zlib.crc32(data)) + data)
-        return used + size
-
-    def _used(self, lock: int) -> int:
-        known = os.pread(lock, 9, 0)
-        os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds one byte and counts again
-        os.ftruncate(lock, 1)
-        return int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
-
     def _evict(self, limit: int) -> int:
         """Remove the least recently used entries until at most ``limit`` bytes are in use; return the bytes in use."""
         entries = []
-        for entry in self._files():
+        for path in glob.iglob(os.path.join(glob.escape(self.folder), "*", "*"), include_hidden=True):
             with suppress(OSError):
-                if entry.name.endswith(".part"):  # its writer was killed: only the holder of the lock writes
-                    os.unlink(entry.path)
+                if path.endswith(".part"):  # its writer was killed: only the holder of the lock writes
+                    os.unlink(path)
                     continue
-                status = entry.stat(follow_symlinks=False)
-                entries.append((status.st_mtime_ns, _blocks(status.st_size), entry.path))
+                status = os.lstat(path)
+                entries.append((status.st_mtime_ns, _blocks(status.st_size), path))
         used = sum(size for _, size, _ in entries)
         entries.sort()
         for _, size, path in entries:
@@ -115,13 +110,6 @@ class Disk:
             os.unlink(path)
             used -= size
         return used
-
-    def _files(self) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.folder) as folders:
-            below = [entry.path for entry in folders if entry.is_dir(follow_symlinks=False)]
-        for folder in below:
-            with os.scandir(folder) as entries:
-                yield from list(entries)
 
     def _path(self, name: str) -> str:
         # by a hash, so that no name can leave the folder
