@@ -206,7 +206,7 @@ class _Recipe(nn.Module):
         images = _channels_last(images)
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
         for name, value in (("seed", seed), ("epoch", epoch)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
@@ -324,9 +324,9 @@ class Augment(_Recipe):
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
-        """Operations and normalization of one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
+        """Apply operations and normalization to one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-        ``drawn`` are the batch's draws, ``output`` is ``dtype`` and ``memory_format``.
+        ``drawn`` has the batch's random parameters of every ``view``; ``output`` is ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend

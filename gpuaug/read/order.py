@@ -55,7 +55,10 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where this epoch's ``order``, int64 ``[n]``, goes on after sample ``after``, which may be inactive by now."""
+        """The position after sample ``after`` in ``order``, int64 ``[n]``, the order of ``seed`` and ``epoch``.
+
+        ``after`` itself may have been excluded since.
+        """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
         return int(np.searchsorted(values[numbers], values[after], side="right"))
@@ -70,7 +73,10 @@ class Sequential:
         return torch.from_numpy(_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Where ``order``, int64 ``[n]``, goes on after sample ``after``, which may be inactive by now."""
+        """The position after sample ``after`` in ``order``, int64 ``[n]``, whatever ``seed`` and ``epoch`` are.
+
+        ``after`` itself may have been excluded since.
+        """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
 

@@ -195,7 +195,8 @@ class PackedSource(ListedSource):
 
     def _load(self, name: str) -> bytes:
         path = join(self.root, name)
-        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=sys.maxsize)
+        limit = None if name == MANIFEST else sys.maxsize  # the other files have sizes that the manifest states
+        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=limit)
 
     def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
         try:

@@ -56,7 +56,13 @@ class TableSource(ListedSource):
         remote: Remote | None = None,
     ) -> None:
         several = isinstance(label, Sequence) and not isinstance(label, str)
-        wanted: list[Any] = list(label or ()) if several else [] if label in (None, "none") else [label]
+        wanted: list[Any] = (
+            list(label or ())
+            if several
+            else []
+            if label is None or (isinstance(label, str) and label == "none")
+            else [label]
+        )
         if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
