@@ -120,13 +120,11 @@ class Contestant:
 
     def weigh(self) -> None:
         """One epoch with an eye on the memory; looking costs time, so none is taken."""
-        from gpuaug.tools import memory
-
         self._ask()
         assert self.process.stdout is not None
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
-            self.peak = max(self.peak, memory.host(self.process.pid))
+            self.peak = max(self.peak, memory_of(self.process.pid))
             if select.select([self.process.stdout], [], [], 0.1)[0]:
                 self._answer()
                 return
@@ -135,6 +133,17 @@ class Contestant:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, 9)
         self.process.wait()
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of a process and its descendants, shared pages once: the sum of their PSS."""
+    total = 0
+    with contextlib.suppress(OSError):
+        sizes = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+        total = int(sizes["Pss"].split()[0]) * 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(memory_of(int(child)) for child in (task / "children").read_text().split())
+    return total
 
 
 # --- data

@@ -124,7 +124,7 @@ def source(folder: Path, data: str, *, count: int, large: int) -> list[str]:
 RUN = """
 import dataclasses, json, sys
 import gpuaug
-from gpuaug.tools.plan.predict import measure
+from gpuaug.tools.plan.command import measure
 with gpuaug.build(gpuaug.compose("train", sys.argv[2:])) as loader:
     peak = measure(loader, seconds=float(sys.argv[1]))
     print(json.dumps({**dataclasses.asdict(peak), "host": peak.most.host}))

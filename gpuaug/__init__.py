@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; the table below is what
     from gpuaug.source.remote.storage import Remote as Remote
     from gpuaug.source.shards import ShardSource as ShardSource
     from gpuaug.source.table import TableSource as TableSource
-    from gpuaug.tools.materialize.materialize import Materialize as Materialize
+    from gpuaug.tools.materialize.command import Materialize as Materialize
 
 _NAMES = {  # module: its public names
     "gpuaug.augment.crop": "RandomCrop RandomResizedCrop Resize ResizeCenterCrop",
@@ -71,7 +71,7 @@ _NAMES = {  # module: its public names
     "gpuaug.source.remote.storage": "Remote",
     "gpuaug.source.shards": "ShardSource",
     "gpuaug.source.table": "TableSource",
-    "gpuaug.tools.materialize.materialize": "Materialize",
+    "gpuaug.tools.materialize.command": "Materialize",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 

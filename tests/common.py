@@ -23,6 +23,14 @@ def recipe(backend: str = "kornia", size: int = 32, **more: Any) -> gpuaug.Augme
     return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), ops=ops, normalize=NORMALIZE, backend=backend)
 
 
+def tree(pid: int) -> list[int]:
+    """A process and its descendants. Linux only."""
+    children = [
+        text for task in Path(f"/proc/{pid}/task").iterdir() for text in (task / "children").read_text().split()
+    ]
+    return [pid, *(each for child in children for each in tree(int(child)))]
+
+
 def loader(source: Any, **settings: Any) -> gpuaug.Loader:
     """Over a source or a folder of images; `settings` are the loader's, on the CPU and without workers by default."""
     source = gpuaug.FolderSource(source) if isinstance(source, str | Path) else source

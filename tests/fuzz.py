@@ -35,7 +35,7 @@ from hostile_tars import tar
 from pictures import encode
 
 import gpuaug
-from gpuaug.tools.plan import predict as plan
+from gpuaug.tools.plan import command as plan
 
 BATCH, THREADS = 64, 4
 MUTANTS = 32  # of a batch; the others are good ones

@@ -23,8 +23,8 @@ from test_distributed import run, seen
 import gpuaug
 from gpuaug.augment.crop import ResizeCenterCrop
 from gpuaug.decode.decoder import Decode
+from gpuaug.tools.pack.command import pack as pack_source
 from gpuaug.tools.pack.job import Pack
-from gpuaug.tools.pack.pack import pack as pack_source
 
 HAVE = torch.cuda.is_available()
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAVE, reason="needs a CUDA device")]

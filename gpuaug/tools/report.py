@@ -41,11 +41,7 @@ class Report:
 
 
 def save(file: Path, key: str, data: bytes | str) -> None:
-    """Write a result, whole or not at all. A symbolic link stays one.
-
-    Raises:
-        GpuaugError: if the file cannot be written, as on a full disk.
-    """
+    """Write a result, whole or not at all. A symbolic link stays one."""
     with written(file, key):
         files.write(file.resolve(), data)
 
@@ -56,13 +52,9 @@ def printable(text: str) -> str:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, folded to the width of the terminal. Not folded if stdout is not a terminal.
+    """``first`` and a paragraph, folded to the terminal and to ``width``, the other lines with an ``indent``.
 
-    Args:
-        text: the paragraph. One with line breaks, such as a table, is not folded.
-        first: the beginning of the first line.
-        indent: of the other lines.
-        width: the largest width, also in files and pipes; None: that of the terminal.
+    Without ``width`` what is no terminal gets one line. Text with line breaks, such as a table, is never folded.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -75,11 +67,7 @@ def folded(text: str, *, first: str, indent: int, width: int | None = None) -> s
 
 @contextlib.contextmanager
 def written(file: Path, key: str) -> Iterator[None]:
-    """Make an OSError name the file that is being written.
-
-    Raises:
-        GpuaugError: instead of OSError.
-    """
+    """Raise GpuaugError, which names the file that is being written, for an OSError."""
     try:
         yield
     except OSError as error:
@@ -95,11 +83,7 @@ def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
 
 
 def output(file: str, key: str) -> Path:
-    """The path of a file that a command will write. Creates its folder, and checks that the file can be written.
-
-    Raises:
-        ConfigError: if it cannot.
-    """
+    """The path of a file that a command will write. Creates its folder; ConfigError if the file cannot be written."""
     path = Path(file)
     place = path.absolute()
     try:

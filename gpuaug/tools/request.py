@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gpuaug import config
+from gpuaug import checks, config
 from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError
 
@@ -23,23 +23,29 @@ SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One call of one command.
+class Keys:
+    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Text and flags are checked by their types."""
 
-    Attributes:
-        command: its name. Its keys are listed in ``conf/gpuaug/command/<name>.yaml``.
-        overrides: Hydra's override strings, for the command and the loader.
-        config_dir: folder of the user's own groups and configurations.
-        config_name, at: the primary file there, and the path of the loader in it; None: our ``train``.
-        trust: module prefixes that `_target_` may name, besides ours and Kornia's.
-    """
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, kind in ((field.name, str(field.type)) for field in fields(self)):
+            if kind in ("str", "str | None"):
+                checks.text(key, getattr(self, key), optional=kind != "str")
+            elif kind == "bool":
+                checks.flag(key, getattr(self, key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One call of one command."""
 
     command: str
-    overrides: tuple[str, ...] = ()
-    config_dir: str | None = None
-    config_name: str | None = None
-    at: str | None = None
-    trust: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  # Hydra's, for the command and the loader
+    config_dir: str | None = None  # folder of the user's own groups and configurations
+    config_name: str | None = None  # the primary file there; None: our ``train``
+    at: str | None = None  # the path of the loader in it
+    trust: tuple[str, ...] = ()  # module prefixes that `_target_` may name, besides ours and Kornia's
 
     def __post_init__(self) -> None:
         if self.at is not None and self.config_name is None:
@@ -53,7 +59,6 @@ class Request:
 
     @cached_property
     def _keys(self) -> list[str]:
-        """The command's own keys."""
         from omegaconf import OmegaConf
 
         return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
@@ -99,11 +104,9 @@ class Request:
         return part
 
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
-        """The configuration of the held-out loader; None if no override asks for one.
+        """The configuration of the held-out loader, the training's in ``SHARED``; None if no override asks for one.
 
-        Args:
-            train: the training's configuration. Its keys in ``SHARED`` are used unless overridden.
-            at: path in the user's configuration, instead of overrides that begin with ``val.``.
+        ``at`` is its path in the user's configuration, instead of overrides that begin with ``val.``.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:

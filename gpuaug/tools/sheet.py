@@ -49,11 +49,7 @@ class Row(NamedTuple):
 
 
 def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.Image:
-    """Draw rows of pictures below a heading and lines of text.
-
-    Raises:
-        ConfigError: if the sheet would have more than ``MOST_PIXELS``.
-    """
+    """Draw rows of pictures below a heading and lines of text; ConfigError beyond ``MOST_PIXELS``."""
     big, bold, small = font(22), font(15), font(12)
     columns = zip_longest(*(row.cells for row in rows))
     widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]

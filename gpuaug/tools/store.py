@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,7 @@ Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of sa
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """Check that ``out`` is missing, empty, or holds one of the files ``ours`` of an earlier run.
-
-    Raises:
-        ConfigError: if it holds other files, or cannot be read.
-    """
+    """ConfigError unless ``out`` is missing, empty, or holds one of the files ``ours`` of an earlier run."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -63,12 +60,9 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Create a folder, and lock it while the block runs. The lock ends with the process that holds it.
+    """Create a folder, and lock it while the block runs, where the system and the file system have locks.
 
-    Where the system or the file system has no locks, nothing is locked.
-
-    Raises:
-        ConfigError: if the folder cannot be created, or another run holds the lock.
+    The lock ends with the process. ConfigError if the folder cannot be created, or another run has the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +101,8 @@ def results(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Do tasks, on this machine or on Ray. Yields ``(task, result)`` of each, in the order they end.
 
-    Ray is the connection of this process, else the cluster of ``RAY_ADDRESS``, else one on this machine.
+    Ray is the connection of this process, else the cluster of ``RAY_ADDRESS``, else one on this machine. A GpuaugError
+    of the work itself is raised unchanged.
 
     Args:
         open_worker: makes the object whose ``write(task, progress)`` does a task; pickled for other processes.
@@ -115,22 +110,15 @@ def results(
         on: ``local`` or ``ray``.
         progress: is called with a number of samples that are done.
         num_workers: processes; 0: only this one (not on Ray); None: as many as there is room for.
-        cpus: cores of a process on Ray, at most.
-        gpus: GPUs of a process on Ray.
-
-    Raises:
-        ConfigError: if Ray cannot be imported.
-        GpuaugError: if a process or the cluster fails. A GpuaugError of the work itself is raised unchanged.
+        cpus, gpus: of a process on Ray, at most.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:
             for task in tasks:
                 yield task, worker.write(task, progress)
         return
-    done = (
-        _on_ray(open_worker, tasks, num_workers, cpus, gpus) if on == "ray" else _here(open_worker, tasks, num_workers)
-    )
-    with closing(done):
+    run = partial(_on_ray, cpus=cpus, gpus=gpus) if on == "ray" else _here
+    with closing(run(open_worker, tasks, num_workers)) as done:
         for task, result, samples in done:
             progress(samples)
             yield task, result
@@ -143,7 +131,6 @@ class _Process:
         self._worker = open_worker()
 
     def write(self, task: Any) -> tuple[Any, Any, int]:
-        """The task, its result, and its number of samples."""
         counts = list[int]()
         result = self._worker.write(task, counts.append)
         return task, result, sum(counts)
@@ -216,12 +203,9 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
         actors += [actor.remote(shared) for _ in range(workers)]
         pool: Any = ActorPool(actors)
         yield from pool.map_unordered(lambda process, task: process.write.remote(task), tasks)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, GpuaugError):
-            raise cause from error
-        raise GpuaugError(f"the work on Ray failed: {error}. {GO_ON}") from error
     except ray.exceptions.RayError as error:
+        if isinstance(cause := getattr(error, "cause", None), GpuaugError):
+            raise cause from error
         raise GpuaugError(f"the work on Ray failed: {error}. {GO_ON}") from error
     finally:
         for each in actors:
@@ -234,12 +218,7 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file that a user's folder holds.
-
-    Raises:
-        OSError: if the file cannot be read, or is a pipe or device.
-        ValueError: if it is not JSON.
-    """
+    """The content of a JSON file; OSError if it cannot be read, or is a pipe or device, ValueError if it is no JSON."""
     return json.loads(read_file(str(path)))
 
 
@@ -265,11 +244,7 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE2b of a file, as hex.
-
-    Raises:
-        OSError: if the file cannot be read, or is a pipe or device.
-    """
+    """BLAKE2b of a file, as hex; OSError if it cannot be read, or is a pipe or device."""
     check_regular(os.stat(path), path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

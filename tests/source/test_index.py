@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 import gpuaug
+from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
-from gpuaug.tools.pack.pack import pack
 
 # numpy reads a header as Python: each of these raises something else in there
 HEADERS = [b"'''", b"(((", b"\\x\n", b"{1:2", b"\n  \n ", b"0o9,", b"[]:[]", b"1e999"]

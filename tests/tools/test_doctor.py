@@ -19,9 +19,8 @@ from gpuaug import machine
 from gpuaug.decode.decoder import Decode, _without_broken_engine
 from gpuaug.errors import ConfigError
 from gpuaug.files import cache_folder
-from gpuaug.tools.doctor import checks as doctor
-from gpuaug.tools.doctor import command, host, probes
-from gpuaug.tools.doctor.checks import Verdict
+from gpuaug.tools.doctor import command, probes
+from gpuaug.tools.doctor.command import Verdict
 from gpuaug.tools.main import main
 
 
@@ -42,13 +41,13 @@ def python(code: str) -> list[str]:
 
 
 def test_a_crash_is_a_verdict() -> None:
-    found = doctor.probe("planted", command=python("import os; os.kill(os.getpid(), 11)"))
+    found = command.probe("planted", command=python("import os; os.kill(os.getpid(), 11)"))
     assert found.good is False
     assert found.text == "crashed: killed by SIGSEGV"
 
 
 def test_killed_for_want_of_memory_is_a_verdict() -> None:
-    found = doctor.probe("planted", command=python("import os; os.kill(os.getpid(), 9)"))
+    found = command.probe("planted", command=python("import os; os.kill(os.getpid(), 9)"))
     assert found.good is False
     assert "SIGKILL (perhaps out of memory)" in found.text
 
@@ -57,7 +56,7 @@ def test_silence_is_a_verdict_and_nothing_stays_behind(tmp_path: Path) -> None:
     """Also the children are ended, even where they hold the output open."""
     file = tmp_path / "pid"
     start = time.perf_counter()
-    found = doctor.probe("planted", timeout=5.0, command=["sh", "-c", f"sleep 600 & echo $! > '{file}'; wait"])
+    found = command.probe("planted", timeout=5.0, command=["sh", "-c", f"sleep 600 & echo $! > '{file}'; wait"])
     assert time.perf_counter() - start < 100
     assert found.good is False
     assert "did not answer within 5 s" in found.text
@@ -84,14 +83,14 @@ def test_silence_is_a_verdict_and_nothing_stays_behind(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_answer_is_a_failure(code: str, text: str) -> None:
-    found = doctor.probe("planted", command=python(code))
+    found = command.probe("planted", command=python(code))
     assert found.good is False
     assert text in found.text
 
 
 def test_the_last_line_is_the_answer() -> None:
     code = 'print(\'chatter\'); print(\'{"good": true, "text": "well", "value": [1]}\')'
-    found = doctor.probe("planted", command=python(code))
+    found = command.probe("planted", command=python(code))
     assert (found.good, found.text, found.value) == (True, "well", [1])
 
 
@@ -118,16 +117,16 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
         asked.append(name)
         return Verdict(name=name, good=name != "decoder_mixed", text="planted", seconds=1.5)
 
-    monkeypatch.setattr(doctor, "probe", planted)
+    monkeypatch.setattr(command, "probe", planted)
     names = ("decoder_mixed", "stream", "compiler")
     assert machine.verdict("decoder_mixed") is None
-    assert [doctor.examine(name, cuda=True).good for name in names] == [False, True, True]
+    assert [command.examine(name, cuda=True).good for name in names] == [False, True, True]
     assert machine.verdict("decoder_mixed") is False
     assert machine.verdict("stream") is True
     assert machine.verdict("hardware") is None
-    assert [doctor.examine(name, cuda=True).kept for name in names] == [True, True, False]
+    assert [command.examine(name, cuda=True).kept for name in names] == [True, True, False]
     assert asked == [*names, "compiler"]  # what changes from day to day is asked again
-    doctor.examine("stream", cuda=True, fresh=True)
+    command.examine("stream", cuda=True, fresh=True)
     assert asked[-1] == "stream"
     (file,) = cache.iterdir()
     values = json.loads(file.read_text())
@@ -137,7 +136,7 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor.keep(Verdict(name="stream", good=True, text="planted"))
+    command.keep(Verdict(name="stream", good=True, text="planted"))
     assert machine.verdict("stream") is True
     for name, planted in (
         ("driver", lambda: "999.1"),
@@ -177,7 +176,7 @@ def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:
     machine.verdicts_file().write_text(text)
     assert machine.verdicts() == {}
     assert machine.verdict("stream") is None
-    doctor.keep(Verdict(name="stream", good=False, text="planted"))
+    command.keep(Verdict(name="stream", good=False, text="planted"))
     assert machine.verdict("stream") is False
 
 
@@ -185,22 +184,22 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level("INFO", logger="gpuaug"):
-        doctor.keep(Verdict(name="stream", good=True, text="planted"))
+        command.keep(Verdict(name="stream", good=True, text="planted"))
     assert "are not kept" in caplog.text
-    assert host.cache_folder().status == command.SLOW
+    assert command.cache_folder().status == command.SLOW
     machine.verdicts.cache_clear()
 
 
 def test_a_cache_folder_that_only_its_rights_allow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root has all rights in /proc, where nobody can make a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    finding = host.cache_folder()
+    finding = command.cache_folder()
     assert finding.status == command.SLOW
     assert "cannot be written" in finding.text
 
 
 def test_what_is_late_is_not_called_wrong() -> None:
-    slow = doctor.probe("planted", timeout=0.2, command=["sleep", "60"])
+    slow = command.probe("planted", timeout=0.2, command=["sleep", "60"])
     assert slow.late
     finding = command.tested(Verdict(name="compiler", good=False, text=slow.text))
     assert "raise `timeout`" in finding.advice
@@ -210,26 +209,26 @@ def test_what_is_late_is_not_called_wrong() -> None:
 
 def test_what_is_late_is_remembered_as_unknown(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that was busy for three minutes must not run fifty times slower ever after."""
-    real = doctor.probe
-    monkeypatch.setattr(doctor, "probe", lambda name, **_: real(name, timeout=0.1, command=["sleep", "60"]))
-    late = doctor.examine("fused_cuda", cuda=True)
+    real = command.probe
+    monkeypatch.setattr(command, "probe", lambda name, **_: real(name, timeout=0.1, command=["sleep", "60"]))
+    late = command.examine("fused_cuda", cuda=True)
     assert late.late
     assert machine.verdict("fused_cuda") is None
-    doctor.keep(Verdict(name="fused_cuda", good=True, text="planted"))
-    doctor.keep(Verdict(name="stream", good=True, text="planted"))
-    doctor.examine("fused_cuda", cuda=True, fresh=True)
+    command.keep(Verdict(name="fused_cuda", good=True, text="planted"))
+    command.keep(Verdict(name="stream", good=True, text="planted"))
+    command.examine("fused_cuda", cuda=True, fresh=True)
     assert machine.verdict("fused_cuda") is None  # it was good; now nobody knows
     assert machine.verdict("stream") is True
-    assert not doctor.examine("fused_cuda", cuda=True).kept  # so it is tested again
+    assert not command.examine("fused_cuda", cuda=True).kept  # so it is tested again
 
 
 def test_a_bad_jpeg_engine_is_left_out(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = Decode(hardware_load=0.5)
     for good in (None, True):
-        doctor.keep(Verdict(name="hardware", good=good, text="planted"))
+        command.keep(Verdict(name="hardware", good=good, text="planted"))
         assert _without_broken_engine(settings) == settings
     assert not caplog.records
-    doctor.keep(Verdict(name="hardware", good=False, text="planted"))
+    command.keep(Verdict(name="hardware", good=False, text="planted"))
     assert _without_broken_engine(settings) == Decode(hardware_load=0.0)
     assert "hardware_load=0: the JPEG engine failed" in caplog.text
 
@@ -240,7 +239,7 @@ def test_an_unknown_verdict_is_refused() -> None:
 
 
 def test_without_cuda_nothing_is_claimed(cache: Path) -> None:
-    found = [doctor.examine(name, cuda=False) for name in doctor.CUDA]
+    found = [command.examine(name, cuda=False) for name in command.CUDA]
     assert all(v.good is None and v.text == "not testable here: no CUDA device" for v in found)
     assert machine.verdicts() == {}
 
@@ -316,8 +315,8 @@ def test_an_engine_that_a_container_hides_is_explained(monkeypatch: pytest.Monke
 
 def test_every_test_is_told_about() -> None:
     assert {*command.TESTS, "cuda", "workers"} == set(probes.TESTS)
-    assert set(machine.VERDICTS) | set(doctor.FRESH) == set(probes.TESTS)
-    assert set(doctor.CUDA) < set(machine.VERDICTS)
+    assert set(machine.VERDICTS) | set(command.FRESH) == set(probes.TESTS)
+    assert set(command.CUDA) < set(machine.VERDICTS)
 
 
 # --- the machine
@@ -388,21 +387,21 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("finding", "status", "word"),
     [
-        (host.shared_memory((64 * 2**20, 64 * 2**20)), command.SLOW, "--shm-size"),
-        (host.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "bus error"),
-        (host.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
-        (host.shared_memory(None), command.NOTE, ""),
-        (host.open_files((64, 4096)), command.BROKEN, "ulimit -n 4096"),
-        (host.open_files((256, -1)), command.SLOW, "ulimit -n 65536"),
-        (host.open_files((-1, -1)), command.OK, ""),
-        (host.open_files(None), command.NOTE, ""),
-        (host.cpus(64, 6.5), command.SLOW, "decode.num_threads=6 num_workers=3"),
-        (host.cpus(8, 8.0), command.OK, ""),
-        (host.cpus(8, None), command.OK, ""),
-        (host.memory((64 * GIB, 32 * GIB), (4 * GIB, 3 * GIB)), command.SLOW, "num_workers"),
-        (host.memory((64 * GIB, 32 * GIB), (128 * GIB, 3 * GIB)), command.OK, ""),
-        (host.memory((64 * GIB, GIB), None), command.SLOW, "num_workers"),
-        (host.memory(None, None), command.NOTE, ""),
+        (command.shared_memory((64 * 2**20, 64 * 2**20)), command.SLOW, "--shm-size"),
+        (command.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "bus error"),
+        (command.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
+        (command.shared_memory(None), command.NOTE, ""),
+        (command.open_files((64, 4096)), command.BROKEN, "ulimit -n 4096"),
+        (command.open_files((256, -1)), command.SLOW, "ulimit -n 65536"),
+        (command.open_files((-1, -1)), command.OK, ""),
+        (command.open_files(None), command.NOTE, ""),
+        (command.cpus(64, 6.5), command.SLOW, "decode.num_threads=6 num_workers=3"),
+        (command.cpus(8, 8.0), command.OK, ""),
+        (command.cpus(8, None), command.OK, ""),
+        (command.memory((64 * GIB, 32 * GIB), (4 * GIB, 3 * GIB)), command.SLOW, "num_workers"),
+        (command.memory((64 * GIB, 32 * GIB), (128 * GIB, 3 * GIB)), command.OK, ""),
+        (command.memory((64 * GIB, GIB), None), command.SLOW, "num_workers"),
+        (command.memory(None, None), command.NOTE, ""),
     ],
 )
 def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> None:
@@ -544,7 +543,7 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        doctor, "probe", lambda name, **_: Verdict(name=name, good=True, text="", value={"devices": []})
+        command, "probe", lambda name, **_: Verdict(name=name, good=True, text="", value={"devices": []})
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
@@ -578,16 +577,16 @@ def test_help_tests_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", doctor.CUDA)
+@pytest.mark.parametrize("name", command.CUDA)
 def test_on_a_gpu(name: str, cache: Path) -> None:
     import torch
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    found = doctor.probe(name)
-    assert doctor.LATE not in found.text
+    found = command.probe(name)
+    assert command.LATE not in found.text
     if name in ("decoder_mixed", "stream", "fused_cuda"):
         assert found.good is True, found.text
     elif found.good is False:  # the JPEG engine is then left out
-        doctor.keep(found)
+        command.keep(found)
         assert Decode(hardware_load=1.0).open("cuda").settings.hardware_load == 0.0

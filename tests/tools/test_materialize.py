@@ -20,7 +20,7 @@ from conftest import ROOT
 import gpuaug
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError, StateError
 from gpuaug.tools.main import main
-from gpuaug.tools.materialize import materialize
+from gpuaug.tools.materialize import command as materialize
 
 
 def stored(photos, out, *, epochs=2, start_epoch=0, store="final", chunk=20, **settings):

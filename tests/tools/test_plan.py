@@ -20,8 +20,8 @@ import gpuaug
 from gpuaug import machine
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
-from gpuaug.tools.plan import predict
-from gpuaug.tools.plan.predict import MIB, Machine, Run, Settings, total
+from gpuaug.tools.plan import command as predict
+from gpuaug.tools.plan.command import MIB, Limits, Machine, Run, total
 from gpuaug.tools.train import training
 
 MARGIN = 1.01 / (1 - predict.SPARE)  # of what has to be there over what is needed
@@ -45,7 +45,7 @@ def run_of(loader: Loader, **costs: int) -> Run:
 
 def need(run: Run, place: predict.Place = "host", **changed: Any) -> int:
     """Bytes beyond this process, with other settings."""
-    terms = run.terms(replace(Settings.of(run.loader), **changed))
+    terms = run.terms(replace(Limits.of(run.loader), **changed))
     return total([t for t in terms if t.name != "this process"], place)
 
 
@@ -123,11 +123,11 @@ def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
 
 def test_ranks_of_a_machine_have_one_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with build(photos, "cache=ram", "cache.max_bytes=100KiB") as loader:
-        run, settings = run_of(loader), Settings.of(loader)
+        run, settings = run_of(loader), Limits.of(loader)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
         here = Machine(3 * need(run) - 2 * 100 * 1024, "test", 1 << 40)
         assert not predict.lacking([run], [settings], here, share=1.0)
-        assert predict.lacking([run], [settings], replace(here, host=(here.host or 0) - 1), share=1.0)
+        assert predict.lacking([run], [settings], here._replace(host=(here.host or 0) - 1), share=1.0)
 
 
 def test_what_fits_is_not_spoken_of(photos: Path) -> None:
@@ -192,12 +192,12 @@ def test_what_a_step_takes_is_counted(photos: Path) -> None:
 def test_training_is_refused_with_the_override_that_fits(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Settings] = []
+    seen: list[Limits] = []
     jobs: list[Any] = []
     before = training.Training.__init__
 
     def noting(self: training.Training, loader: Loader, **rest: Any) -> None:
-        seen.append(Settings.of(loader))
+        seen.append(Limits.of(loader))
         before(self, loader, **rest)
 
     def rehearse(job: Any) -> predict.Peak:
@@ -398,7 +398,7 @@ def test_plan_is_within_fifteen_percent(camera: Path, tmp_path: Path, overrides:
     subprocess.run(call, cwd=ROOT, check=True, capture_output=True, text=True)
     planned = json.loads(file.read_text())["host_memory"]
     code = (
-        "import sys, gpuaug; from gpuaug.tools.plan.predict import measure\n"
+        "import sys, gpuaug; from gpuaug.tools.plan.command import measure\n"
         "with gpuaug.build(gpuaug.compose('train', sys.argv[1:])) as loader:\n"
         "    print(measure(loader, seconds=40).most.host)"
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import tree
 from conftest import ROOT
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
@@ -25,7 +26,6 @@ pytest.importorskip("sklearn")
 
 from bench import photographs
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.tools import memory
 from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
@@ -154,7 +154,7 @@ def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
         for line in process.stderr:
             if line.startswith("epoch 2:"):
                 break
-        workers = memory.tree(process.pid)
+        workers = tree(process.pid)
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(timeout=300) == training.TERMINATED
@@ -396,21 +396,6 @@ def test_a_checkpoint_is_whole_or_not_there(photos: Path, tmp_path: Path, monkey
     with pytest.raises(GpuaugError, match="No space left"):
         train.main(Request(command="train", overrides=tuple(words(photos, tmp_path, "epochs=1")[1:])))
     assert (tmp_path / "last.pt").read_bytes() == before
-
-
-def test_memory_counts_workers_once() -> None:
-    buffer = bytearray(b"x") * 2**28
-    before = memory.host()
-    child = os.fork()
-    if not child:
-        time.sleep(300)
-        os._exit(0)
-    try:
-        assert child in memory.tree()
-        assert memory.host() - before < len(buffer) / 2  # its pages are this process's own
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 DDP_NET = (

@@ -1,27 +1,85 @@
-"""`gpuaug materialize`: augmented epochs on disk, for `source=materialized`."""
+"""`gpuaug materialize`: the batches of a loader, before `mix`, on disk for :class:`gpuaug.MaterializedSource`.
+
+takes: a loader, and which of its epochs.
+does: iterates them, rounds pixels to uint8 before normalization or keeps the final dtype, and writes chunks.
+gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
+
+A chunk is a file of consecutive samples of one epoch. First the whole chunk is written, then its note with checksum and
+faults. A run that follows a killed one writes the chunks that have no note, and ends in the same bytes. The manifest is
+written last.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gpuaug import checks
-from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug import checks, files
+from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.batch import Batch, Fault
+from gpuaug.decode.dali import choose_backend
+from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.files import format_bytes
-from gpuaug.tools.materialize.materialize import Materialize
+from gpuaug.loader.arguments import DTYPES
+from gpuaug.loader.faults import Faults
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.stages import made_of, refuse_others
+from gpuaug.loader.state import plain
+from gpuaug.random.keyed import EPOCHS
+from gpuaug.read.order import ordered
+from gpuaug.source.base import checksum
+from gpuaug.source.index import Names
+from gpuaug.source.materialized import (
+    KIND,
+    MANIFEST,
+    PLAN,
+    VERSION,
+    chunk_count,
+    chunk_file,
+    chunk_rows,
+    epoch_folder,
+    key_of,
+    read_manifest,
+    read_marker,
+    record,
+)
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Request
+from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.store import (
+    GO_ON,
+    check_out,
+    damaged,
+    digest,
+    file_digest,
+    npy,
+    only_writer,
+    read_json,
+    refuse_changes,
+    results,
+    to_json,
+)
 
 log = logging.getLogger("gpuaug")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to write; the keys of ``conf/gpuaug/command/materialize.yaml``, which says what they mean."""
+class Settings(Keys):
+    """What to write."""
 
     out: str | None = None
     epochs: int = 1
@@ -30,12 +88,6 @@ class Settings:
     chunk: int | None = None
     verify: bool = False
     on: str = "local"
-    json: str | None = None
-
-    def __post_init__(self) -> None:
-        checks.flag("verify", self.verify)
-        checks.text("out", self.out, optional=True)
-        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:
@@ -50,14 +102,12 @@ def main(request: Request) -> int:
         log.info("mix is not stored: it is drawn at replay")
     report = Report(file=settings.json)
     with logging_redirect_tqdm(loggers=[log]), request.build(config, mix=None, rank=0, world_size=1) as loader:
-        names = ("out", "epochs", "start_epoch", "store", "chunk", "on")
-        job = Materialize(loader, **{name: getattr(settings, name) for name in names})
+        job = Materialize(loader, **{k: v for k, v in vars(settings).items() if k not in ("verify", "json")})
         plan, size = job.plan, job.record.itemsize
         report.add("key", plan["key"], f"{plan['key']} (recipe, source and seed)")
         formula = f"{plan['epochs']} x {plan['samples']} x {size} bytes as {plan['store']} = {format_bytes(job.bytes)}"
         report.add("size", job.bytes, formula)
-        count = job.samples_missing
-        missing = count * size
+        missing = (count := job.samples_missing) * size
         report.add("to_write", missing, f"{format_bytes(missing)}, {format_bytes(job.free)} free in {job.out}")
         begin = time.perf_counter()
         faults = job.run()
@@ -78,3 +128,379 @@ def main(request: Request) -> int:
         report.add("replay", str(job.out), f"source=materialized source.root={job.out}")
     report.write()
     return 0
+
+
+CHUNK_BYTES = 1 << 27  # seconds of work, so that a killed run loses little, and few files
+PROBED_SAMPLES = 32  # of which a good one shows the sizes of views and labels
+RAY_CORES = 4  # of one process on a cluster without GPUs: a loader's stages share them
+RAY_TASKS, RAY_CHUNKS = 64, 8  # at least so many tasks on a cluster, where there are chunks, and chunks of one at most
+SPARE_BYTES = 1 << 24  # left free on the disk, for keys, notes and the file system
+
+
+class Materialize:
+    """Augmented epochs of a loader on disk. The constructor decodes a few samples and plans; :meth:`run` writes.
+
+    Args:
+        loader: gives source, recipe, order, seed, decoding and faults. It is not iterated itself. Its batch size and
+            workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). Its `mix` is
+            applied at replay.
+        out: the folder. If it holds an earlier run of the same job, that is continued, or extended to more epochs.
+        epochs: how many.
+        start_epoch: the first of them.
+        store: ``uint8``: pixels before normalization, so that a replay is within half a level; ``final``: normalized
+            pixels of the loader's dtype, so that a replay is equal bit for bit (``backend=kornia`` on CUDA: within
+            2e-6).
+        chunk: samples per file; None: about 128 MiB of them.
+        on: ``local``, or ``ray``: spread over a Ray cluster, whose machines all see ``out``.
+
+    Attributes:
+        plan: what will be written, as JSON.
+        samples, bytes: of all epochs together.
+        missing: (epoch counted from 0, number) of the chunks that are not written yet.
+
+    Raises:
+        StateError: if ``out`` holds epochs of another recipe, source or seed, saying what differs.
+        GpuaugError: if the disk has too little room, or another run writes there.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        out: str | os.PathLike[str],
+        epochs: int = 1,
+        start_epoch: int = 0,
+        store: str = "uint8",
+        chunk: int | None = None,
+        on: str = "local",
+    ) -> None:
+        checks.whole_number("epochs", epochs, 1)
+        checks.whole_number("start_epoch", start_epoch, 0)
+        checks.whole_number("chunk", chunk, 1, optional=True)
+        checks.one_of("store", store, ("uint8", "final"))
+        checks.one_of("on", on, ("local", "ray"))
+        if start_epoch + epochs > EPOCHS:
+            raise ConfigError(f"`start_epoch` and `epochs` must end below 2**32. Found: {start_epoch} and {epochs}.")
+        if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
+            raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
+        if getattr(loader.source, "stored", None) is not None:
+            raise ConfigError("`source` must hold images. Found: epochs that are materialized already.")
+        if loader.limit_batches is not None:
+            raise ConfigError(
+                f"`limit_batches` must be null: whole epochs are stored. Found: {loader.limit_batches}. To store fewer "
+                "samples use `source.subset`."
+            )
+        self.out, self.on = Path(os.path.abspath(Path(out).expanduser())), on
+        self._loader, source = loader, loader.source
+        before = _earlier(self.out)
+        here = made_of(source.digest(), loader.augment, loader.seed)
+        if before is not None:  # before samples are decoded for the sizes
+            refuse_others(str(self.out), before["made_of"], here)
+        plan = {"made_of": here, "key": key_of(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
+        default = before["chunk"] if before else max(1, CHUNK_BYTES // record(plan).itemsize)
+        plan = plain({**plan, "chunk": chunk or default})
+        if before is not None:
+            layout = {k: v for k, v in before.items() if k not in ("epochs", "rows", "seal", "faults", "checksum")}
+            refuse_changes(self.out, layout, plan, error=StateError)
+            if "seal" in before and before["epochs"] > epochs:
+                log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
+                epochs = before["epochs"]
+        self._orders = [
+            ordered(loader.order, loader.seed, start_epoch + slot, source).indices for slot in range(epochs)
+        ]
+        self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
+        self.record = record(self.plan)
+        self.samples = sum(self.plan["rows"])
+        self.bytes = self.samples * self.record.itemsize
+        self.missing = [place for place in self._chunks if not self._is_done(*place)]
+
+    @property
+    def samples_missing(self) -> int:
+        """Samples that are not written yet."""
+        return sum(chunk_rows(self.plan, *place) for place in self.missing)
+
+    @property
+    def free(self) -> int:
+        """Bytes free on the disk of ``out``."""
+        return shutil.disk_usage(next(place for place in (self.out, *self.out.parents) if place.exists())).free
+
+    def run(self) -> int:
+        """Write the missing chunks. Returns how many samples of all epochs have no pixels.
+
+        Raises:
+            DataError, FaultBudgetError: as the loader's faults say.
+            GpuaugError: if a pixel does not fit into uint8, or the disk is full.
+        """
+        if (needed := self.samples_missing * self.record.itemsize + SPARE_BYTES) > self.free:
+            raise GpuaugError(
+                f"{format_bytes(needed)} are needed in {str(self.out)!r}, and {format_bytes(self.free)} are free. "
+                + ("Set `store=uint8`, or fewer" if self.plan["store"] != "uint8" else "Set fewer")
+                + " `epochs`, or another `out`."
+            )
+        with only_writer(self.out, out=self.out):
+            self._prepare()
+            done, title = self.samples - self.samples_missing, f"materialize {self.plan['epochs']} epochs"
+            with tqdm(total=self.samples, initial=done, desc=title, unit="image", smoothing=0.05) as bar:
+                try:
+                    self._write(bar.update)
+                except OSError as error:
+                    raise GpuaugError(
+                        f"the epochs cannot be written to {str(self.out)!r}: {error}. Fix that. {GO_ON}"
+                    ) from error
+            return self._finish()
+
+    def verify(self) -> list[str]:
+        """Compare all files with their checksums. Returns the files that are damaged or missing."""
+        digests = {}
+        for place in self._chunks:
+            file = chunk_file(self.out, self.plan, *place)
+            try:
+                digests[file] = str(self._note(*place).get("digest"))
+            except (OSError, ValueError):
+                digests[file] = "no note"
+        bad = [str(file) for file in damaged(digests)]
+        if not bad and (seal := read_manifest(self.out).get("seal")) != self._seal():
+            bad.append(f"{self.out / MANIFEST} (its seal {seal} is not that of the files)")
+        return bad
+
+    @property
+    def _chunks(self) -> list[tuple[int, int]]:
+        return [(slot, n) for slot in range(self.plan["epochs"]) for n in range(chunk_count(self.plan, slot))]
+
+    def _note(self, slot: int, number: int) -> dict[str, Any]:
+        return read_marker(chunk_file(self.out, self.plan, slot, number), rows=chunk_rows(self.plan, slot, number))
+
+    def _is_done(self, slot: int, number: int) -> bool:
+        try:
+            self._note(slot, number)
+            size = chunk_file(self.out, self.plan, slot, number).stat().st_size
+            return size >= chunk_rows(self.plan, slot, number) * self.record.itemsize
+        except (OSError, ValueError):
+            return False
+
+    def _prepare(self) -> None:
+        """Remove temporary files of a killed run, and write all that is known before the first pixel."""
+        for part in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
+            part.unlink()
+        if not (self.out / MANIFEST).exists():
+            files.write(self.out / PLAN, to_json(self.plan), sync=True)
+        source = self._loader.source
+        numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+        blocks = np.array_split(numbers, 1 + len(numbers) // 65536)
+        names = Names.of([os.fsencode(source.key(i)) for i in block.tolist()] for block in blocks)
+        known = {"keys": names.blob, "key_offsets": names.offsets, "labels": source.labels, "indices": source.indices}
+        for slot, indices in enumerate(self._orders):
+            known[f"{epoch_folder(self.out, self.plan, slot).name}/order"] = indices
+        for name, values in known.items():
+            if values is not None:
+                files.write(self.out / f"{name}.npy", *npy(values.numpy()), sync=True)
+
+    def _write(self, progress: Callable[[int], Any]) -> None:
+        """Write the missing chunks: in this process, whose loader uses all cores, or in processes of a cluster."""
+        arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
+        most, gpus = len(self.missing), 0
+        if self.on == "ray":  # each process reads a part only
+            arguments |= {"device": self._loader.device.type, "cache": None}
+            most, gpus = min(RAY_CHUNKS, -(-most // RAY_TASKS)), int(self._loader.device.type == "cuda")
+        make, tasks = partial(Writer, self.out, self.plan, arguments), _spans(self.missing, most)
+        workers = 0 if self.on == "local" else None
+        list(results(make, tasks, on=self.on, progress=progress, num_workers=workers, cpus=RAY_CORES, gpus=gpus))
+
+    def _finish(self) -> int:
+        """Write the manifest, if every chunk has a note. Returns the number of faults."""
+        self.missing = [place for place in self._chunks if not self._is_done(*place)]
+        if self.missing:
+            raise GpuaugError(f"{len(self.missing)} chunks are missing in {str(self.out)!r}. Run it once more.")
+        faults = sum(len(self._note(*place)["faults"]) for place in self._chunks)
+        manifest = {**self.plan, "faults": faults, "seal": self._seal()}
+        files.write(self.out / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+        (self.out / PLAN).unlink(missing_ok=True)
+        return faults
+
+    def _seal(self) -> str:
+        """Hash of all files except the chunks, whose checksums are in their notes."""
+        sealed = [self.out / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
+        for slot in range(self.plan["epochs"]):
+            sealed.append(epoch_folder(self.out, self.plan, slot) / "order.npy")
+            numbers = range(chunk_count(self.plan, slot))
+            sealed += [chunk_file(self.out, self.plan, slot, n).with_suffix(".json") for n in numbers]
+        return digest(*(file_digest(file).encode() if file.exists() else b"none" for file in sealed))
+
+
+class Writer:
+    """Writes chunks of a plan with a loader of its own, here or on another machine."""
+
+    def __init__(self, out: Path, plan: dict[str, Any], arguments: dict[str, Any]) -> None:
+        self.out, self.plan = out, plan
+        self.loader, self.noted = Loader(**arguments), arguments["faults"]
+
+    def close(self) -> None:
+        """Close the loader."""
+        self.loader.close()
+
+    def write(self, span: tuple[int, int, int], progress: Callable[[int], Any]) -> None:
+        """Write the chunks ``first .. last - 1`` of an epoch, given as (epoch, first, last)."""
+        (slot, first, last), plan = span, self.plan
+        chunk, final = plan["chunk"], plan["store"] != "uint8"
+        position, end = first * chunk, min(plan["rows"][slot], last * chunk)
+        order = np.load(epoch_folder(self.out, plan, slot) / "order.npy", mmap_mode="r")
+        self.loader.start_at(plan["start_epoch"] + slot, position)
+        writing: Future[None] | None = None
+        with ThreadPoolExecutor(1) as writer:  # hashes and writes a chunk while the next one is made
+            for batch in self.loader:
+                views, begin = [_stored(view, final=final) for view in _views(batch)], 0
+                while begin < len(batch) and position < end:
+                    number, at = divmod(position, chunk)
+                    if at == 0:
+                        samples = np.zeros(chunk_rows(plan, slot, number), dtype=record(plan))
+                        faults = list[Any]()
+                    count = min(len(batch) - begin, len(samples) - at)
+                    rows = slice(begin, begin + count)
+                    if (batch.indices[rows].numpy() != order[position : position + count]).any():
+                        raise GpuaugError("the order of the epoch is another than when it was planned.")
+                    for k, view in enumerate(views):
+                        samples[f"view{k}"][at : at + count] = view[rows]
+                    if batch.labels is not None:
+                        samples["label"][at : at + count] = batch.labels[rows].cpu().numpy()
+                    for row in (~batch.valid[rows]).nonzero().flatten().tolist():
+                        faults.append(self.noted.of(int(batch.indices[begin + row]), row=at + row))
+                    begin, position = begin + count, position + count
+                    if at + count == len(samples):
+                        if writing is not None:
+                            writing.result()
+                        writing = writer.submit(save_chunk, chunk_file(self.out, plan, slot, number), samples, faults)
+                    progress(count)
+                if position >= end:
+                    break
+            if writing is not None:
+                writing.result()
+
+
+class Noted(Faults):
+    """Faults that also keeps the last fault of each sample, to be stored in the place of its pixels."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._noted: dict[int, Fault] = {}  # by number of the sample
+
+    def handle(self, faults: Sequence[Fault], *, indices: Sequence[int], **rest: Any) -> None:
+        """Keep the faults, and handle them as the policy says."""
+        self._noted.update((indices[fault.row], fault) for fault in faults)
+        super().handle(faults, indices=indices, **rest)
+
+    def of(self, index: int, *, row: int) -> dict[str, Any]:
+        """The fault of a sample as JSON, at its row of a chunk."""
+        fault = self._noted[index]
+        reason = {"stage": fault.stage, "reason": fault.reason, "size": fault.size, "head": fault.head.hex()}
+        return {"row": row, **reason}
+
+
+def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
+    """What the samples are and how they are stored, as JSON; decodes a few for the sizes of views and labels."""
+    source = loader.source
+    numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+    probed = numbers[np.unique(np.linspace(0, len(numbers) - 1, PROBED_SAMPLES).astype(np.int64))]
+    shown = loader.fetch(probed.tolist(), epoch=0)
+    loader.pipeline.stage.close()  # the loader that writes has a decoder of its own
+    if not shown.valid.any():
+        raise GpuaugError(f"none of {len(probed)} samples out of {len(numbers)} could be decoded.")
+    label = None
+    if shown.labels is not None:
+        label = {"dtype": str(shown.labels.dtype).removeprefix("torch."), "shape": [*shown.labels.shape[1:]]}
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "order": repr(loader.order),
+        "samples": len(source),
+        "store": "uint8" if as_uint8 else next(name for name, kind in DTYPES.items() if kind is loader.dtype),
+        "views": [
+            {"name": v.name, "copy": v.copy, "size": [*x.shape[-2:]], "backend": v.augment.backend}
+            for v, x in zip(loader.augment.views, _views(shown), strict=True)
+        ],
+        "label": label,
+        "made_by": {"device": loader.device.type, "decode": choose_backend(loader.decode.backend)},
+        "classes": None if source.classes is None else list(source.classes),
+        "class_to_idx": source.class_to_idx,
+        "num_classes": source.num_classes,
+    }
+
+
+def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
+    """Arguments of a loader of all samples on one rank, whose pixels are those to store."""
+    cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
+    same = ("source", "batch_size", "order", "decode", "ahead", "device", "num_workers", "prefetch", "seed")
+    return {
+        **{name: getattr(loader, name) for name in same},
+        "augment": loader.augment if final else before_normalization(loader.augment),
+        "cache": None if cache is None else cache.settings,
+        "faults": Noted(
+            policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
+            **{name: getattr(faults, name) for name in ("max", "window", "truncated", "file")},
+        ),
+        "dtype": loader.dtype if final else torch.float32,
+        "timeout": reader.timeout,
+        "start_method": reader.start_method,
+        "rank": 0,
+        "world_size": 1,
+    }
+
+
+def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
+    """The same recipe, with the same draws, whose pixels stay in 0..1."""
+    if isinstance(augment, MultiView):
+        views = {v.name: v.augment for v in augment.views}
+        return MultiView(views={name: one.replace(normalize=None) for name, one in views.items()})
+    return augment.replace(normalize=None)
+
+
+def _views(batch: Batch) -> list[Tensor]:
+    return batch.images if isinstance(batch.images, list) else [batch.images]
+
+
+def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
+    """Convert pixels [B, 3, H, W] to what is stored: final ones unchanged, others as uint8 [B, H, W, 3]."""
+    if final:
+        view = view.cpu().contiguous()
+        return (view.view(torch.int16) if view.dtype == torch.bfloat16 else view).numpy()
+    low, high = (float(v) for v in view.aminmax())
+    if not (low >= -0.5 / 255 and high <= 1 + 0.5 / 255):
+        raise ConfigError(
+            f"`store=uint8` holds pixels from 0 to 1. Found: {low:.3f} to {high:.3f} before normalization; noise, for "
+            "one, leads out of it. Set `store=final`."
+        )
+    return view.mul(255).round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().contiguous().numpy()
+
+
+def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) -> None:
+    """Write a chunk, whole or not at all, and then its note."""
+    parts = npy(samples)
+    files.write(file, *parts, sync=True)
+    note = {"rows": len(samples), "digest": digest(*parts), "faults": faults}
+    files.write(file.with_suffix(".json"), to_json(note), sync=True)
+
+
+def _earlier(out: Path) -> dict[str, Any] | None:
+    """The manifest or the plan of an earlier run; None if the folder is new. ConfigError if it holds other files."""
+    check_out(out, MANIFEST, PLAN)
+    if (out / MANIFEST).exists():
+        return read_manifest(out)
+    if not (out / PLAN).exists():
+        return None
+    try:
+        plan: Any = read_json(out / PLAN)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`out` cannot be read: {str(out)!r} ({error}). Set another.") from error
+    if not isinstance(plan, dict) or plan.get("version") != VERSION:
+        raise ConfigError(f"`out` was begun by another version of gpuaug: {str(out)!r}. Set another, or remove it.")
+    return plan
+
+
+def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
+    """Consecutive chunks of an epoch joined, at most ``most`` of them: (epoch, first, last + 1)."""
+    spans: list[tuple[int, int, int]] = []
+    for slot, number in chunks:
+        if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:
+            spans[-1] = slot, spans[-1][1], number + 1
+        else:
+            spans.append((slot, number, number + 1))
+    return spans

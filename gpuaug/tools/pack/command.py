@@ -1,32 +1,48 @@
-"""`gpuaug pack`: a source resized once and written as JPEG shards or as pixels, and checked."""
+"""`gpuaug pack`: a source written once, resized, as tar shards of JPEG or as pixels.
+
+takes: any source, and a folder to write.
+does: reads, decodes and resizes with the stages of training. Each image is decoded once, for all sizes.
+gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
+``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
+
+A shard holds a fixed range of samples and depends on nothing else. So neither the number of processes nor a killed run
+changes a byte. Until the last file is written, all files are in ``out/.partial``.
+"""
 
 from __future__ import annotations
 
-import io
+import json
+import logging
 import os
 import re
+import shutil
+import sys
 import time
-import zlib
-from dataclasses import dataclass, fields
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from omegaconf import OmegaConf
+from tqdm import tqdm
 
-from gpuaug import checks
+from gpuaug import checks, files
+from gpuaug.batch import Fault
+from gpuaug.decode.dali import choose_backend
 from gpuaug.decode.decoder import Decode
-from gpuaug.errors import ConfigError, SourceError
-from gpuaug.files import check_regular
+from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
-from gpuaug.source.index import NO_ARRAY
+from gpuaug.source.adapt import adapt
+from gpuaug.source.base import checksum, parse_manifest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import ENDINGS, MANIFEST
-from gpuaug.tools.pack.job import Pack, finished
-from gpuaug.tools.pack.pack import pack
+from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
+from gpuaug.tools.pack.job import Job, Pack, Packer, checked_out, finished
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
-from gpuaug.tools.store import damaged
+from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, results, to_json
 
 PARTS = ("source", "decode", "faults")  # the keys of the loader that decide what is packed
 
@@ -112,14 +128,7 @@ def _refuse_overrides_without_effect(request: Request) -> None:
 
 
 def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> list[str]:
-    """Read every file of a finished folder and compare it with its checksum.
-
-    Args:
-        out: the folder.
-        num_workers: threads; None: one per core.
-
-    Returns:
-        One line for each damaged file, with the keys of its damaged samples.
+    """Compare every file of a finished folder with its checksum. Returns one line for each damaged file.
 
     Raises:
         SourceError: if the folder is not finished, or its manifest is damaged.
@@ -136,7 +145,7 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
         name = str(path.relative_to(place))
         if path.is_file() and (actual := path.stat().st_size) != files[name][0]:
             problem = f"has {actual} bytes instead of {files[name][0]}"
-        lines.append(f"{name}: {problem}{_damaged_samples(place, name, manifest)}")
+        lines.append(f"{name}: {problem}")
     for size in manifest["sizes"]:  # an extra shard would be read with the others
         for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
             if (extra := f"{size}/{path.name}") not in files:
@@ -144,27 +153,157 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
     return lines
 
 
-def _damaged_samples(place: Path, name: str, manifest: dict[str, Any]) -> str:
-    """The keys of the damaged samples in a damaged shard, as text; "" for a file that is not a shard."""
-    match = re.fullmatch(rf"(\w+)/(\d+)\.({'|'.join(ENDINGS.values())})", name)
-    if match is None:
-        return ""
-    size, shard = match[1], int(match[2])
-    try:
-        check_regular(os.stat(place / name), place / name)
-        with (place / name).open("rb") as file:
-            offsets, lengths, checksums, keys = (
-                np.load(io.BytesIO(read_file(str(place / "index" / f))), allow_pickle=False)
-                for f in (f"{size}.offsets.npy", f"{size}.lengths.npy", f"{size}.checksums.npy", "keys.npy")
-            )
-            blob = read_file(str(place / "index" / "keys.bin"))
-            first = sum(manifest["shards"][:shard])
-            bad = []
-            for i in range(first, first + manifest["shards"][shard]):
-                file.seek(offsets[i])
-                if zlib.crc32(file.read(lengths[i])) != checksums[i]:
-                    bad.append(os.fsdecode(blob[keys[i] : keys[i + 1]]))
-    except (*NO_ARRAY, IndexError):
-        return ""
-    listed = ", ".join(map(repr, bad[:5])) + (", …" if len(bad) > 5 else "")
-    return f"; {len(bad)} damaged samples: {listed}" if bad else "; no sample's own bytes are damaged"
+log = logging.getLogger("gpuaug")
+
+
+def pack(
+    source: Any,
+    out: str | os.PathLike[str],
+    *,
+    what: Pack | None = None,
+    decode: Decode | None = None,
+    faults: Faults | None = None,
+    num_workers: int | None = None,
+    on: Literal["local", "ray"] = "local",
+) -> dict[str, Any]:
+    """Write ``source`` into the folder ``out``, or go on where a stopped run was. Returns the manifest.
+
+    Args:
+        source: see :mod:`gpuaug.source`. Its active samples are packed, in their order.
+        out: a folder that is new, empty, or left by a run of the same job. A finished one is not changed.
+        what, decode: what to write, and settings of the decoder.
+        faults: ``raise`` stops at a bad sample, ``drop`` leaves it out. ``blank`` is refused.
+        num_workers, on: as in ``conf/gpuaug/command/pack.yaml``.
+
+    Raises:
+        ConfigError: if a setting is wrong, or ``out`` holds something else.
+        DataError, FaultBudgetError: as ``faults`` says.
+        GpuaugError: if a process dies or a file cannot be written. What is done is kept.
+    """
+    what, decode, faults = what or Pack(), decode or Decode(), faults or Faults(policy="raise")
+    source = adapt(source)
+    if faults.policy == "blank":
+        raise ConfigError("`faults.policy=blank` has no meaning for `gpuaug pack`. Set raise, or drop.")
+    checks.one_of("on", on, ("local", "ray"))
+    checks.whole_number("num_workers", num_workers, 0, optional=True)
+    place = checked_out(Path(out), source)
+    job = Job(
+        source=source,
+        out=place,
+        what=what,
+        # what `auto` is here; another machine could differ
+        decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
+        truncated=faults.truncated == "accept",
+        drop=faults.policy == "drop",
+    )
+    if (manifest := finished(place)) is not None:
+        job.check_same(manifest["job"])
+        shutil.rmtree(job.work, ignore_errors=True)  # left by a run that was killed at its very end
+        log.info("pack %s: finished already", place)
+        return manifest
+    with only_writer(job.work, out=place):
+        job.begin()
+        if not (job.work / MANIFEST).exists():
+            _write_shards(job, faults, num_workers=num_workers, on=on)
+            _write_index(job)
+        return _publish(job)
+
+
+def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) -> None:
+    notes = {shard: job.note(shard) for shard in range(job.shards)}
+    todo = [shard for shard, note in notes.items() if note is None]
+    before = [(shard, note["faults"]) for shard, note in notes.items() if note is not None]
+    samples, bad = sum(len(job.numbers(shard)) for shard, _ in before), 0
+    if before:
+        log.info("pack %s: %d of %d shards are done already", job.out, len(before), job.shards)
+    with tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty()) as bar:
+        made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
+        with closing(made):
+            for shard, shard_faults in chain(before, made if todo else ()):
+                bad += len(shard_faults)
+                bar.set_postfix(bad=bad, refresh=False)
+                listed = [
+                    Fault(row, stage, reason, size, bytes.fromhex(head))
+                    for row, stage, reason, size, head in shard_faults
+                ]
+                indices = job.numbers(shard).tolist()
+                try:
+                    faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
+                except DataError as error:
+                    remedy = "To leave such samples out set `faults.policy=drop`."
+                    raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
+    faults.end_of_epoch(0, rescued=0, truncated=0)
+
+
+def _write_index(job: Job) -> None:
+    """Write the index, from the notes of the shards, and then the manifest."""
+    notes = []
+    for shard in range(job.shards):
+        if (note := job.note(shard)) is None:
+            raise GpuaugError(f"shard {shard} of {str(job.out)!r} vanished while the others were written. {GO_ON}")
+        notes.append(note)
+    if not any(note["keys"] for note in notes):
+        raise SourceError(f"none of the {len(job.source)} samples could be packed: all of them are bad.")
+    written: dict[str, list[Any]] = {}  # bytes and digest of every file
+
+    def put(name: str, *parts: bytes | memoryview) -> None:
+        files.write(job.work / name, *parts, sync=True)
+        written[name] = [sum(map(len, parts)), digest(*parts)]
+
+    keys = [os.fsencode(key) for note in notes for key in note["keys"]]
+    put("index/keys.bin", b"".join(keys))
+    put("index/keys.npy", *npy(np.cumsum([0, *map(len, keys)]), np.int64))
+    put("index/numbers.npy", *npy([n for note in notes for n in note["numbers"]], np.int64))
+    labels = [label for note in notes for label in note["labels"]]
+    label_dtype: Any = None
+    if missing := sum(label is None for label in labels):
+        if missing < len(labels):
+            raise SourceError("some samples have labels and some have none. Set `source.labels=none`, or label all.")
+    else:
+        label_dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
+        put("index/labels.npy", *npy(labels, label_dtype))
+    classes = None if job.source.classes is None else list(job.source.classes)
+    fields = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}
+    for size in job.what.names:
+        shards = [note["files"][str(size)] for note in notes]
+        for field, dtype in fields.items():
+            put(f"index/{size}.{field}.npy", *npy([value for shard in shards for value in shard[field]], dtype))
+        if classes is not None:
+            put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
+        for number, shard in enumerate(shards):
+            written[shard_name(size, number, job.what.format)] = [shard["bytes"], shard["hash"]]
+    dropped = []
+    for shard, note in enumerate(notes):
+        for row, stage, reason, *_ in note["faults"]:
+            index = int(job.numbers(shard)[row])
+            dropped.append({"key": job.source.key(index), "index": index, "stage": stage, "reason": reason})
+    manifest = {
+        "kind": KIND,
+        "version": VERSION,
+        "format": job.what.format,
+        "sizes": job.what.names,
+        "samples": len(keys),
+        "shards": [len(note["keys"]) for note in notes],
+        "classes": classes,
+        "labels": None if label_dtype is None else np.dtype(label_dtype).name,
+        "dropped": dropped,
+        "job": job.describe(),
+        "files": dict(sorted(written.items())),
+    }
+    manifest = json.loads(json.dumps(manifest))
+    files.write(job.work / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+
+
+def _publish(job: Job) -> dict[str, Any]:
+    """Move every file to its place, the manifest last. The next run completes a move that was killed half-way."""
+    for name in [*map(str, job.what.names), "index", MANIFEST]:
+        if (job.work / name).exists():
+            os.replace(job.work / name, job.out / name)
+    if hasattr(os, "O_DIRECTORY"):  # the renames must be on the disk before the work folder goes
+        folder = os.open(job.out, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    shutil.rmtree(job.work)
+    return parse_manifest(read_file(str(job.out / MANIFEST)), KIND, VERSION)

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from gpuaug import checks, files
-from gpuaug.augment.crop import Resize
+from gpuaug.augment.crop import ResizeCenterCrop
 from gpuaug.batch import Boxes, EncodedBatch, Fault, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
@@ -45,17 +45,10 @@ Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What is written.
+    """What is written; ``conf/gpuaug/command/pack.yaml`` explains the keys.
 
-    Args:
-        format: ``jpeg``: WebDataset tar shards, for little space; ``uint8``: pixels, for reading without decoding.
-        sizes: shorter sides, one set of files for each; nothing is enlarged. None: one set at the images' own sizes.
-        quality: of JPEG, 1..100.
-        subsampling: of JPEG's colours: 4:4:4, 4:2:2 or 4:2:0.
-        interpolation: ``bilinear`` or ``bicubic``, both antialiased as in Pillow.
-        samples: number of samples in one shard. A stopped run repeats at most the unfinished shards.
-
-    A JPEG that is small enough already and not EXIF-rotated is copied unchanged into tar shards.
+    Nothing is enlarged. A JPEG that is small enough already and not EXIF-rotated is copied unchanged into tar shards. A
+    stopped run repeats at most the unfinished shards.
     """
 
     format: Format = "jpeg"
@@ -118,7 +111,7 @@ class Job:
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """The file that lists what is in a shard. It is written after the shard."""
+        """Lists what is in a shard; written after it."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
@@ -156,12 +149,7 @@ class Job:
         }
 
     def begin(self) -> None:
-        """Make the work folder, or go on in that of an earlier run.
-
-        Raises:
-            ConfigError: if the folder holds another job.
-            SourceError: if the description of the earlier job cannot be read.
-        """
+        """Make the work folder, or go on in that of an earlier run; ConfigError if that was another job."""
         file = self.work / "job.json"
         if file.exists():
             try:
@@ -185,11 +173,7 @@ class Job:
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest of a finished folder; None if there is no manifest.
-
-    Raises:
-        SourceError: if the manifest is damaged, or is a pipe or device.
-    """
+    """The manifest of a finished folder; None if there is no manifest. SourceError if it is damaged."""
     file = Path(out) / MANIFEST
     try:
         return parse_manifest(read_file(str(file)), KIND, VERSION)
@@ -212,11 +196,7 @@ def _labels_digest(source: Source) -> str | None:
 
 
 def checked_out(out: Path, source: Source) -> Path:
-    """The absolute path of ``out``.
-
-    Raises:
-        ConfigError: if it lies inside the source, or holds other files.
-    """
+    """The absolute path of ``out``; ConfigError if it lies inside the source, or holds other files."""
     place = Path(os.path.abspath(out.expanduser()))
     root: Any = getattr(source, "root", None)
     is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
@@ -241,18 +221,10 @@ class Packer:
         self._decoder.close()
 
     def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
-        """Write a shard at all sizes, and then its note.
+        """Write a shard at all sizes, and then its note; ``progress`` gets the number of samples of each batch.
 
-        Args:
-            shard: its number.
-            progress: is called with the number of samples after each batch.
-
-        Returns:
-            The bad samples as (row, stage, reason, size, head in hex). If bad samples are not dropped, the first one
-            ends the work, and nothing is written.
-
-        Raises:
-            GpuaugError: if a file cannot be written.
+        Returns the bad samples as (row, stage, reason, size, head in hex). If bad samples are not dropped, the first
+        one ends the work, and nothing is written.
         """
         job = self.job
         paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
@@ -353,9 +325,8 @@ def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:
     """Resize whole images [B, 2] to a shorter side of ``size``, on a canvas for the largest. Nothing is enlarged."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
-    for row, (height, width) in enumerate(box.tolist()):
-        if isinstance(size, int) and size < min(height, width):
-            resized[row] = Resize(size).boxes(None, np.array([height]), np.array([width])).size
+    if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
+        resized[larger] = ResizeCenterCrop(size, size).boxes(None, *box[larger].T).resized
     zero = np.zeros_like(box)
     canvas = int(resized[:, 0].max()), int(resized[:, 1].max())
     return Boxes(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)

@@ -1,23 +1,45 @@
-"""`gpuaug parity`: our pixels beside Pillow's and torchvision's, as a table and a picture of the worst cases."""
+"""`gpuaug parity`: our pixels compared with Pillow's and torchvision's by stage and operation, on a user's images.
+
+Both sides of each stage get the same input, so that a difference belongs to the stage that shows it. Then the whole
+path of an image is compared with the whole path.
+
+Differences are in levels: 1/255 of the range of a pixel. torchvision is asked in float and in uint8, which differ.
+"""
 
 from __future__ import annotations
 
+import io
+import itertools
 import textwrap
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import PIL.Image
+import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ImageOps
+from tqdm import tqdm
 
 from gpuaug import checks
+from gpuaug.augment.fused.backend import FusedBackend
+from gpuaug.augment.ops import noise
+from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.augment.recipe import Drawn, View
+from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.batch import Boxes
+from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
+from gpuaug.loader.loader import Loader
+from gpuaug.read.reader import Reader
 from gpuaug.source.materialized import MaterializedSource
-from gpuaug.tools.parity.compare import Difference, Parity, compare, nearest, summary
+from gpuaug.tools.parity.counterpart import Call, call, counterpart, text, torchvision, why
+from gpuaug.tools.preview.command import chosen, indices_of
 from gpuaug.tools.report import Report, png, printable, written
-from gpuaug.tools.request import Request
-from gpuaug.tools.samples import chosen, indices_of
+from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.sheet import Cell, Row, scaled, sheet
 
 CELL = 280  # pixels of a picture's longer side
@@ -32,22 +54,20 @@ HEADINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to compare; the keys of ``conf/gpuaug/command/parity.yaml``, which says what they mean."""
+class Settings(Keys):
+    """What to compare."""
 
     out: str = "parity.png"
     indices: Any = None
     samples: int = 8
     epoch: int = 0
     rows: int = 6
-    json: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, low in (("samples", 1), ("epoch", 0), ("rows", 1)):
             checks.whole_number(name, getattr(self, name), low)
         object.__setattr__(self, "indices", indices_of(self.indices))
-        checks.text("out", self.out)
-        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:
@@ -97,9 +117,11 @@ def table(parity: Parity) -> list[str]:
                 f"  {d.title:{wide}}  {d.reference:{refer}}  {d.largest:8.2f} {d.mean:8.3f} {d.bias:+8.3f} "
                 f"{d.off:10.3%}  {'DIFFERENT' if d.verdict == 'other' else d.verdict}"
             )
-        for why in dict.fromkeys(d.why for d in differences if d.why):
-            names = dict.fromkeys(d.name for d in differences if d.why == why)
-            lines += textwrap.wrap(f"{', '.join(names)}: {why}.", 112, initial_indent="    ", subsequent_indent="    ")
+        for reason in dict.fromkeys(d.why for d in differences if d.why):
+            names = dict.fromkeys(d.name for d in differences if d.why == reason)
+            lines += textwrap.wrap(
+                f"{', '.join(names)}: {reason}.", 112, initial_indent="    ", subsequent_indent="    "
+            )
     return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
 
 
@@ -128,6 +150,436 @@ def row(difference: Difference) -> Row:
     return Row(difference.title, notes, [Cell(_picture(levels), caption) for levels, caption in pictures])
 
 
-def _picture(levels: NDArray[Any]) -> Image.Image:
-    image = Image.fromarray(np.rint(np.clip(levels, 0, 255)).astype(np.uint8))
+def _picture(levels: NDArray[Any]) -> PIL.Image.Image:
+    image = PIL.Image.fromarray(np.rint(np.clip(levels, 0, 255)).astype(np.uint8))
     return scaled(image, CELL / max(image.size))
+
+
+STAGES = ("decode", "resize", "operation", "normalize", "mix", "all")
+FLOAT, UINT8 = REFERENCES = ("torchvision, float", "torchvision, uint8")
+BARE, WHOLE = "everything but the operations", "everything"
+EPOCHS = 32  # searched for samples that an operation is drawn for
+EQUAL, LEVEL = 0.05, 1.001  # float32 on one side, float64 on the other; one level, and what float32 leaves of it
+CLOSE = 4.0  # cutting off fractions costs half a level a step, and recipes have up to eight
+DECODE = "two decoders' inverse DCT and colour conversion round differently"
+DEEP = "Pillow cuts 16-bit gray off at 255, so that nearly all of it is white; here it is scaled to 8 bits"
+RESIZE = (
+    "both take antialiased filters with half-pixel centres; Pillow and torch round to uint8 between columns and rows, "
+    "and releases differ in which of them comes first"
+)
+
+Image = NDArray[Any]
+
+
+@dataclass(eq=False)
+class Sample:
+    """One image on its way: the views as the recipe's crop gives them on our side, and on Pillow's."""
+
+    index: int
+    key: str
+    ours: dict[str, Image] = field(default_factory=dict)  # by the view's name: uint8 [H, W, 3]
+    theirs: dict[str, Image] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Worst:
+    """The image with the largest difference of a comparison, and where in it."""
+
+    key: str
+    index: int
+    epoch: int | None  # None where nothing is drawn
+    y: int
+    x: int
+    ours: Image  # float32 [H, W, 3] in levels
+    theirs: Image
+    what: str  # what was done, with its parameters
+
+
+@dataclass(eq=False)
+class Difference:
+    """One comparison over all images; all numbers in levels of 1/255."""
+
+    stage: str  # one of STAGES
+    name: str  # which of them; an operation's key in the recipe, and after a colon the alternative that was chosen
+    reference: str  # what ours is compared with
+    view: str = ""  # its name in a MultiView
+    why: str = ""  # where the difference comes from; "" where there is none
+    images: int = 0
+    pixels: int = 0
+    largest: float = 0.0
+    mean: float = 0.0  # of the absolute differences
+    bias: float = 0.0  # mean of ours minus theirs
+    off: float = 0.0  # share of pixels with a channel off by more than one level
+    worst: Worst | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``equal``, ``rounding`` (one level, but for rare pixels), ``close`` (up to four on average) or ``other``."""
+        if self.largest <= EQUAL:
+            return "equal"
+        if self.largest <= LEVEL or (self.off <= 0.01 and self.mean <= 1):
+            return "rounding"
+        return "close" if self.mean <= CLOSE else "other"
+
+    @property
+    def title(self) -> str:
+        """The name, and of which view."""
+        return f"{self.name}, {self.view}" if self.view else self.name
+
+    def add(self, ours: Image, theirs: Image, *, sample: Sample, epoch: int | None = None, what: str = "") -> None:
+        """Compare one more image: [H, W, 3] in levels on both sides."""
+        ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
+        gap = ours - theirs
+        size = np.abs(gap).max(axis=2)
+        self.pixels, self.images = self.pixels + size.size, self.images + 1
+        part = size.size / self.pixels
+        self.mean += (float(np.abs(gap).mean(dtype=np.float64)) - self.mean) * part
+        self.bias += (float(gap.mean(dtype=np.float64)) - self.bias) * part
+        self.off += (float((size > LEVEL).mean()) - self.off) * part
+        if self.worst is None or size.max() > self.largest:
+            self.largest = float(size.max())
+            y, x = np.unravel_index(int(size.argmax()), size.shape)
+            self.worst = Worst(sample.key, sample.index, epoch, int(y), int(x), ours, theirs, what)
+
+    def plain(self) -> dict[str, Any]:
+        """Everything but the pixels, for JSON."""
+        values = {**vars(self), "verdict": self.verdict}
+        if (w := self.worst) is not None:
+            at = {"ours": w.ours[w.y, w.x].tolist(), "theirs": w.theirs[w.y, w.x].tolist()}
+            values["worst"] = {**vars(w), **at}
+        return values
+
+
+@dataclass(eq=False)
+class Parity:
+    """The result of a comparison."""
+
+    differences: list[Difference]  # in the order of the stages
+    notes: list[str]  # what could not be compared, and what a reader should know
+    samples: int  # images that were compared
+    torchvision: str  # its version
+
+    def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "") -> Difference:
+        """The comparison of that name; a new one where there is none yet."""
+        for d in self.differences:
+            if (d.stage, d.name, d.reference, d.view) == (stage, name, reference, view):
+                return d
+        self.differences.append(Difference(stage, name, reference, view, why))
+        return self.differences[-1]
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "differences": [d.plain() for d in self.differences], "summary": summary(self)}
+
+
+def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: int = 0) -> Parity:
+    """Compare every stage of a loader on some samples of its source, as the epoch draws them.
+
+    Where it leaves an operation out, the next epochs are searched. ConfigError if torchvision cannot be imported.
+    """
+    parity = Parity([], [], 0, torchvision()[1])
+    views = [view for view in loader.augment.views if view.copy == 0]
+    samples = _decoded(parity, loader, decode, views, tqdm(indices, "decode", leave=False, disable=None), epoch=epoch)
+    parity.samples = len(samples)
+    if samples:
+        for view in views:
+            _operations(parity, loader, view, samples, epoch=epoch)
+            _whole(parity, loader, view, samples, epoch=epoch)
+        _mixed(parity, loader, views, samples, epoch=epoch)
+    for difference in parity.differences:
+        if difference.verdict == "equal":
+            difference.why = ""
+    parity.differences.sort(key=lambda d: STAGES.index(d.stage))
+    return parity
+
+
+def nearest(parity: Parity) -> list[Difference]:
+    """Each comparison once, with the reference that is nearer: torchvision's float and uint8 arithmetic differ."""
+    best: dict[tuple[str, str], Difference] = {}
+    for d in sorted(parity.differences, key=lambda d: d.mean):
+        best.setdefault((d.stage, d.title), d)
+    return [d for d in parity.differences if best[d.stage, d.title] is d]
+
+
+def summary(parity: Parity) -> str:
+    """What somebody with a model that was trained on torchvision's pipeline can expect, in a few sentences."""
+    inputs = [d for d in parity.differences if d.name == BARE]
+    if not inputs:
+        return "Nothing could be compared."
+    first = max(inputs, key=lambda d: d.mean)
+    text = (
+        "A model that was trained on torchvision's pipeline (Pillow's decode and resize) gets inputs here that differ "
+        f"by {first.mean:.3f} levels of 255 on average, {first.off:.2%} of the pixels by more than one level, at most "
+        f"{first.largest:.2f}: "
+    )
+    if first.mean <= 1 and first.off <= 0.02:
+        text += "the size of rounding. Expect the same accuracy; one evaluation with augment=eval confirms it."
+    else:
+        text += "more than rounding. Evaluate the model with augment=eval before relying on it; the table and the "
+        text += "picture say which stage it comes from."
+    darker = max((d.bias for d in parity.differences if d.reference == f"Pillow, then {UINT8}"), default=0)
+    if darker > 0.75:
+        text += f" torchvision's uint8 arithmetic cuts off fractions and leaves augmented images {darker:.1f} levels "
+        text += "darker than its float arithmetic, which ours equals."
+    ops = [d for d in nearest(parity) if d.stage == "operation"]
+    other = dict.fromkeys(f"`{d.name}`" for d in ops if d.verdict not in ("equal", "rounding"))
+    if same := dict.fromkeys(f"`{d.name}`" for d in ops if f"`{d.name}`" not in other):
+        text += f" {', '.join(same)} {'follow' if len(same) > 1 else 'follows'} torchvision's functions."
+    if other:
+        text += f" {', '.join(other)} {'do' if len(other) > 1 else 'does'} something else than torchvision's of that "
+        text += "name: fine for training from scratch, but not the same recipe."
+    return text
+
+
+# --- decode, crop, resize
+
+
+def _decoded(
+    parity: Parity, loader: Loader, decode: Decode, views: list[View], indices: Iterable[int], *, epoch: int
+) -> list[Sample]:
+    """Compare decoding, crops and resizing; one image at a time, so that photographs of any size fit."""
+    decoder = decode.open(loader.device)
+    samples, turned = [], 0
+    for index in indices:
+        number = torch.tensor([index])
+        encoded = next(Reader(loader.source).batches([(number, number * 0, number == number)]))
+        headers = decoder.read_headers(encoded)
+        sample = Sample(index, loader.source.key(index))
+        faults = [*encoded.faults, *headers.faults]
+        image = np.empty(0) if faults else decoder.full(encoded, headers)[0].cpu().numpy()
+        data = encoded.encoded(0).numpy().tobytes()
+        packed = header.sniff(data) == "raw"
+        try:
+            if not image.size:
+                raise ValueError(faults[0].reason if faults else "it cannot be decoded")
+            theirs = image if packed else _by_pillow(data)
+            if theirs.shape != image.shape:
+                raise ValueError(f"Pillow gives {theirs.shape[:2]}, ours {image.shape[:2]}")
+        except Exception as error:  # Pillow raises whatever the bytes lead it to
+            parity.note(f"sample {index} ({sample.key}) is left out: {error}")
+            continue
+        turned += int(headers.orientation[0]) != 1
+        if packed:
+            parity.note("decoding is not compared: these pixels were packed, and need none")
+        else:
+            parity.at("decode", decoder.backend, "Pillow", DECODE).add(image, theirs, sample=sample)
+        drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[index])
+        boxes = loader.augment.boxes(drawn, headers.height, headers.width)
+        for view, box in zip(loader.augment.views, boxes, strict=True):
+            if view not in views:
+                continue
+            resized = bool((box.resized[0] != box.box[0, 2:]).any())
+            what = f"(top, left, height, width) {box.box[0].tolist()} to {box.resized[0].tolist()}"
+            name = f"crop, {box.interpolation}" if resized else "crop"
+            sample.ours[view.name] = decoder.pixels(encoded, headers, [box])[0][0][0].cpu().numpy()
+            sample.theirs[view.name] = _canvas(theirs, box)
+            difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
+            difference.add(sample.ours[view.name], _canvas(image, box), sample=sample, epoch=epoch, what=what)
+        samples.append(sample)
+    decoder.close()
+    if turned:
+        parity.note(
+            f"{turned} of {len(samples)} images have an EXIF orientation and are turned here. torchvision's "
+            "ImageFolder leaves them as they are stored: a model trained with it saw them lying"
+        )
+    return samples
+
+
+def _by_pillow(data: bytes) -> Image:
+    """uint8 [H, W, 3]; ValueError where Pillow opens it as 16 or 32 bits of gray."""
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        if image.mode.startswith("I"):
+            raise ValueError(DEEP)
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def _canvas(image: Image, box: Boxes) -> Image:
+    """A box of uint8 [H, W, 3], cropped, resized and placed by Pillow."""
+    top, left, height, width = box.box[0].tolist()
+    (h, w), (y, x) = box.resized[0].tolist(), box.offset[0].tolist()
+    part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
+    if (h, w) != (height, width):
+        part = part.resize((w, h), PIL.Image.Resampling[box.interpolation.upper()])
+    canvas = PIL.Image.new("RGB", box.size[::-1], (box.fill,) * 3)
+    canvas.paste(part, (x, y))
+    return np.array(canvas)
+
+
+# --- operations
+
+
+def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
+    """Every operation that is drawn for a sample, alone, on the uint8 view that the crop gave."""
+    of = f" of {view.name}" if view.name else ""
+    ops, images = [], Counter[str]()  # images per name, those without a counterpart among them
+    for op in view.augment.prepared:
+        if op.seeded is None:
+            ops.append(op)
+        else:
+            parity.note(f"`{op.name}` ({type(op.op).__name__}) is not compared: it draws by itself ({op.seeded})")
+    for now in tqdm(range(epoch, epoch + EPOCHS), f"operations{of}", leave=False, disable=None):
+        if all(images[op.name] >= len(samples) for op in ops):
+            break
+        drawn = loader.augment.draw(seed=loader.seed, epoch=now, indices=[s.index for s in samples])
+        for op, (row, sample) in itertools.product(ops, enumerate(samples)):
+            image = sample.ours[view.name]
+            chosen = _chosen(op, drawn, view, row, image)
+            for name, slots in _parts(op, chosen):
+                if images[name] >= len(samples):
+                    continue
+                images[name] += 1
+                calls, kinds = _calls(op, chosen, slots, image)
+                if isinstance(calls, str):
+                    parity.note(f"`{name}`{of} is not compared: {calls}")
+                    continue
+                part = Chosen(chosen.choice[:, slots], tuple(chosen.params[s] for s in slots), chosen.keys)
+                one = replace(op, slots=tuple(op.slots[s] for s in slots))
+                ours = _ours(loader, view, image, [one], [part]) * 255
+                for reference in REFERENCES:
+                    difference = parity.at("operation", name, reference, why(kinds, reference), view=view.name)
+                    theirs = _theirs(image, calls, reference)
+                    difference.add(ours, theirs, sample=sample, epoch=now, what=text(calls))
+    for op in ops:
+        if not any(name.partition(": ")[0] == op.name for name in images):
+            parity.note(f"`{op.name}`{of} was not drawn for these images in {EPOCHS} epochs")
+
+
+def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> Chosen:
+    """What training chooses for one sample, as a batch of one."""
+    at, own = (view.name, view.copy, op.name), slice(row, row + 1)
+    keys = drawn.keys[at][own] if at in drawn.keys else None
+    return op.draw(drawn.uniforms[at][own], (image.shape[0], image.shape[1]), keys)
+
+
+def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
+    """Names and slots to compare: a jitter as a whole, and of a choice each operation that was chosen."""
+    active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
+    if len({type(module) for modules in op.slots for module in modules}) == 1:
+        return [(op.name, [*range(len(op.slots))])] if active else []
+    return [(f"{op.name}: {type(op.slots[s][chosen.choice[0, s]]).__name__}", [s]) for s in active]
+
+
+def _calls(op: Prepared, chosen: Chosen, slots: Iterable[int], image: Image) -> tuple[list[Call] | str, set[str]]:
+    """torchvision's functions for what was chosen, in order, or why there are none; and names of Kornia's classes."""
+    calls: list[Call] = []
+    kinds = set()
+    for slot in slots:
+        if (choice := int(chosen.choice[0, slot])) < 0:
+            continue
+        module = op.slots[slot][choice]
+        kinds.add(type(module).__name__)
+        params = {k: v[0] for k, v in chosen.params[slot][choice].items()}
+        if chosen.keys is not None:  # values per pixel, which the backends make from the sample's key
+            fields = noise(module, torch.from_numpy(chosen.keys), (image.shape[0], image.shape[1]))
+            params |= {k: v[0].numpy() for k, v in fields.items()}
+        made = counterpart(module, params)
+        if isinstance(made, str):
+            return made, kinds
+        calls += made
+    return calls, kinds
+
+
+def _ours(loader: Loader, view: View, image: Image, ops: Any = (), chosen: Any = (), normalize: Any = None) -> Image:
+    """float32 [H, W, 3] of uint8 [H, W, 3], by the backend that trains."""
+    kind = ReferenceBackend if view.augment.backend == "kornia" else FusedBackend
+    x = kind(ops, normalize)(torch.from_numpy(image)[None].to(loader.device), chosen)
+    return np.asarray(x[0].permute(1, 2, 0).float().cpu())
+
+
+def _theirs(image: Image, calls: list[Call], reference: str) -> Image:
+    """What torchvision makes of uint8 [H, W, 3], in levels."""
+    x = torch.from_numpy(image).permute(2, 0, 1)
+    x = x if reference == UINT8 else x.float() / 255
+    for one in calls:
+        x = call(one, x)
+    return np.asarray(x.permute(1, 2, 0)).astype(np.float32) * (1 if reference == UINT8 else 255)
+
+
+# --- the ends
+
+
+def _levels(image: Image, view: View) -> Image:
+    """Levels of a normalized image."""
+    if (normalize := view.augment.normalize) is not None:
+        image = image * np.array(normalize.settings["std"]) + np.array(normalize.settings["mean"])
+    return image * 255
+
+
+def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Sample], *, epoch: int) -> None:
+    """MixUp and CutMix of the views as one batch; torchvision gets each image with the one that ours mixes it with."""
+    mix = loader.mix
+    kinds = [k for k in ("mixup", "cutmix") if mix is not None and getattr(mix, f"{k}_alpha")]
+    if mix is None or not kinds:
+        return
+    batches = [[s.ours[view.name] for s in samples] for view in views]
+    if len(samples) < 2 or any(image.shape != batch[0].shape for batch in batches for image in batch):
+        parity.note("mix is not compared: that takes two images of one size at least")
+        return
+    count, device = len(samples), loader.device
+    images = [torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).float() / 255 for batch in batches]
+    numbers = [torch.arange(count, dtype=x.dtype).view(-1, 1, 1, 1).expand_as(x) for x in images]
+    for kind in kinds:
+        other = "cutmix" if kind == "mixup" else "mixup"
+        alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
+        (ours, shares), (marked, _) = (  # marked: which image each pixel of a CutMix comes from
+            alone(
+                [x.to(device) for x in batch],
+                torch.eye(count, device=device),
+                valid=torch.ones(count, dtype=torch.bool),
+                num_classes=None,
+                seed=loader.seed,
+                epoch=epoch,
+                first_index=samples[0].index,
+            )
+            for batch in (images, numbers)
+        )
+        transform = getattr(torchvision()[0], "MixUp" if kind == "mixup" else "CutMix")(num_classes=count)
+        for (n, view), (row, sample) in itertools.product(enumerate(views), enumerate(samples)):
+            lam, mates = float(shares[row, row]), shares[row].clone()
+            mates[row] = 0
+            ys, xs = (marked[n][row, 0] != row).nonzero(as_tuple=True)
+            box = (int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1) if len(ys) else (0, 0, 0, 0)
+            given = {"lam": lam} if kind == "mixup" else {"box": box, "lam_adjusted": lam}
+            pair = images[n][[int(mates.argmax()), row]]  # torchvision mixes each image with the one before it
+            theirs = transform.transform(pair, {"batch_size": 2, "labels": torch.arange(2), **given})[1]
+            levels = (x.permute(1, 2, 0).cpu().numpy() * 255 for x in (ours[n][row], theirs))
+            what = f"lambda {lam:.3g}" if kind == "mixup" else f"box {box}"
+            parity.at("mix", kind, FLOAT, view=view.name).add(*levels, sample=sample, epoch=epoch, what=what)
+        parity.note(f"{kind}: torchvision pairs neighbours of the batch, here pairs are drawn; both got the same ones")
+    if mix.label_smoothing:
+        parity.note("mix: torchvision leaves label smoothing to the loss (CrossEntropyLoss(label_smoothing=...))")
+
+
+def _whole(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
+    """Normalization alone; then from the bytes to the normalized view, everything ours and everything theirs."""
+    ops, normalize = view.augment.prepared, view.augment.normalize
+    drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[s.index for s in samples])
+    for row, sample in enumerate(samples):
+        image, theirs = sample.ours[view.name], sample.theirs[view.name]
+        ours = _levels(_ours(loader, view, image, normalize=normalize), view)
+        if normalize is not None:
+            x = torch.from_numpy(image).permute(2, 0, 1).float() / 255
+            x = torchvision()[0].functional.normalize(x, **normalize.settings).permute(1, 2, 0)
+            parity.at("normalize", "normalize", FLOAT, view=view.name).add(
+                ours, _levels(x.numpy(), view), sample=sample
+            )
+        difference = parity.at("all", BARE, "Pillow, then torchvision's normalize", view=view.name)
+        difference.add(ours, theirs, sample=sample, epoch=epoch)
+        if not ops or any(op.seeded is not None for op in ops):
+            continue
+        chosen = [_chosen(op, drawn, view, row, image) for op in ops]
+        made = [_calls(op, c, range(len(op.slots)), image)[0] for op, c in zip(ops, chosen, strict=True)]
+        calls = [call for part in made if not isinstance(part, str) for call in part]
+        if any(isinstance(part, str) for part in made):
+            parity.note(f"`{WHOLE}` leaves out sample {sample.index}: an operation of it has no counterpart")
+            continue
+        ours = _levels(_ours(loader, view, image, ops, chosen, normalize), view)
+        for reference in REFERENCES:
+            why = "the sum of the above; a threshold (solarize, posterize, equalize) turns one level into many"
+            difference = parity.at("all", WHOLE, f"Pillow, then {reference}", why, view=view.name)
+            difference.add(ours, _theirs(theirs, calls, reference), sample=sample, epoch=epoch, what=text(calls))

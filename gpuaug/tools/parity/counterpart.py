@@ -6,15 +6,12 @@ that says why there is none.
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from gpuaug.augment.ops import by_class
@@ -29,11 +26,7 @@ _operators: list[Any] = []  # torch drops what nothing refers to
 
 @lru_cache(maxsize=1)
 def torchvision() -> tuple[Any, str]:
-    """``torchvision.transforms.v2`` and torchvision's version.
-
-    Raises:
-        ConfigError: if torchvision cannot be imported.
-    """
+    """``torchvision.transforms.v2`` and torchvision's version; ConfigError if it cannot be imported."""
     try:
         try:
             import torchvision
@@ -57,14 +50,6 @@ def call(one: Call, image: Tensor) -> Tensor:
     """The function of a call, on float32 or uint8 [3, H, W]."""
     name, given = one
     whole = image.dtype == torch.uint8
-    if name == "gaussian_noise":  # torchvision's draws by itself: the same sum, with the field that was drawn here
-        field = given["noise"]
-        return (image + (field * 255).to(torch.int16)).clamp(0, 255).byte() if whole else (image + field).clamp(0, 1)
-    if name == "jpeg":  # torchvision's needs its compiled operators; both are libjpeg
-        file, pixels = io.BytesIO(), image if whole else (image * 255).round().byte()
-        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "JPEG", **given)
-        made = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)
-        return made if whole else made.float() / 255
     if name == "erase":
         given = {**given, "v": torch.tensor(given["v"] * (255 if whole else 1)).to(image.dtype)}
     elif whole and name == "solarize":
@@ -183,8 +168,6 @@ TABLE: dict[str, Make] = {
     "RandomInvert": lambda op, p: (
         [("invert", {})] if float(op.flags["max_val"]) == 1 else "torchvision inverts from white only"
     ),
-    "RandomGaussianNoise": _same("gaussian_noise", noise="gaussian_noise"),
-    "RandomJPEG": lambda op, p: [("jpeg", {"quality": round(p["jpeg_quality"])})],
     "ColorJitter": _jitter,
     "ColorJiggle": _jitter,
     "RandomSolarize": _solarize,
@@ -209,9 +192,6 @@ _ALWAYS = {
     "ColorJiggle": "another formula: ColorJiggle adds brightness, multiplies for contrast and saturates in HSV; "
     "ColorJitter is torchvision's",
     "RandomPerspective": "torchvision applies the homography at half coordinates, Kornia at whole ones",
-    "RandomJPEG": "Kornia's JPEG is a differentiable imitation, without chroma rounding; torchvision's is libjpeg",
-    "RandomGaussianNoise": "torchvision clips the sum to 0..1 (clip=True), Kornia leaves what goes beyond to the next "
-    "operation; torchvision's uint8 noise has whole levels",
     **dict.fromkeys(("RandomAffine", "RandomRotation", "RandomShear", "RandomTranslate"), _WARP),
 }
 _FLOAT = {

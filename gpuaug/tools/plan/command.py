@@ -1,39 +1,60 @@
-"""`gpuaug plan`: how much memory a configuration will take, term by term, and whether it fits this machine."""
+"""`gpuaug plan`: how much memory a loader takes, measured by a rehearsal in a child process, or bounded by arithmetic.
+
+Counted is what the system cannot take back, as :class:`gpuaug.tools.memory.Usage` says. A rehearsal runs the loader
+as it is configured for some seconds, so slowly now and then that its queues fill up, and takes some steps of the model.
+What it cannot see is added by formula: the cache, ``ahead``, and the other ranks of the machine.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
 
 from gpuaug import checks, machine
+from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.plan import predict
-from gpuaug.tools.plan.predict import Machine, Peak, Run
+from gpuaug.read.reader import Reader
+from gpuaug.tools.memory import Usage, usage
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Request
+from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
-PLACES: dict[predict.Place, str] = {"host": "host memory", "shared": "of it in /dev/shm", "device": "device memory"}
+Place = Literal["host", "shared", "device"]
+PLACES: dict[Place, str] = {"host": "host memory", "shared": "of it in /dev/shm", "device": "device memory"}
 SECONDS = 15.0  # of a rehearsal; imports come before it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to do; the keys of ``conf/gpuaug/command/plan.yaml``, which says what they mean."""
+class Settings(Keys):
+    """What to do."""
 
     seconds: float = SECONDS
     sample: int = 128
-    json: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.number("seconds", self.seconds, 1.0, 3600.0)
         checks.whole_number("sample", self.sample, 1)
-        checks.text("json", self.json, optional=True)
 
 
 def main(request: Request) -> int:
@@ -43,7 +64,7 @@ def main(request: Request) -> int:
     config = request.loader()
     loader: Loader
     with request.build(config) as loader:
-        bound = predict.upper_bound(loader, sample=settings.sample)
+        bound = upper_bound(loader, sample=settings.sample)
         prefix = "" if request.at is None else f"{request.at}."
         run, here = Run(loader=loader, costs=bound, config=config, prefix=prefix), Machine.here(loader.device)
         peak = _rehearse(request, run, here, seconds=settings.seconds)
@@ -56,7 +77,7 @@ def main(request: Request) -> int:
         if peak is None:
             text = "ended, because it needed more than there is: these are upper bounds"
         report.add("rehearsal", run.costs.batches, f"{text}; pages of libraries and files are not counted")
-        short = predict.shortage([run], here)
+        short = shortage([run], here)
         report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
         report.values["overrides"] = [] if short is None else list(short.overrides)
     report.write()
@@ -64,11 +85,10 @@ def main(request: Request) -> int:
 
 
 def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Peak | None:
-    from omegaconf import OmegaConf
-
+    """See :func:`rehearsal`."""
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model}
-    return predict.rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
+    return rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
 
 
 def _report(report: Report, run: Run, here: Machine) -> None:
@@ -77,7 +97,7 @@ def _report(report: Report, run: Run, here: Machine) -> None:
     report.add("terms", [asdict(term) for term in terms], "\n".join(["", *lines]))
     ranks = machine.local_world_size()
     for place, title in PLACES.items():
-        if bytes_there := predict.total(terms, place):
+        if bytes_there := total(terms, place):
             left = getattr(here, place)
             has = "" if left is None else f", {format_bytes(left)} left here"
             by = f" ({here.host_by})" if place == "host" and here.host_by else ""
@@ -88,19 +108,12 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Refuse a run that clearly needs more memory than there is left, and warn of one that may; nothing is changed.
 
-    It is rehearsed only where an upper bound is more than half of what is left, and on one rank of a machine.
-
-    Args:
-        request: of the command.
-        runs: loaders that run at the same time, the training's first, each with :func:`predict.upper_bound`.
-        settings: of the training.
-
-    Raises:
-        ConfigError: with the numbers, and the overrides to copy.
+    It is rehearsed only where an upper bound is more than half of what is left, and on one rank of a machine. ``runs``
+    are the loaders that run at the same time, the training's first. ConfigError names the overrides to copy.
     """
     here = Machine.here(runs[0].loader.device)
-    wanted = [predict.Settings.of(run.loader) for run in runs]
-    if machine.local_rank() or not predict.lacking(runs, wanted, here, share=0.5):
+    wanted = [Limits.of(run.loader) for run in runs]
+    if machine.local_rank() or not lacking(runs, wanted, here, share=0.5):
         return
     log.info("memory may be short: this run is rehearsed first, for some %.0f s", (SECONDS + 5) * len(runs))
     how = {**asdict(settings), "model": None, "profiling": False, "resume": None}
@@ -115,8 +128,430 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
             return
         measured.append(run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs)))
         over = over or peak is None
-    short = predict.shortage(measured, here)
+    short = shortage(measured, here)
     if short is not None and (short.clear or over):
         raise ConfigError(f"{short.text} `check_memory=false` starts it all the same.")
     if short is not None:
         log.warning("memory may not suffice: %s", short.text)
+
+
+MIB = 2**20
+SPARE = 0.1  # share of what is available that is left to others, and to what is planned too low
+CLEARLY = 1.15  # of what is available, from which on a run is refused: plans are within 15 % (bench/plan.py)
+BEHIND = 4  # encoded batches behind those that workers read ahead: waiting, in header reading, in decode, in augment
+CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; seconds for all of them, where storage is slow
+ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow for that long
+START_S = 60.0  # for a child to import and to open the source, before it is given up
+CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # not -m: spawned workers would import this file
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of a loader decides its memory, and may be smaller without changing a pixel."""
+
+    ahead: int | None
+    cache: int | None  # bytes; None: no cache
+    prefetch: int
+    num_workers: int
+
+    @staticmethod
+    def of(loader: Loader) -> Limits:
+        """Those of a loader."""
+        cached = loader.pipeline.cache
+        capacity = None if cached is None else cached.capacity
+        return Limits(loader.ahead, capacity, loader.prefetch, loader.num_workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Bytes of the parts of a run, from which its memory under any settings follows."""
+
+    image: float  # an encoded image, mean
+    ready: int  # a batch as it is made ahead
+    base: int = 0  # this process before the first batch
+    worker: int = 0  # one worker
+    encoded: int = 0  # one encoded batch in /dev/shm
+    work: int = 0  # decoding, augmenting and all else in this process
+    step: int = 0  # a step of the model, on the host
+    device: int = 0  # everything there, without the ready batches
+    batches: int = 0  # that a rehearsal measured all of this on; 0: these are upper bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One part of the memory. ``shared`` memory is in /dev/shm, and takes memory of the host all the same."""
+
+    name: str
+    place: Place
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A loader that is to run, and what is known of its memory."""
+
+    loader: Loader  # not yet iterated
+    costs: Costs
+    config: Any = None  # what it was built of
+    prefix: str = ""  # of its keys on the command line, as `val.`
+    classes: Sequence[str] | None = None  # that it was given; None: its own
+
+    def terms(self, settings: Limits | None = None) -> list[Term]:
+        """The memory at its largest, part by part, with other settings than the loader's own if given."""
+        loader, costs, s = self.loader, self.costs, settings or Limits.of(self.loader)
+        batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
+        sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
+        left = max(0, batches - made) * loader.batch_size * costs.image
+        text = f"({s.prefetch} prefetched + 1 in the making + 1 in use)"
+        text = text if made == s.prefetch + 2 else f"{made} batches of an epoch"
+        terms = [
+            Term("this process", "host", costs.base, "measured: Python, torch, the source"),
+            Term("workers", "host", s.num_workers * costs.worker,
+                 f"{s.num_workers} workers x {format_bytes(costs.worker)} {kind}"),
+            Term("encoded batches", "shared", sent * costs.encoded,
+                 f"{sent} batches on their way x {format_bytes(costs.encoded)} {kind}"),
+            Term("ready batches", "host" if loader.device.type == "cpu" else "device", made * costs.ready,
+                 f"{text} x {format_bytes(costs.ready)}"),
+            Term("decoding, augmentation", "host", costs.work, f"{kind}, with what malloc keeps"),
+            Term("model step", "host", costs.step, f"{kind}, forward and backward"),
+            Term("ahead", "host", int(min(s.ahead or 0, left)),
+                 f"min(ahead {format_bytes(s.ahead or 0)}, rest of an epoch {format_bytes(left)})"),
+            Term("cache", "host", int(min(s.cache or 0, samples * (costs.image + 24))),
+                 f"min(max_bytes {format_bytes(s.cache or 0)}, {samples} samples x {costs.image:.0f} B)"),
+            Term("device", "device", costs.device, f"{kind}, beyond a CUDA context"),
+        ]  # fmt: skip
+        return [term for term in terms if term.bytes]
+
+
+def total(terms: Sequence[Term], place: Place) -> int:
+    """Bytes of one place; ``host`` includes what is in /dev/shm."""
+    return sum(t.bytes for t in terms if t.place == place or (place == "host" and t.place == "shared"))
+
+
+def on_their_way(loader: Loader, workers: int) -> int:
+    """Encoded batches that are in /dev/shm at the same time."""
+    return min(len(loader), workers * loader.pipeline.reader.prefetch_factor + BEHIND) if workers else 0
+
+
+# -- an upper bound ---------------------------------------------------------------------------------------------------
+
+
+def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int = 128) -> Costs:
+    """More than a run takes: arithmetic on batches, and the headers of ``sample`` images; nothing is decoded."""
+    order, pipeline, stage = loader.epoch_order, loader.pipeline, loader.pipeline.stage
+    if not (count := min(sample, len(order.order))):
+        raise ConfigError("there is nothing to plan: the source has no samples.")
+    at = torch.linspace(0, len(order.order) - 1, count).round().long()
+    chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each is spread over the epoch
+    tasks = [(order.order[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
+    images, bytes_read, pixels, largest = 0, 0, 0.0, 0.0
+    stored = getattr(loader.source, "stored", None)
+    views = [] if stored is None else [tuple(view["size"]) for view in stored.manifest["views"]]
+    deadline = time.monotonic() + PATIENCE_S
+    reader = Reader(pipeline.reader.source, num_workers=0)
+    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
+        headers = stage.read_headers(encoded, loader.epoch)
+        images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
+        if headers.info is not None:
+            stage.decoder.truncated = 0  # type: ignore[union-attr]  # what is read here is no part of an epoch
+            areas = 3.0 * headers.info.height * headers.info.width
+            pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
+            views = [boxes.size for boxes in headers.boxes]
+        if time.monotonic() > deadline:
+            break
+    reader.close()
+    rows, image = min(loader.batch_size, len(loader.source)), bytes_read / images
+    values, encoded_bytes = rows * sum(height * width * 3 for height, width in views), int(2 * rows * image)
+    source: Any = pipeline.reader.source
+    kept = getattr(source, "row_groups", None)  # of Parquet, in every process that reads
+    groups = 0 if kept is None else (kept + 1) * source.group_bytes()
+    decoded = min(rows * pixels / images, 2 * loader.decode.max_bytes)
+    decoded += 4 * getattr(stage.decoder, "num_threads", 1) * largest
+    # 3 batches of uint8 between the threads, 9 of float32 around operations outside of the kernels and around mix
+    work = 200 * MIB + int(2 * decoded) + 10 * encoded_bytes + groups + (3 + 9 * 4) * values
+    step, cuda = 0 if model is None else _step_bound(model, views, rows), loader.device.type == "cuda"
+    return Costs(
+        image=image,
+        ready=values * (1 if stage.main_thread else loader.dtype.itemsize),
+        worker=(64 if (reader.start_method or "fork") == "fork" else 400) * MIB + groups + encoded_bytes,
+        encoded=encoded_bytes,
+        work=200 * MIB + 10 * encoded_bytes + groups if cuda else work,
+        step=0 if cuda else step,
+        device=2 * work + step if cuda else 0,
+    )
+
+
+def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -> int:
+    """Bytes of gradients, buckets, the optimizer's values, and twice what autograd saves; tried on two samples."""
+    saved = 0
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        saved += x.nbytes
+        return x
+
+    tried = copy.deepcopy(model).train()  # a forward pass changes running statistics
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            for view in views:
+                tried(torch.zeros(2, 3, *view))
+    except Exception as error:  # whatever a model does that needs values
+        log.warning("memory of a step is not known: the model cannot be run (%s: %.200s)", type(error).__name__, error)
+    return 5 * sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) + saved * rows
+
+
+# -- the rehearsal ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Peak:
+    """What a run took at most, in bytes; ``ready`` batches waited at most, and ``batches`` came."""
+
+    base: Usage = field(default_factory=usage)  # before the first batch
+    most: Usage = field(default_factory=usage)  # when the host had least left
+    shared: int = 0
+    step: int = 0  # that steps of the model added
+    device: int = 0  # beyond what was in use before
+    ready: int = 0
+    batches: int = 0
+    began: float = 0.0  # time of the first batch
+
+    def costs(self, loader: Loader, bound: Costs) -> Costs:
+        """The parts of it, in place of an upper bound."""
+        ready = min(self.batches, self.ready + 2) * bound.ready
+        work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
+        work, device = (work - ready, device) if loader.device.type == "cpu" else (work, device - ready)
+        return replace(
+            bound,
+            base=self.base.host,
+            worker=self.most.workers // max(1, loader.num_workers),
+            encoded=self.shared // max(1, on_their_way(loader, loader.num_workers)),
+            work=max(0, work),
+            step=self.step,
+            device=max(0, device),
+            batches=self.batches,
+        )
+
+
+def measure(
+    loader: Loader,
+    *,
+    seconds: float,
+    step: Callable[[Batch], None] | None = None,
+    watch: Callable[[Peak], None] = lambda peak: None,
+) -> Peak:
+    """Run a new loader, now and then so slowly that everything fills up, and see what it takes at most.
+
+    It ends between two batches, ``seconds`` after the first one. ``step`` is taken on the last three batches, and
+    another thread calls ``watch`` every few milliseconds.
+    """
+    peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
+    before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
+
+    def sample() -> None:
+        while not done.wait(0.03):
+            now = usage()
+            peak.most = max(peak.most, now, key=lambda each: each.host)
+            peak.shared, peak.ready = max(peak.shared, now.shared), max(peak.ready, loader.prefetch_level)
+            if cuda:
+                peak.device = max(peak.device, before - torch.cuda.mem_get_info(loader.device)[0])
+            watch(peak)
+
+    sampler = threading.Thread(target=sample, name="gpuaug-memory", daemon=True)
+    sampler.start()
+    filled, alone, steps, end = 3 * (loader.prefetch + 2) + 2, 0, 0, math.inf
+    wanted = max(filled + 2, ENOUGH)
+    try:
+        while steps < 3 and time.monotonic() < end:
+            for batch in loader:
+                peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
+                end = peak.began + seconds
+                if peak.batches in (2, filled, wanted - 2):  # the queues fill up meanwhile
+                    time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
+                if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
+                    alone, steps = alone or peak.most.host, steps + 1
+                    if step is not None:
+                        step(batch)
+                del batch
+                if steps == 3 or time.monotonic() > end:
+                    break
+    finally:
+        done.set()
+        sampler.join()
+    peak.step = 0 if step is None or not alone else max(0, peak.most.host - alone)
+    return peak
+
+
+def rehearse(job: Mapping[str, Any]) -> Peak | None:
+    """Measure a run, a job for :func:`rehearsal`, in a process of its own; None where it needed more than there is.
+
+    Raises:
+        GpuaugError: if the run failed, with its own error, or gave no answer.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # it is no rank of the run
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE], env=environment, start_new_session=True, text=True, stdin=pipe, stdout=pipe,
+        stderr=pipe,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(json.dumps(job), timeout=2 * job["seconds"] + START_S)
+    except subprocess.TimeoutExpired as error:
+        text = f"a rehearsal of this run gave no answer within {error.timeout:.0f} s. Is the source slow to open?"
+        raise GpuaugError(text) from None
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers
+        process.wait()
+    answer = json.loads(out or "{}")
+    if "over" in answer or (not answer and process.returncode == -signal.SIGKILL):  # by the watch, or by the system
+        return None
+    if "peak" not in answer:
+        raise GpuaugError(answer.get("error") or f"a rehearsal of this run failed: {errors.strip()[-1000:]}")
+    values = answer["peak"]
+    return Peak(**{**values, "base": Usage(**values["base"]), "most": Usage(**values["most"])})
+
+
+def rehearsal() -> None:
+    """The child of :func:`rehearse`: a job on stdin, an answer on stdout, both JSON.
+
+    A job has the composed ``config`` of the loader with its ``classes`` and ``trust``, ``seconds`` of the run at most,
+    how much memory is left (``host``, ``shared``), and ``model``: its ``config``, ``classes`` and the training's
+    ``settings``, or null.
+    """
+    from gpuaug.tools.profile.command import training_step
+    from gpuaug.tools.request import Request
+    from gpuaug.tools.train.training import Settings as Training
+    from gpuaug.tools.train.training import build_model
+
+    answer, job = os.fdopen(os.dup(1), "w"), json.load(sys.stdin)
+    os.dup2(2, 1)  # whatever else is printed
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, end this process
+
+    def say(**values: Any) -> None:
+        answer.write(json.dumps(values))
+        answer.close()
+
+    def watch(peak: Peak) -> None:
+        more = peak.most.host - peak.base.host
+        if more > (job["host"] or math.inf) or peak.shared > 0.9 * (job["shared"] or math.inf):
+            say(over=True)
+        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # inside of a batch or a step
+            say(peak=asdict(peak))
+        else:
+            return
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    request, model, config = Request(command="train", trust=tuple(job["trust"])), job["model"], job["config"]
+    # nothing is kept ahead but one batch, however large it is; bad samples end nothing and are not recorded
+    faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
+    config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
+    try:
+        with request.build_held_out(config, classes=job["classes"]) as loader:
+            step = None
+            if model is not None:
+                network = build_model(request, model["config"], num_classes=model["classes"], seed=loader.seed)
+                step = training_step(loader, network, Training(**model["settings"]))
+            say(peak=asdict(measure(loader, seconds=job["seconds"], step=step, watch=watch)))
+    except GpuaugError as error:
+        say(error=str(error))
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+class Machine(NamedTuple):
+    """Bytes that are left, and what says so; None: not known."""
+
+    host: int | None
+    host_by: str
+    shared: int | None
+    device: int | None = None
+
+    @staticmethod
+    def here(device: torch.device | None = None) -> Machine:
+        """What this machine, or this container, has left now."""
+        free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
+        (host, host_by), shm = machine.memory_left() or (None, ""), machine.shared_memory()
+        return Machine(host, host_by, shm and shm[1], free)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a run needs beyond what this machine has left, in words."""
+
+    text: str
+    clear: bool  # more than a plan is ever wrong by
+    overrides: tuple[str, ...]  # with which it would fit; () if only a smaller batch helps
+
+
+def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, share: float) -> dict[str, str]:
+    """Where loaders that run at the same time need more than a share of what is left, in words.
+
+    All ranks of the machine are taken to be alike; together they have one cache.
+    """
+    ranks = machine.local_world_size()
+    terms = [
+        term for run, s in zip(runs, settings, strict=True) for term in run.terms(s) if term.name != "this process"
+    ]
+    once = sum(t.bytes for t in terms if t.name == "cache") * (ranks - 1)
+    needs: list[tuple[Place, str, int, int | None, str]] = [
+        ("host", "", total(terms, "host") * ranks - once, here.host, here.host_by),
+        ("shared", "shared ", total(terms, "shared") * ranks, here.shared, "/dev/shm"),
+        ("device", "device ", total(terms, "device"), here.device, "the device"),
+    ]
+    return {
+        place: f"{format_bytes(need)} of {kind}memory, and {by} has {format_bytes(left)}"
+        for place, kind, need, left, by in needs
+        if left is not None and need > share * left
+    }
+
+
+def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
+    """Whether loaders that run at the same time need more than there is; None where they fit. Nothing changes.
+
+    Of the settings that would fit, those of the last loader become smaller first.
+    """
+    wanted = [Limits.of(run.loader) for run in runs]
+    first = lacks = lacking(runs, wanted, here, share=1 - SPARE)
+    if not first:
+        return None
+    smaller: list[Limits] | None = wanted
+    while lacks and smaller is not None:
+        smaller = _smaller(runs, smaller, lacks)
+        lacks = {} if smaller is None else lacking(runs, smaller, here, share=1 - SPARE)
+    overrides: list[str] = []
+    for run, before, after in zip(runs, wanted, smaller or wanted, strict=True):
+        for key, value in asdict(after).items():
+            if value != getattr(before, key):
+                name = "cache.max_bytes" if key == "cache" else key
+                overrides.append(f"{run.prefix}{name}={'null' if value is None else value}")
+    step = sum(run.costs.step for run in runs)
+    of_it = f" A step of the model takes {format_bytes(step)} of it." if step else ""
+    size = f"`{runs[-1].prefix}batch_size` smaller, now {runs[-1].loader.batch_size}"
+    remedy = f"Set `{' '.join(overrides)}`, which fits" if overrides else f"Make {size}: nothing else suffices"
+    text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}; `gpuaug plan` shows what takes it."
+    return Shortage(text, bool(lacking(runs, wanted, here, share=CLEARLY)), tuple(overrides))
+
+
+def _smaller(runs: Sequence[Run], settings: list[Limits], lacks: Container[str]) -> list[Limits] | None:
+    """The next smaller settings that help where memory lacks (host, shared, device); None where there are none."""
+    for k in reversed(range(len(runs))):
+        s, batch = settings[k], runs[k].costs.image * runs[k].loader.batch_size
+        less: dict[str, Any] = {}
+        if "host" in lacks and s.ahead is not None:
+            less = {"ahead": s.ahead // 2 if s.ahead // 2 > 2 * batch else None}
+        elif "host" in lacks and s.cache is not None and s.cache > 8 * batch:
+            less = {"cache": s.cache // 2}
+        else:
+            choices = (("prefetch", "device", 1), ("num_workers", "shared", 1), ("prefetch", "device", 0),
+                       ("num_workers", "shared", 0))  # fmt: skip
+            for name, place, least in choices:
+                if ("host" in lacks or place in lacks) and getattr(s, name) > least:
+                    less = {name: getattr(s, name) - 1}
+                    break
+        if less:
+            return [*settings[:k], replace(s, **less), *settings[k + 1 :]]
+    return None

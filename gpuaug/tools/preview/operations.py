@@ -7,7 +7,6 @@ from the backend that trains.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from gpuaug.augment.fingerprint import settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
@@ -117,38 +115,28 @@ def _short_name(name: str) -> str:
 
 
 def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int, cell: int) -> list[Row]:
-    """A row for each range and sample. An operation that several views share with equal settings appears once.
+    """A row for each operation of a view, range and sample.
 
-    Args:
-        views: the views of the recipe.
-        images: per view and sample: uint8 [H, W, 3], the input of the operations.
-        seed: keys the noise of operations that have one value per pixel.
-        cell: pixels of the longer side of a picture.
+    ``images`` are the inputs of the operations per view and sample, uint8 [H, W, 3]. ``cell`` is the longer side of a
+    picture; ``seed`` keys the noise of operations that have one value per pixel.
     """
-    shared: dict[str, list[tuple[int, Prepared]]] = {}
-    for number, view in enumerate(views):
-        for op in view.augment.prepared:
-            of = {k: v for k, v in settings(op.op).items() if k != "p"}
-            shared.setdefault(json.dumps([op.name, of], sort_keys=True), []).append((number, op))
     made_rows = []
-    for users in shared.values():
-        number, op = users[0]
-        kind = FusedBackend if views[number].augment.backend == "fused" else ReferenceBackend
-        for span in spans(op, (images[number][0].shape[0], images[number][0].shape[1])):
-            notes = _notes(op, span, {views[n].name: getattr(user.op, "p", None) for n, user in users})
-            for image in images[number]:
-                arrays = [image.cpu().numpy(), *_applied(kind((op,), None), op, span, image, seed=seed)]
-                pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
-                made_rows.append(Row(op.name, notes, [*map(Cell, pictures, ("before", *span.captions))]))
+    for view, samples in zip(views, images, strict=True):
+        kind = FusedBackend if view.augment.backend == "fused" else ReferenceBackend
+        for op in view.augment.prepared:
+            for span in spans(op, (samples[0].shape[0], samples[0].shape[1])):
+                notes = _notes(op, span, view.name)
+                for image in samples:
+                    arrays = [image.cpu().numpy(), *_applied(kind((op,), None), op, span, image, seed=seed)]
+                    pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
+                    made_rows.append(Row(op.name, notes, [*map(Cell, pictures, ("before", *span.captions))]))
     return made_rows
 
 
-def _notes(op: Prepared, span: Span, chances: dict[str, float | None]) -> list[str]:
-    """The class, and the choice that it is part of; the probability, by the name of the view."""
-    notes = [f"{f'{name}: ' if name else ''}p {p:g}" for name, p in chances.items() if isinstance(p, int | float)]
-    if len(chances) > 1 and len(set(chances.values())) == 1:
-        notes = [*(notes[0].partition(": ")[2:] if notes else ()), ", ".join(chances)]
-    whole = type(op.op).__name__
+def _notes(op: Prepared, span: Span, view: str) -> list[str]:
+    """The class with its probability and view, and the choice that it is part of."""
+    p, whole = getattr(op.op, "p", None), type(op.op).__name__
+    notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
     if span.what.startswith(whole):
         return [span.what, *notes]
     notes = [f"{whole}:", *notes, span.what]

@@ -16,10 +16,13 @@ more. What the whole takes beyond that is kept as it is in every prediction: no 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from gpuaug.files import format_bytes
 
 if TYPE_CHECKING:
     from gpuaug.tools.profile.measure import Profiler
@@ -96,16 +99,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something to change, and the factor it is predicted to bring together with those before it.
+    """Something to change, and the factor it is predicted to bring together with those before it."""
 
-    ``overrides`` are what to put on the command line; empty where it takes more than that. ``same`` tells whether the
-    training still sees the same pixels.
-    """
-
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # for the command line; empty where it takes more than that
     text: str
     gain: float
-    same: bool = True
+    same: bool = True  # whether the training still sees the same pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,21 +145,16 @@ def predict(m: Measured) -> Prediction:
         training = augment + training
     else:
         threads["augmenting"] = augment
-    terms: dict[str, float] = {"reading": m.read.wall} if m.workers else {}
-    lines = [f"reading {_ms(m.read.wall)}"] if m.workers else []
+    ways = {"reading": [("read", m.read.wall)]} if m.workers else {}
     if m.prefetch == 0:
-        parts = [part for thread in threads.values() for part in thread] + training
-        terms["making and model"] = sum(value for _, value in parts)
-        lines.append(f"making and model, one after the other: {_sum([n for n, _ in parts], [v for _, v in parts])}")
+        ways["making and model"] = [*itertools.chain(*threads.values()), *training]
     else:
-        for name, parts in threads.items():
-            terms[name] = sum(value for _, value in parts)
-            lines.append(f"{name} {_sum([n for n, _ in parts], [v for _, v in parts])}")
-    if m.prefetch and (m.step is not None or m.main_thread):
-        if m.device_type == "cuda" and not m.main_thread:
-            training = [("augment", m.augment.wall), *training]  # they share the device
-        terms["model"] = sum(value for _, value in training)
-        lines.append(f"model {_sum([n for n, _ in training], [v for _, v in training])}")
+        ways |= threads
+        if m.step is not None or m.main_thread:
+            on_device = m.device_type == "cuda" and not m.main_thread  # augmentation and model share it
+            ways["model"] = [*augment[:on_device], *training]
+    terms = {name: sum(value for _, value in parts) for name, parts in ways.items()}
+    lines = [f"{name} {_sum(parts)}" for name, parts in ways.items()]
     cpu = m.read.cpu + m.decode.cpu + m.augment.cpu + m.host.cpu + step.cpu
     terms["cores"] = cpu / m.cores
     lines.append(f"CPU {cpu * 1e3:.3g} ms / {m.cores:.2g} cores = {_ms(cpu / m.cores)}")
@@ -171,8 +165,8 @@ def predict(m: Measured) -> Prediction:
 def expected(m: Measured, then: Measured) -> float:
     """Seconds per image of the whole after ``m`` has become ``then``.
 
-    What the whole takes now beyond its parts stays as it is: no change is credited with it. Where it takes less than
-    they explain, they were measured in a worse moment, and the answer lies between both: their geometric mean.
+    No change is credited with what the whole takes beyond its parts. Where it takes less than they explain, they were
+    measured in a worse moment, and the answer is the geometric mean of both.
     """
     explained, after = predict(m).seconds, predict(then).seconds
     if m.whole is None:
@@ -236,12 +230,9 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
 
 
 def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict:
-    """Name the bottleneck and the changes that are predicted to help; candidates are measured, not guessed.
+    """Name the bottleneck and the changes that are predicted to help; candidates are measured by the profiler.
 
-    Args:
-        trials: the profiler of the same loader.
-        m: what was measured of it.
-        at: where the loader stands in a larger configuration, ``train_data``; overrides then name it.
+    ``at`` is where the loader stands in a larger configuration, ``train_data``; overrides then name it.
     """
     name, evidence = bottleneck(m)
     changes: list[Change] = []
@@ -315,22 +306,19 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
         if factor >= GAIN:
             others.append(Change(tuple(overrides), text, factor, same))
 
-    if stage == "augment":
-        costs = trials.op_costs()
-        name = max(costs, key=lambda n: costs[n], default=None)
-        if name is not None and costs[name] > 0.25:
-            left = 1 - costs[name]
-            keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
-            text = f"operation `{name}` is {costs[name]:.0%} of the augmentation"
-            propose(replace(current, augment=current.augment.scaled(left, left)), keys, text)
+    if stage == "augment" and (costs := trials.op_costs()):
+        name = max(costs, key=lambda n: costs[n])
+        left = 1 - costs[name]
+        keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
+        text = f"operation `{name}` is {costs[name]:.0%} of the augmentation"
+        propose(replace(current, augment=current.augment.scaled(left, left)), keys, text)
     if stage in ("storage", "workers") and (cache := trials.cache_bytes()) is not None:
         needed, kept = cache
         share, read = kept / max(needed, 1.0), current.read
         in_memory = current.copy or FREE  # without workers there is no copy either
         wall, cpu = (a + share * (b - a) for a, b in ((read.wall, in_memory.wall), (read.cpu, in_memory.cpu)))
-        size = f"{needed / 2**30:.2g} GiB" if needed > 2**29 else f"{needed / 2**20:.0f} MiB"
         part = "" if share == 1 else f"{share:.0%} of the "
-        text = f"{part}bytes stay in memory ({size} in all, estimated); from the second epoch on"
+        text = f"{part}bytes stay in memory ({format_bytes(needed)} in all, estimated); from the second epoch on"
         propose(replace(current, read=Cost(wall, cpu)), (_group(at, "cache", "ram"),), text, same=True)
     if stage == "decode" and trials.pillow:
         then = trials.with_decoder(current, backend="dali")
@@ -359,22 +347,17 @@ def _group(at: str | None, group: str, choice: str) -> str:
 
 
 def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[Change], ideal: float | None) -> str:
-    if name == "model":
-        if ideal is not None and ideal < NOTHING and not changes:
-            text = f"{TITLES[name]}: nothing in the loader would help; one that costs nothing would bring "
-            text += f"{ideal - 1:.0%}."
-        else:
-            text = f"{TITLES[name]}."
-            if ideal is not None and m.device_type == "cpu":
-                text += f" Loader and model share the cores: a loader that costs nothing would bring {ideal - 1:.0%}."
-    elif name == "workers" and not m.workers:
+    text = f"{TITLES[name]}."
+    if name == "workers" and not m.workers:
         text = "workers: there are none, and reading keeps this process busy."
-    else:
-        text = f"{TITLES[name]}."
     if changes:
         return f"{text} Change what is listed: predicted {_times(changes[-1].gain)} as fast."
     if name == "model":
-        return text
+        if ideal is None:
+            return text
+        shared = " Loader and model share the cores:" if m.device_type == "cpu" else ""
+        about = " nothing in the loader would help:" if ideal < NOTHING else shared
+        return f"{text}{about} a loader that costs nothing would bring {ideal - 1:.0%}."
     if others:
         return f"{text} No setting helps at once; what else would is listed."
     if (now := predict(m)).terms["cores"] == now.seconds:
@@ -386,9 +369,9 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
 
 
-def _sum(names: Sequence[str], values: Sequence[float]) -> str:
-    parts = " + ".join(f"{name} {value * 1e3:.3g}" for name, value in zip(names, values, strict=True))
-    return f"{parts} = {_ms(sum(values))}" if len(values) > 1 else _ms(values[0])
+def _sum(parts: Sequence[tuple[str, float]]) -> str:
+    total = _ms(sum(value for _, value in parts))
+    return f"{' + '.join(f'{name} {value * 1e3:.3g}' for name, value in parts)} = {total}" if len(parts) > 1 else total
 
 
 def _times(factor: float) -> str:

@@ -27,8 +27,8 @@ from gpuaug.tools.profile import measure as profiling
 from gpuaug.tools.profile.bottleneck import Change, Cost, Measured, Verdict
 from gpuaug.tools.profile.measure import Profiler, Step
 from gpuaug.tools.report import Report, png, written
-from gpuaug.tools.request import Request
-from gpuaug.tools.sheet import FAINT, INK, PAPER, fitting, font, wrapped
+from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.sheet import PAPER, Cell, Row, sheet
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training, build_model
 
@@ -39,7 +39,7 @@ log = logging.getLogger("gpuaug")
 
 CLASSES = 1000  # of the model, where nothing says how many
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
-WIDTH, MARGIN, ROW = 960, 32, 40
+LENGTH = 720  # pixels of the longest bar
 
 # what of the pipeline a verdict is about
 STAGES = {
@@ -54,8 +54,8 @@ STAGES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to measure; the keys of ``conf/gpuaug/command/profile.yaml``, which says what they mean."""
+class Settings(Keys):
+    """What to measure."""
 
     model: Any = None
     num_classes: int | None = None
@@ -66,16 +66,14 @@ class Settings:
     repeats: int = 5
     seconds: float = 0.2
     batches: int | None = None
-    json: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.training
         checks.whole_number("repeats", self.repeats, 1)
         checks.whole_number("num_classes", self.num_classes, 1, optional=True)
         checks.whole_number("batches", self.batches, 1, optional=True)
         checks.number("seconds", self.seconds, 1e-3, 60.0)
-        checks.text("out", self.out, optional=True)
-        checks.text("json", self.json, optional=True)
 
     @property
     def training(self) -> TrainingSettings:
@@ -172,9 +170,6 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
         report.add("picture", settings.out, f"{settings.out} ({picture.width} x {picture.height})")
 
 
-# -- saying it --------------------------------------------------------------------------------------------------------
-
-
 def rows(m: Measured) -> list[tuple[str, str, Cost]]:
     """Key, name and cost of everything that was measured, in the order of the pipeline."""
     workers = f"{m.workers} workers" if m.workers != 1 else "1 worker"
@@ -236,45 +231,26 @@ def _ideal(gain: float) -> str:
     return f"a loader that costs nothing would bring {gain:.2f} x"
 
 
-# -- the picture ------------------------------------------------------------------------------------------------------
-
-
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
     """One bar per stage, as long as an image takes there; the bottleneck in red, CPU time as a thin line below."""
-    bold, text, small = font(16), font(15), font(13)
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
-    left, right = MARGIN + 270, WIDTH - MARGIN - 210  # behind the longest bar both of its numbers
-    inner = WIDTH - 2 * MARGIN - 14
-    answer = [(line, bold) for line in wrapped(verdict.text, bold, inner)]
-    for change in verdict.changes or verdict.others:
-        answer += [(line, text) for line in wrapped(_advice(m, verdict, change), text, inner)]
-    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # whose answer has it
-        answer.append((_ideal(verdict.ideal_gain), small))
-    top = MARGIN + 72
-    end = top + ROW * len(shown) + 20
-    page = Image.new("RGB", (WIDTH, end + 24 * len(answer) + MARGIN), PAPER)
-    pen = ImageDraw.Draw(page)
-    pen.text((MARGIN, MARGIN - 8), "What one image costs", INK, font(24))
-    pen.text((MARGIN, MARGIN + 26), fitting(heading, small, WIDTH - 2 * MARGIN), FAINT, small)
-    pen.text((left, MARGIN + 48), "milliseconds per image; thin: CPU time over all cores", FAINT, small)
-    for n, (key, name, cost) in enumerate(shown):
-        y = top + n * ROW
-        limiting = key == STAGES[verdict.bottleneck]
-        color = LIMIT if limiting and key != "step" else {"whole": WHOLE, "step": IDEAL}.get(key, STAGE)
-        ink, face = (FAINT if key == "copy" else INK), (bold if limiting or key == "whole" else text)
-        pen.text((MARGIN, y + 6), name.strip(), ink, face)
-        length = max(2, round((right - left) * cost.wall / longest))
-        pen.rounded_rectangle((left, y + 4, left + length, y + 22), 4, color)
-        pen.rectangle((left, y + 26, left + round((right - left) * cost.cpu / longest), y + 28), color)
+    drawn = []
+    for key, name, cost in shown:
+        limiting = key == STAGES[verdict.bottleneck] and key != "step"
+        color = LIMIT if limiting else {"whole": WHOLE, "step": IDEAL}.get(key, STAGE)
+        bar = Image.new("RGB", (LENGTH, 26), PAPER)
+        pen = ImageDraw.Draw(bar)
+        pen.rounded_rectangle((0, 0, max(2, round(LENGTH * cost.wall / longest)), 18), 4, color)
+        pen.rectangle((0, 22, round(LENGTH * cost.cpu / longest), 24), color)
         took = f"{cost.wall * 1e3:.3g} ms" if cost.wall < 1 else f"{cost.wall:.3g} s"
-        pen.text((left + length + 10, y + 4), took, INK, bold if limiting else text)
         rate = f"{cost.rate:,.0f} images/s" if cost.rate >= 10 else f"{cost.rate:.2g} images/s"
-        pen.text((WIDTH - MARGIN, y + 5), "free" if cost.rate >= 1e6 else rate, FAINT, small, anchor="ra")
-    pen.rectangle((MARGIN, end, MARGIN + 4, page.height - MARGIN), IDEAL if verdict.bottleneck == "model" else LIMIT)
-    for n, (line, face) in enumerate(answer):
-        pen.text((MARGIN + 14, end + 24 * n), line, FAINT if face is small else INK, face)
-    return page
+        drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
+    lines = [heading, "milliseconds per image; thin: CPU time over all cores", "", verdict.text]
+    lines += [_advice(m, verdict, change) for change in verdict.changes or verdict.others]
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # whose answer has it
+        lines.append(_ideal(verdict.ideal_gain))
+    return sheet(drawn, heading="What one image costs", lines=lines)
 
 
 def _heading(loader: Loader) -> str:

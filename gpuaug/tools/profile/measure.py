@@ -1,13 +1,8 @@
-"""Measures a loader: every stage alone, the whole, and what changes would bring.
+"""Measures a loader: every stage alone on batches that are there already, the whole, and what changes would bring.
 
-takes: a :class:`~gpuaug.Loader` and, if there is a model, a function that makes one training step on a batch.
-does: runs every stage alone on batches that are there already, one after the other in several rounds; then the whole;
-then the steps on cached batches, which is what a loader that costs nothing would give.
-gives: :class:`~gpuaug.tools.profile.bottleneck.Measured`, and what
-:func:`~gpuaug.tools.profile.bottleneck.diagnose` wants to try.
-
-On a machine with others at work the clock says little by itself: medians count, CPU time is counted beside the clock,
-and the system's own count separates waiting for bytes from waiting for a core.
+The steps of a model on cached batches are what a loader that costs nothing would give. On a machine with others at work
+the clock says little by itself: medians count, CPU time is counted beside the clock, and the system's own count
+separates waiting for bytes from waiting for a core.
 """
 
 from __future__ import annotations
@@ -21,8 +16,9 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -80,17 +76,14 @@ def now(pids: Sequence[int] = ()) -> Any:
 class Profiler(contextlib.ExitStack):
     """Measures a loader; it must not be iterated meanwhile. ``close`` ends the workers that were started for it.
 
-    Args:
-        loader: what is to be measured. Nothing of it changes; samples that cannot be decoded end nothing, are not
-            recorded, and count in :attr:`faults` alone.
-        step: one training step on a batch; it must wait for nothing but its own device. None: the loader alone.
-        repeats: rounds over all stages; medians over them are what counts.
-        seconds: of each stage in each round, at least one batch.
-        batches: of the whole, in all rounds together; None: as many as take ``seconds``.
-        progress: called with the name of what is measured and the share that is done.
+    Nothing of the loader changes. Of the first images, which ``tried`` counts, those that cannot be read or decoded
+    count in ``faults`` alone.
 
-    Attributes:
-        faults: of the first images, how many could not be read or decoded; ``tried``: how many those are.
+    Args:
+        loader: what is to be measured.
+        step: one training step on a batch; it must wait for nothing but its own device. None: the loader alone.
+        repeats, seconds, batches: as in ``profile.yaml``.
+        progress: called with the name of what is measured and the share that is done.
     """
 
     def __init__(
@@ -104,6 +97,7 @@ class Profiler(contextlib.ExitStack):
         progress: Callable[[str, float], None] = lambda name, share: None,
     ) -> None:
         super().__init__()
+        self.sync = partial(sync, loader.device)  # wait for the device
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
         self.batches, self.cores = batches, machine.usable_cpus()  # workers and threads can be spread over so many
         self.pipeline = lenient(loader)
@@ -114,12 +108,10 @@ class Profiler(contextlib.ExitStack):
                 f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}`, "
                 f"`last={loader.last}`. Make `batch_size` smaller or set `last=uneven`."
             )
-        self.callback(self.reader.batches, [])  # ends what is under way
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.reader.batches, [])  # ends what is under way
             self._prepare()
-        except BaseException:
-            self.close()
-            raise
+            self.push(stack.pop_all())
 
     def _prepare(self) -> None:
         """Make what the stages are measured on."""
@@ -145,10 +137,6 @@ class Profiler(contextlib.ExitStack):
             )
         self.sync()
 
-    def sync(self) -> None:
-        """Wait for the device."""
-        sync(self.loader.device)
-
     def measure(self) -> Measured:
         """Every stage alone, and the whole, in rounds."""
         loader, workers = self.loader, self.loader.num_workers
@@ -163,12 +151,15 @@ class Profiler(contextlib.ExitStack):
         if workers:
             in_memory = self._reader(_InMemory(self.encoded), workers)
             self.callback(in_memory.close)
-            again = itertools.cycle(_numbered(self.encoded))
+            parts_of = torch.arange(len(in_memory.source)).split([len(batch) for batch in self.encoded])
+            again = itertools.cycle([(part, part * 0, part >= 0) for part in parts_of])
             stages["copy"] = lambda notes: self._read(notes, in_memory, again)
         stages["decode"] = lambda notes: self._decode(notes, parts)
-        stages |= {"augment": self._augment, "mix": lambda notes: self._mix(notes, parts)}
-        if self.step is not None:
-            stages["step"] = self._step
+        decoded, ready = [(d, len(d.encoded)) for d in self.decoded], [(batch, len(batch)) for batch in self.ready]
+        stages["augment"] = lambda notes: self._again(notes, self._augmented, decoded)
+        stages["mix"] = lambda notes: self._mix(notes, parts)
+        if (step := self.step) is not None:
+            stages["step"] = lambda notes: self._again(notes, step, ready)
         each = None if self.batches is None else -(-self.batches // self.repeats)
         how: dict[str, Any] = {"seconds": 2 * self.seconds, "batches": each}
         stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, self.step, **how)
@@ -262,22 +253,16 @@ class Profiler(contextlib.ExitStack):
         notes.rounds.append((pixels, count))
         parts.setdefault("headers, draws and crops", []).append(on_host / count)
 
-    def _augment(self, notes: Notes) -> None:
-        loader, decoded = self.loader, itertools.cycle(self.decoded)
+    def _augmented(self, item: Any) -> Any:
+        with self.pipeline.streams.on():
+            return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
-        def one() -> int:
-            item = next(decoded)
-            with self.pipeline.streams.on():
-                self.stage.augment(item, dtype=loader.dtype, memory_format=loader.memory_format)
-            return len(item.encoded)
-
-        self._again(notes, one)
-
-    def _again(self, notes: Notes, one: Callable[[], int]) -> None:
-        """Do something for as long as a stage takes."""
+    def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
+        """Do something with items, given with their numbers of images, for as long as a stage takes."""
         began, count = now(), 0
-        for number in itertools.count():
-            count += one()
+        for number, (item, images) in enumerate(itertools.cycle(items)):
+            do(item)
+            count += images
             if number % 8 == 7:
                 self.sync()  # else the host would queue without end
             if time.perf_counter() - began[0] >= self.seconds:
@@ -291,32 +276,18 @@ class Profiler(contextlib.ExitStack):
         mix: Any = loader.mix
         if mix is None:
             return
-        with self.pipeline.streams.on():
-            images = self.stage.augment(item, dtype=loader.dtype, memory_format=loader.memory_format)
-            labels = item.encoded.labels.to(loader.device) if item.encoded.labels is not None else None
-        self.sync()
+        images, encoded = self._augmented(item), item.encoded
+        labels = encoded.labels.to(loader.device) if encoded.labels is not None else None
+        same = {"num_classes": loader.num_classes, "seed": loader.seed, "epoch": loader.epoch}
 
-        def one() -> int:
-            mix(
-                images, labels, valid=item.encoded.valid, num_classes=loader.num_classes, seed=loader.seed,
-                epoch=loader.epoch, first_index=int(item.encoded.indices[0]),
-            )  # fmt: skip
+        def one(_: Any) -> None:
+            mix(images, labels, valid=encoded.valid, first_index=int(encoded.indices[0]), **same)
             self.sync()
-            return len(item.encoded)
 
-        self._again(notes, one)
+        self.sync()
+        self._again(notes, one, [(None, len(encoded))])
         spent, count = notes.rounds[-1]
         parts.setdefault("mix", []).append(float(spent[0]) / count)
-
-    def _step(self, notes: Notes) -> None:
-        assert self.step is not None
-        step, ready = self.step, itertools.cycle(self.ready)
-
-        def one() -> int:
-            step(batch := next(ready))
-            return len(batch)
-
-        self._again(notes, one)
 
     def _reader(self, source: Any, workers: int) -> Reader:
         return Reader(source, num_workers=workers, timeout=self.reader.timeout, start_method=self.reader.start_method)
@@ -346,26 +317,20 @@ class Profiler(contextlib.ExitStack):
             warnings.simplefilter("ignore", UserWarning)  # torch's, that there are more workers than cores
             for notes, which in ((then, reader), (before, self.reader), (then, reader)):
                 self._read(notes, which, self.tasks, numbers=self._numbers)
-        # by the ratio of what was measured side by side, so that a busier machine changes nothing
-        ratio = then.cost().wall / max(before.cost().wall, 1e-9)
-        cpu = min(2.0, max(0.5, then.cost().cpu / max(before.cost().cpu, 1e-9)))
-        return replace(m, workers=count, read=m.read.scaled(ratio, cpu), take=then.own_cpu() if count else 0.0)
+        wall, cpu = _ratios(then, before)
+        read = m.read.scaled(wall, min(2.0, max(0.5, cpu)))
+        return replace(m, workers=count, read=read, take=then.own_cpu() if count else 0.0)
 
     def with_decoder(self, m: Measured, **changed: Any) -> Measured:
         """The same with other settings of the decoder, as ``num_threads``."""
         stage, before, then = self.stage, Notes(), Notes()
-        settings = replace(stage.settings, **changed)
-        other = LiveStage(
-            stage.recipe, settings, device=stage.device, seed=stage.seed, accept_truncated=stage.accept_truncated
-        )
-        with contextlib.closing(other):
+        same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated")}
+        with contextlib.closing(LiveStage(stage.recipe, replace(stage.settings, **changed), **same)) as other:
             self._decode(Notes(), {}, other)
             for _ in range(3):
                 self._decode(before, {})
                 self._decode(then, {}, other)
-        old, new = before.cost(), then.cost()
-        ratio, cpu = new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
-        return replace(m, decode=m.decode.scaled(ratio, cpu))
+        return replace(m, decode=m.decode.scaled(*_ratios(then, before)))
 
     def cache_bytes(self) -> tuple[float, float] | None:
         """Bytes of all encoded images, and those that a cache would take; None where they are in memory already."""
@@ -467,6 +432,12 @@ def run_whole(
         notes.rounds.append((now(pipeline.reader.pids) - began, count))
 
 
+def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
+    """Wall and CPU of what was measured side by side, so that a busier machine changes nothing."""
+    new, old = then.cost(), before.cost()
+    return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
+
+
 def lenient(loader: Loader) -> Pipeline:
     """The loader's pipeline where bad samples end nothing: they are left out, or blank, and not recorded."""
     policy: Any = "drop" if loader.faults.policy == "drop" else "blank"
@@ -501,12 +472,6 @@ class _InMemory:
     def key(self, index: int) -> str:
         """Its number; without a name the log would speak of this source, which no user has."""
         return str(index)
-
-
-def _numbered(batches: Sequence[EncodedBatch]) -> list[Task]:
-    """Tasks for :class:`_InMemory`, whose samples are numbered as they come."""
-    parts = torch.arange(sum(map(len, batches))).split([len(batch) for batch in batches])
-    return [(part, torch.zeros_like(part), torch.ones(len(part), dtype=torch.bool)) for part in parts]
 
 
 def cpu_seconds(pid: int) -> float:

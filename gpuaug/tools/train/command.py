@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.plan.command import check
-from gpuaug.tools.plan.predict import Run, upper_bound
+from gpuaug.tools.plan.command import Run, check, upper_bound
 from gpuaug.tools.profile import command as profile
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
@@ -62,16 +60,8 @@ def main(request: Request) -> int:
         if settings.profiling:
             profile.inside(request, train, loader, settings)
         if under_torchrun:
-            stack.enter_context(_process_group(loader.device))
+            # gloo for what is on the CPU, nccl for what is on a GPU
+            dist.init_process_group("cpu:gloo,cuda:nccl" if loader.device.type == "cuda" else "gloo")
+            stack.callback(dist.destroy_process_group)
         training = Training(loader, model=model, val=val, settings=settings, stop=stop)
         return training.run(Report(file=settings.json, quiet=not training.first))
-
-
-@contextlib.contextmanager
-def _process_group(device: torch.device) -> Iterator[None]:
-    """torch.distributed as torchrun describes it: gloo for what is on the CPU, nccl for what is on a GPU."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

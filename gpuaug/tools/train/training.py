@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,7 @@ from gpuaug.files import check_regular
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.report import Report, output
-from gpuaug.tools.request import Request
+from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
@@ -44,8 +44,8 @@ LOSSES = ("cross_entropy", "binary_cross_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to train; the keys of ``conf/gpuaug/command/train.yaml``, which says what they mean."""
+class Settings(Keys):
+    """How to train."""
 
     epochs: int = 10
     model: Any = None
@@ -61,10 +61,9 @@ class Settings:
     val: str | None = None
     check_memory: bool = True
     profiling: bool | int = False
-    json: str | None = None
 
     def __post_init__(self) -> None:
-        checks.flag("check_memory", self.check_memory)
+        super().__post_init__()
         if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
             raise ConfigError(
                 f"`profiling` must be true, false, or how many batches, at least 1. Found: {self.profiling!r}."
@@ -74,9 +73,6 @@ class Settings:
             checks.one_of(name, getattr(self, name), known)
         for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
             checks.number(name, getattr(self, name), 0.0, high)
-        checks.text("out", self.out)
-        for name in ("resume", "val", "json"):
-            checks.text(name, getattr(self, name), optional=True)
 
 
 class Stop(contextlib.AbstractContextManager["Stop"]):
@@ -156,27 +152,18 @@ class Pace:
             self.waited += asked.elapsed_time(there) / 1000 if self._device.type == "cuda" else there - asked
 
 
-class EachView(nn.Module):
+class EachView(nn.Sequential):
     """Applies a model to every view of a batch, as one forward pass that DDP can wrap."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, views: list[Tensor]) -> list[Tensor]:
         """Logits of each view."""
-        return [self.model(view) for view in views]
+        return [self[0](view) for view in views]
 
 
 class Training:
-    """One training run. Each epoch ends with a checkpoint and the accuracy on held-out images.
+    """One training run of a model, images [B, 3, H, W] to logits [B, classes], on the loader's device.
 
-    Args:
-        loader: gives the batches; its device is the training's.
-        model: takes images [B, 3, H, W], gives logits [B, classes].
-        settings: how to train.
-        val: loader of held-out images, or None.
-        stop: when to end early; None: never.
+    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``.
     """
 
     def __init__(
@@ -190,7 +177,8 @@ class Training:
     ) -> None:
         self.loader, self.val, self.settings, self.stop = loader, val, settings, stop or Stop()
         self.device = loader.device
-        self.amp = _amp(settings, self.device)
+        auto = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.amp = AMP[auto if settings.amp == "auto" else settings.amp]  # dtype that the model computes in
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
         self.each: nn.Module = EachView(self.model)
         if distributed.active():
@@ -295,8 +283,7 @@ class Training:
         weight = batch.valid.to(self.device, non_blocking=True).float()
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            with self._autocast():
-                logits = self.each(self._views(batch))
+            logits = self._logits(self.each, batch)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -313,12 +300,11 @@ class Training:
         self.steps += 1
         self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
 
-    def _views(self, batch: Batch) -> list[Tensor]:
+    def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
+        whole = self.amp is torch.float32
         views = batch.images if isinstance(batch.images, list) else [batch.images]
-        return [view.float() if self.amp is torch.float32 else view for view in views]
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not torch.float32)
+        with torch.autocast(self.device.type, dtype=self.amp, enabled=not whole):
+            return model([view.float() if whole else view for view in views])
 
     def _postfix(self) -> str:
         pace = self.pace
@@ -344,13 +330,11 @@ class Training:
         if self.ranks > 1:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)  # each rank has its own running statistics since the last step
-        self.each.eval()
+        alone = EachView(self.model).eval()  # without DDP, whose ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
         for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
-            with self._autocast():
-                logits = [self.model(view) for view in self._views(batch)]
-            _, right = outcome(logits, batch.labels, self.settings.loss)
+            _, right = outcome(self._logits(alone, batch), batch.labels, self.settings.loss)
             weight = batch.valid.to(self.device).float()
             sums += torch.stack([(right * weight).sum(), weight.sum()])
             if self.stop.asked:
@@ -381,11 +365,7 @@ class Training:
             raise GpuaugError(f"the checkpoint {file} cannot be written: {error}") from error
 
     def load(self, file: Path) -> None:
-        """Go on from a checkpoint with the very next sample. Batch size, workers and ranks may differ.
-
-        Raises:
-            StateError: if the file is not a checkpoint, or of another model or other classes.
-        """
+        """Go on from a checkpoint with the very next sample. Batch size, workers and ranks may differ."""
         parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
@@ -441,12 +421,6 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
     return model
 
 
-def _amp(settings: Settings, device: torch.device) -> torch.dtype:
-    """The dtype that the model computes in."""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return AMP[auto if settings.amp == "auto" else settings.amp]
-
-
 def rate(progress: float, *, warmup: float) -> float:
     """Share of the highest learning rate at ``progress`` in [0, 1] of the training: linear up, then a cosine to 0."""
     if progress < warmup:
@@ -457,10 +431,7 @@ def rate(progress: float, *, warmup: float) -> float:
 def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
     """Loss and share of right answers of each sample, float [B]; several views: their mean loss, their summed logits.
 
-    Args:
-        logits: float [B, C] per view.
-        labels: int64 [B], or float [B, C]; the truth of a mixed label is its largest part.
-        loss: ``cross_entropy`` or ``binary_cross_entropy``.
+    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]: the truth of a mixed one is its largest.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, and a batch has none.")
@@ -507,11 +478,7 @@ def _sum(values: list[float]) -> list[float]:
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
-    """Read a checkpoint. Nothing in it is executed.
-
-    Raises:
-        StateError: if the file is not a checkpoint, or a part of it is damaged.
-    """
+    """Read a checkpoint. Nothing in it is executed. StateError if it is none, or a part of it is damaged."""
     try:
         check_regular(os.stat(file), file)  # torch would wait for ever for the end of a pipe or a device
         parts = torch.load(file, map_location="cpu", weights_only=True)
@@ -533,37 +500,38 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
     return parts
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _is_epoch(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and {"epoch", "loss", "train_accuracy", "held_out_accuracy"} >= entry.keys() >= {"epoch", "loss"}
-        and all(_is_number(v) or (v is None and k == "held_out_accuracy") for k, v in entry.items())
-    )
+    if not isinstance(entry, dict) or not _EPOCH >= entry.keys() >= {"epoch", "loss"}:
+        return False
+    return _numbers(v for k, v in entry.items() if v is not None or k != "held_out_accuracy")
 
 
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(holds, value))
-
-
+_EPOCH = {"epoch", "loss", "train_accuracy", "held_out_accuracy"}
+_MAPPING: tuple[str, Callable[[Any], bool]] = ("a mapping", lambda v: isinstance(v, dict))
 # what a checkpoint holds beside its version: what it must be, in words and as a check
 _PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": ("a mapping", _is_mapping),
-    "optimizer": ("a mapping", _is_mapping),
+    "model": _MAPPING,
+    "optimizer": _MAPPING,
     "scaler": (
         "a mapping of names to numbers",
-        lambda v: isinstance(v, dict) and all(isinstance(k, str) and _is_number(x) for k, x in v.items()),
+        lambda v: isinstance(v, dict) and all(isinstance(k, str) for k in v) and _numbers(v.values()),
     ),
-    "loader": ("a mapping", _is_mapping),
-    "classes": ("a list of names or null", lambda v: v is None or _is_list(v, lambda c: isinstance(c, str))),
-    "sums": ("three numbers (loss, right answers, samples)", lambda v: _is_list(v, _is_number) and len(v) == 3),
+    "loader": _MAPPING,
+    "classes": (
+        "a list of names or null",
+        lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
+    ),
+    "sums": (
+        "three numbers (loss, right answers, samples)",
+        lambda v: isinstance(v, list) and len(v) == 3 and _numbers(v),
+    ),
     "steps": ("a whole number >= 0", lambda v: type(v) is int and v >= 0),
-    "history": ("a list of one mapping of numbers per epoch", lambda v: _is_list(v, _is_epoch)),
+    "history": (
+        "a list of one mapping of numbers per epoch",
+        lambda v: isinstance(v, list) and all(map(_is_epoch, v)),
+    ),
 }
