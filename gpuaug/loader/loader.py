@@ -151,9 +151,9 @@ class Loader:
         self.waited = 0.0
         self._rank, self._world_size = rank, world_size
         self._epoch, self._position = 0, 0
-        self._next_pass: Literal["here", "again", "next epoch"] = "here"  # where it begins, if none has finished
+        # the next pass begins here, or in the next epoch: after a pass that was left, or whose last batch was handed out
+        self._next_pass: Literal["here", "left", "finished"] = "here"
         self._stored: Rows | None = None
-        self._finished = False  # the epoch's last batch was handed out
         self._last_logged = False
         self._cached_order: tuple[int, orders.Ordered] | None = None
         self._fingerprint: dict[str, Any] | None = None
@@ -316,23 +316,22 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of ``epoch``, 0 or larger; naming one that a state was loaded of keeps its position."""
         _check_epoch(epoch)
-        self._advance()
+        if self._next_pass == "finished":
+            self._advance()
         if epoch != self._epoch:
             self._resources.stop()
+        if epoch != self._epoch or self._next_pass == "left":
             self._epoch, self._position, self._next_pass = epoch, 0, "here"
-        elif self._next_pass == "next epoch":
-            self._next_pass = "again"
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin inside ``epoch``, after ``position`` samples of its order (of all ranks together)."""
         checks.whole_number("position", position, 0, len(self._ordered(_check_epoch(epoch))))
         self._resources.stop()
-        self._epoch, self._position = epoch, position
-        self._next_pass, self._finished = "here", False
+        self._epoch, self._position, self._next_pass = epoch, position, "here"
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is, as small JSON: the next sample after the last batch that was handed out."""
-        epoch, position = (self._epoch + 1, 0) if self._finished else (self._epoch, self._position)
+        epoch, position = (self._epoch + 1, 0) if self._next_pass == "finished" else (self._epoch, self._position)
         state = State(epoch=epoch, position=position, fingerprint=self.fingerprint())
         if position:
             ordered = self._ordered()
@@ -430,20 +429,16 @@ class Loader:
         self.close()
 
     def _advance(self) -> None:
-        """After a finished pass the next epoch begins."""
-        if self._finished:
-            self._epoch, self._position = self._epoch + 1, 0
-            self._next_pass, self._finished = "here", False
+        """Go to the beginning of the next epoch."""
+        self._epoch, self._position, self._next_pass = self._epoch + 1, 0, "here"
 
     def _begin(self) -> None:
         """Go to where the next pass begins."""
-        self._advance()
-        if self._next_pass == "next epoch":
+        if self._next_pass == "left":
             left = self._count(self._plan(self._position))
             log.info("epoch %d was left %d batches before its end: epoch %d begins", self._epoch, left, self._epoch + 1)
-            self._epoch += 1
         if self._next_pass != "here":
-            self._position, self._next_pass = 0, "here"
+            self._advance()
 
     def _ordered(self, epoch: int | None = None) -> orders.Ordered:
         epoch = self._epoch if epoch is None else epoch
@@ -546,7 +541,7 @@ class _Epoch(Pass):
                 raise
             except BaseException as error:
                 self._note()
-                if isinstance(error, Exception) and loader._next_pass == "next epoch":  # not left by the consumer
+                if isinstance(error, Exception) and loader._next_pass == "left":  # not by the consumer
                     loader._next_pass = "here"
                 raise
             self._note()
@@ -557,7 +552,6 @@ class _Epoch(Pass):
         if loader._resources.running() is self:
             loader._resources.stop()
             loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances)
-            loader._finished = True
             loader._advance()
         raise StopIteration
 
@@ -566,7 +560,7 @@ class _Epoch(Pass):
         loader = self._loader
         loader.waited = self.waited
         if self.done:
-            loader._position, loader._next_pass = self._plan.position(self.done), "next epoch"
-            loader._finished = self.done == self._count
+            loader._position = self._plan.position(self.done)
+            loader._next_pass = "finished" if self.done == self._count else "left"
             if (cache := loader.pipeline.cache) is not None:
                 cache.warn_if_full()
