@@ -221,7 +221,11 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
         ConfigError: names the full key, what was expected, what was found, and the nearest valid name. An error of a
             constructor is its cause.
     """
-    prefixes = _prefixes(trust)
+    trusted = [trust] if isinstance(trust, str) else list(trust)
+    for prefix in trusted:
+        if not isinstance(prefix, str) or not prefix.strip("."):
+            raise ConfigError(f"`trust` must hold module prefixes, as 'my_pkg.'. Found: {prefix!r}.")
+    prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)
     if tree["_target_"] == "gpuaug.Loader" and "order" not in objects:
         _apply_shuffle(tree, key=root)
@@ -390,14 +394,6 @@ def _import(module: str, *, expected: str) -> ModuleType | None:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None
         raise ConfigError(f"{expected}, and {module} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _prefixes(trust: str | Iterable[str]) -> tuple[str, ...]:
-    given = [trust] if isinstance(trust, str) else list(trust)
-    for prefix in given:
-        if not isinstance(prefix, str) or not prefix.strip("."):
-            raise ConfigError(f"`trust` must hold module prefixes, as 'my_pkg.'. Found: {prefix!r}.")
-    return TRUSTED + tuple(p.rstrip(".") + "." for p in given)
 
 
 def _check_arguments(cls: type, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:

@@ -20,10 +20,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuaug import files
 from gpuaug.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("gpuaug")
 
@@ -189,8 +192,6 @@ def verdict(name: str) -> bool | None:
 
     Reads one small file, once. Does not start CUDA or a check.
     """
-    if name not in VERDICTS:
-        raise ConfigError(f"`{name}` is not a check whose verdict is kept. Those are: {', '.join(VERDICTS)}.")
     entry = verdicts().get(name)
     return None if entry is None else bool(entry["good"])
 
@@ -261,16 +262,31 @@ def local_world_size() -> int:
     return max(1, int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")))
 
 
-def cuda_device() -> int:
-    """Index of the device that ``cuda`` means: LOCAL_RANK's where it is set, else torch's current one.
+def choose_device(device: str | torch.device) -> torch.device:
+    """The CPU, or a CUDA device with its index; ``auto`` is CUDA where there is a device.
 
-    Without torchrun a script has called ``torch.cuda.set_device``, or sees one device only.
+    ``cuda`` means LOCAL_RANK's device where that is set, else torch's current one: without torchrun a script has called
+    ``torch.cuda.set_device``, or sees one device only.
     """
     import torch
 
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    return torch.cuda.current_device()
+    if automatic := isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:  # its message names all devices of torch
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"`device` is {device!r}, and torch finds no CUDA device. Set `device=auto` or `device=cpu`.")
+    if chosen.type == "cuda" and chosen.index is None:
+        rank = os.environ.get("LOCAL_RANK")
+        index = torch.cuda.current_device() if rank is None else int(rank) % torch.cuda.device_count()
+        chosen = torch.device("cuda", index)
+    if automatic:
+        log.info("device %s%s", chosen, "" if chosen.type == "cuda" else ": no CUDA device")
+    return chosen
 
 
 def exit_with_parent() -> None:

@@ -109,10 +109,8 @@ class Decode:
             accept_truncated: decode a JPEG without its end as far as it goes, instead of reporting a fault.
             batch_size: samples of a usual batch; on CUDA pipelines are built for it, even if the first one is smaller.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            log.info("decode on %s", "cuda" if device == "cuda" else "cpu: no CUDA device")
-        return Decoder(self, torch.device(device), accept_truncated=accept_truncated, batch_size=batch_size)
+        chosen = machine.choose_device(device)
+        return Decoder(self, chosen, accept_truncated=accept_truncated, batch_size=batch_size)
 
 
 class Decoder:
@@ -131,12 +129,6 @@ class Decoder:
     def __init__(
         self, settings: Decode, device: torch.device, *, accept_truncated: bool = False, batch_size: int = 1
     ) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"`device` must be cpu or cuda for decoding. Found: {str(device)!r}. Use cpu.")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"`device` is {str(device)!r} and torch finds no CUDA device. Use device=cpu or auto.")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", machine.cuda_device())
         self.device = device
         if settings.hardware_load and device.type == "cuda":
             settings = _without_broken_engine(settings)

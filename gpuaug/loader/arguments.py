@@ -57,28 +57,6 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
     return "drop"
 
 
-def choose_device(device: str | torch.device) -> torch.device:
-    """The CPU, or a CUDA device with its index."""
-    if automatic := isinstance(device, str) and device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device) if isinstance(device, str | torch.device) else None
-    except RuntimeError:  # its message names all devices of torch
-        chosen = None
-    if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"`device` is {device!r}, and torch finds no CUDA device. Set `device=auto` or `device=cpu`."
-            )
-        if chosen.index is None:
-            chosen = torch.device("cuda", machine.cuda_device())
-    if automatic:
-        log.info("device %s%s", chosen, "" if chosen.type == "cuda" else ": no CUDA device")
-    return chosen
-
-
 def default_workers(source: Any) -> int:
     """Half of the cores of this rank, at most 4; 0 for a source that is mapped into memory."""
     if getattr(source, "mapped", False):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpuaug import checks
+from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.recipe import Augment, MultiView
@@ -137,7 +137,7 @@ class Loader:
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         # an open cache comes from `replace`
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
-        self.device = arguments.choose_device(device)
+        self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype, arguments.DTYPES)
         self.memory_format: torch.memory_format = arguments.torch_constant(
             "memory_format", memory_format, arguments.MEMORY_FORMATS

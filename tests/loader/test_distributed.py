@@ -11,7 +11,6 @@ import torch
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
-from gpuaug.loader.arguments import choose_device
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 
@@ -81,10 +80,10 @@ def test_cuda_is_the_local_rank_s_device_or_torchs_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("SLURM_LOCALID", "1")  # Slurm may show each task one device only
-    assert choose_device("cuda") == choose_device("auto") == torch.device("cuda", 3)
-    assert choose_device("cuda:2") == torch.device("cuda", 2)
+    assert machine.choose_device("cuda") == machine.choose_device("auto") == torch.device("cuda", 3)
+    assert machine.choose_device("cuda:2") == torch.device("cuda", 2)
     monkeypatch.setenv("LOCAL_RANK", "5")
-    assert choose_device("cuda") == choose_device("auto") == torch.device("cuda", 1)
+    assert machine.choose_device("cuda") == machine.choose_device("auto") == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
