@@ -402,13 +402,13 @@ class Loader:
             raise ConfigError(
                 f"`indices` must name samples, and `repeats` as many. Found: {len(number)}, {len(repeat)}."
             )
-        for index in number.tolist():
-            try:
+        try:
+            for index in number.tolist():
                 self.source.key(index)
-            except IndexError as error:
-                raise ConfigError(
-                    f"`indices` must be numbers of samples of the source. Found: {index} ({error})."
-                ) from error
+        except IndexError as error:
+            raise ConfigError(
+                f"`indices` must be numbers of samples of the source. Found: {index} ({error})."
+            ) from error
         task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
         pipeline = self.pipeline
         alone = replace(pipeline, reader=Reader(pipeline.reader.source, num_workers=0))
