@@ -29,8 +29,7 @@ from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
-from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import prepare_all
+from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.batch import Boxes
 from gpuaug.errors import ConfigError, ReadOnlyError
@@ -84,9 +83,9 @@ class _Recipe(nn.Module):
         Raises:
             ReadOnlyError: one of their settings was changed since, which would have no effect.
         """
-        for view in self.views:
-            augment, values = view.augment, view.augment._values() if view.copy == 0 else []
-            if view.copy or (quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen))):
+        for view in (v for v in self.views if v.copy == 0):
+            augment, values = view.augment, view.augment._values()
+            if quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen)):
                 continue
             prefix = f"augment.views.{view.name}" if view.name else "augment"
             for where, made, now in differences(augment._made, augment._settings()):
@@ -263,11 +262,7 @@ class Augment(_Recipe):
                 "`augment.crop` must be one of gpuaug's crops, such as gpuaug.RandomResizedCrop(224): it is decided "
                 f"before decoding. Found: {crop!r}."
             )
-        if normalize is not None and not isinstance(normalize, Normalize):
-            raise ConfigError(
-                "`augment.normalize` must be a gpuaug.Normalize(mean=(...), std=(...)) or None. Found: "
-                f"{type(normalize).__name__}."
-            )
+        checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)
         # Prepared operations are no submodules: moving a Kornia module would move and convert its samplers.
@@ -304,22 +299,17 @@ class Augment(_Recipe):
             "normalize": None if normalize is None else normalize.values(),
         }
 
-    @cached_property
-    def _watched(self) -> list[Any]:
-        """Crop and operations, with the modules inside."""
+    def _values(self) -> list[Any]:
+        """Attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
-        return [self.crop, *choices, *modules]
-
-    def _values(self) -> list[Any]:
-        """The attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
-        values = [value for each in self._watched for value in getattr(each, "__dict__", {}).values()]
+        values = [v for each in (self.crop, *choices, *modules) for v in getattr(each, "__dict__", {}).values()]
         return values + [inner for value in values if type(value) is dict for inner in value.values()]
 
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
-        policies = [p.name for p in self.prepared if isinstance(p.op, nn.Module) and any(p.op.children())]
+        policies = [name for name, op in self.ops.items() if isinstance(op, nn.Module) and any(op.children())]
         ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
@@ -367,31 +357,20 @@ class MultiView(_Recipe):
                 f"Found: a {type(views).__name__}."
             )
         self.augments = nn.ModuleList()
-        self._names: list[str] = []
+        self.views: list[View] = []
         for name, augment in views.items():
             if augment is None:
                 continue
             if not isinstance(name, str) or not name or "\0" in name:
                 raise ConfigError(f"`augment.views` must have names that are text. Found: {name!r}.")
-            if not isinstance(augment, Augment):
-                raise ConfigError(f"`augment.views.{name}` must be a gpuaug.Augment. Found: {type(augment).__name__}.")
-            self._names.append(name)
+            checks.instance(f"augment.views.{name}", augment, Augment)
             if backend not in (None, augment.backend):
                 augment = augment.replace(backend=backend)  # the caller's keeps its own
             self.augments.append(augment)
-        if not self._names:
+            self.views += [View(name, copy, augment) for copy in range(augment.copies)]
+        if not self.views:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")
         self._made = True
-
-    @property
-    def views(self) -> list[View]:  # type: ignore[override]
-        """In the order of the mapping, copies next to each other."""
-        return [
-            View(name, copy, augment)
-            for name, augment in zip(self._names, self.augments, strict=True)
-            if isinstance(augment, Augment)
-            for copy in range(augment.copies)
-        ]
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides draws and pixels, as JSON."""

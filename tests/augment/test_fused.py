@@ -30,8 +30,7 @@ from gpuaug.augment.fused import cuda_steps, lower
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Chosen, tensors
-from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.native import buffers as recycled
 from gpuaug.native import build as compiled

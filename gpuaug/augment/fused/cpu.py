@@ -38,7 +38,6 @@ def run(
     images: Tensor,
     code: NDArray[np.int32],
     args: Float,
-    *,
     tables: list[tuple[NDArray[np.int64], int, Tensor]],
     ramps: Float,
     scale: tuple[float, float, float],

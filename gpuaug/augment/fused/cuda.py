@@ -19,19 +19,15 @@ background thread spends.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step, upload
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
 from gpuaug.augment.ops.entry import ARGS, Code
-from gpuaug.random.keyed import Float
 
 BLOCK = 1024  # pixels per program: 224 x 224 is 49 of them, 96 x 96 is 9
 WARPS = 2  # so 16 pixels per thread
@@ -494,16 +490,16 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     """:func:`gpuaug.random.keyed.normal_field` in one kernel: the same integers, and floats within 1e-5."""
     values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
     half = -(-count // 2)
-    with torch.cuda.device(keys.device) if keys.device.type == "cuda" else nullcontext():
-        grid = (triton.cdiv(half, BLOCK), len(keys))
-        _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
+    grid = (triton.cdiv(half, BLOCK), len(keys))
+    _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
     return values
 
 
 def launch(
     x: Tensor, program: Program, *, fields: dict[int, Tensor], dtype: torch.dtype, channels_last: bool
 ) -> Tensor:
-    """Queue the program's kernels; ``x`` contiguous uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0
     grid = (triton.cdiv(height * width, BLOCK), batch)
@@ -548,21 +544,3 @@ def launch(
             for group, rows in zip(stretch.rest, part.rows, strict=True):
                 x = run_step(group, x, program.args[:, column], rows, field=fields.get(column), ramps=program.ramps)
     return x
-
-
-def run(
-    images: Tensor,
-    code: NDArray[np.int32],
-    args: Float,
-    *,
-    fields: dict[int, Tensor],
-    ramps: Float,
-    scale: tuple[float, float, float],
-    shift: tuple[float, float, float],
-    dtype: torch.dtype,
-    channels_last: bool,
-) -> Tensor:
-    """Every sample through its own program; arguments as those of :func:`gpuaug.augment.fused.cpu.run`."""
-    with torch.cuda.device(images.device) if images.device.type == "cuda" else nullcontext():
-        program = upload(code, args, ramps, scale, shift, images.device)
-        return launch(images.contiguous(), program, fields=fields, dtype=dtype, channels_last=channels_last)
