@@ -80,7 +80,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
         return prepared
     if entry is None or (known := entry.parameters(op)) is None:
-        reason = "no rule for its parameters" if entry is None else entry.without_rule
+        reason = f"no rule for its parameters{'' if entry is None else ' with these settings'}"
         logger.warning(
             "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
             *(key, type(op).__name__, reason),

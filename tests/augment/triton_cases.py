@@ -34,6 +34,39 @@ from gpuaug.random import keyed as draws
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+# --- Triton's interpreter knows no PTX, and rounds twice where a GPU rounds once
+
+
+@triton.jit
+def _unit(x):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
+def _reciprocal(x):  # type: ignore[no-untyped-def]
+    return 1.0 / x
+
+
+@triton.jit
+def _cos(x):  # type: ignore[no-untyped-def]
+    return tl.cos(x)
+
+
+@triton.jit
+def _sin(x):  # type: ignore[no-untyped-def]
+    return tl.sin(x)
+
+
+@triton.jit
+def _value(bits):  # type: ignore[no-untyped-def]
+    return triton_kernels._over_255(bits - 8388608.0)
+
+
+if not isinstance(triton_kernels._over_255, triton.JITFunction):
+    for kernel in (_unit, _reciprocal, _cos, _sin, _value):
+        setattr(triton_kernels, kernel.__name__, kernel)
+
+
 def run(
     ops: dict[str, Any], images: torch.Tensor, seed: int = 0, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.native import build as compiled
+from gpuaug.native import build
 from gpuaug.native.buffers import outputs
 from gpuaug.random.keyed import Float
 
-_FLAGS = (*compiled.FLAGS, "-ffinite-math-only")  # minimum and maximum in one instruction: a fifth of `standard`'s time
+_FLAGS = (*build.FLAGS, "-ffinite-math-only")  # minimum and maximum in one instruction: a fifth of `standard`'s time
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -83,4 +83,4 @@ def run(
 def library() -> ctypes.CDLL | None:
     """The compiled program, or None where it cannot be compiled; logs once which and why."""
     source = Path(__file__).with_name("cpu.cpp")
-    return compiled.load(source, name="augment", flags=_FLAGS, without="runs uncompiled, many times slower")
+    return build.load(source, name="augment", flags=_FLAGS, without="runs uncompiled, many times slower")

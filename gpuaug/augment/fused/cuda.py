@@ -9,7 +9,7 @@ gives: [B, 3, H, W], normalised.
 A block of threads belongs to one sample, so that branching on its steps costs no divergence. What decides the speed is
 instructions, not bytes: a pixel of `standard` needs some hundred, and the device has time for as many while its bytes
 travel. So a thread takes 16 pixels (what is the same for all of them is done once), loads are 8 bytes and stores 16,
-clamps ride on the arithmetic (``.sat``), and nothing divides but the hue. `tests/test_triton_kernels.py` compiles all
+clamps ride on the arithmetic (``.sat``), and nothing divides but the hue. test_triton_kernels.py compiles all
 of it ahead of time, without a GPU, and counts.
 
 CUDA graphs are not used: they need the input copied to and the output copied from memory of their own, four times the
@@ -60,52 +60,30 @@ def _over_255(x):  # type: ignore[no-untyped-def]
     return x * _PART_1 + x * _PART_2
 
 
-if isinstance(_over_255, triton.JITFunction):
+@triton.jit
+def _unit(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _unit(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _reciprocal(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+@triton.jit
+def _reciprocal(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _cos(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _sin(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+@triton.jit
+def _cos(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _value(bits):  # type: ignore[no-untyped-def]
-        part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
-        return part * _REST + part
 
-else:  # Triton's interpreter knows no PTX, and rounds twice where a GPU rounds once
+@triton.jit
+def _sin(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _unit(x):  # type: ignore[no-untyped-def]
-        return tl.minimum(tl.maximum(x, 0.0), 1.0)
 
-    @triton.jit
-    def _reciprocal(x):  # type: ignore[no-untyped-def]
-        return 1.0 / x
-
-    @triton.jit
-    def _cos(x):  # type: ignore[no-untyped-def]
-        return tl.cos(x)
-
-    @triton.jit
-    def _sin(x):  # type: ignore[no-untyped-def]
-        return tl.sin(x)
-
-    @triton.jit
-    def _value(bits):  # type: ignore[no-untyped-def]
-        return _over_255(bits - 8388608.0)
+@triton.jit
+def _value(bits):  # type: ignore[no-untyped-def]
+    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
+    return part * _REST + part
 
 
 @triton.jit
