@@ -233,6 +233,9 @@ class Resize(Crop):
         return Boxes(box, resized, offset, (height, width), self.interpolation)
 
 
+CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)
+
+
 def _rows(count: int, *columns: Any) -> Int32:
     """int32 [count, columns]; a number is the same in every row."""
     return np.stack([np.broadcast_to(c, count) for c in columns], axis=1).astype(np.int32)

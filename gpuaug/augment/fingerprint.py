@@ -25,8 +25,6 @@ from torch.distributions import Distribution, Uniform
 from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
 from gpuaug.augment.policy import OneOf
 
-Difference = tuple[str, Any, Any]  # path, value in one, value in the other
-
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
 _LARGEST_LIST = 1000  # elements of a tensor that are written out; of a larger one a hash
 
@@ -56,7 +54,7 @@ def settings(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, int | float | np.number):
-        number = value.item() if isinstance(value, np.number) else value
+        number = np.asarray(value).item()
         if isinstance(number, float) and not math.isfinite(number):
             return str(number)
         return int(number) if number == int(number) else number  # 1 and 1.0 are one setting
@@ -88,7 +86,7 @@ def settings(value: Any) -> Any:
     return {"class": _public_name(kind), **{k: settings(held[k]) for k in sorted(held)}}
 
 
-def differences(a: Any, b: Any, where: str = "") -> list[Difference]:
+def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     """Where two JSON values differ: (path, value in a, value in b); entries of a list by their `name`."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]

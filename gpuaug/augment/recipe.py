@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpuaug import checks
+from gpuaug.augment.crop import CROPS
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -39,6 +40,10 @@ from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, u
 log = logging.getLogger("gpuaug")
 
 _BACKENDS = ("fused", "kornia")
+_READ_ONCE = (
+    "settings are read once, when a recipe is made. Build another one, as `Augment.replace` does; "
+    "`loader.replace(augment=...)` puts it into a loader."
+)
 LARGEST_COPIES = 1000  # views of one augment; each is drawn, decoded and augmented for itself
 
 
@@ -67,11 +72,7 @@ class _Recipe(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._read_once and "_made" in self.__dict__:
-            kind = type(self).__name__
-            raise ReadOnlyError(
-                f"`{kind}.{name}` cannot be assigned: settings are read once, when a gpuaug.{kind} is made. Build "
-                "another one, as `Augment.replace` does; `loader.replace(augment=...)` puts it into a loader."
-            )
+            raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
         super().__setattr__(name, value)
 
     def check_unchanged(self, *, quick: bool = False) -> None:
@@ -90,9 +91,8 @@ class _Recipe(nn.Module):
             prefix = f"augment.views.{view.name}" if view.name else "augment"
             for where, made, now in differences(augment._made, augment._settings()):
                 raise ReadOnlyError(
-                    f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no "
-                    "effect: settings are read once. Build another recipe, as `Augment.replace` does; "
-                    "`loader.replace(augment=...)` puts it into a loader."
+                    f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, without effect: "
+                    f"{_READ_ONCE}"
                 )
             augment._seen = values
 
@@ -208,8 +208,7 @@ class _Recipe(nn.Module):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
         for name, value in (("seed", seed), ("epoch", epoch)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
-                raise ConfigError(f"`{name}` must be a whole number. Found: {value!r}.")
+            checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
         if indices is None:
             indices = range(len(images))
             seed = seed_of_call() if seed is None else seed
@@ -257,11 +256,7 @@ class Augment(_Recipe):
         backend: str = "fused",
     ) -> None:
         super().__init__()
-        if crop is not None and not (hasattr(crop, "count") and hasattr(crop, "boxes")):
-            raise ConfigError(
-                "`augment.crop` must be one of gpuaug's crops, such as gpuaug.RandomResizedCrop(224): it is decided "
-                f"before decoding. Found: {crop!r}."
-            )
+        checks.instance("augment.crop", crop, *CROPS, optional=True)
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)
@@ -425,8 +420,6 @@ def _cut(images: Tensor, boxes: Boxes) -> Tensor:
 
 def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     x = image.contiguous().permute(2, 0, 1)[None]  # whatever the layout given: the same kernel, the same pixels
-    if x.is_cuda:  # torch resizes uint8 on the CPU only
-        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True).round_().clamp_(0, 255)
-        return y[0].permute(1, 2, 0).to(torch.uint8)
+    x = x.float() if x.is_cuda else x  # torch resizes uint8 on the CPU only
     y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
-    return y[0].permute(1, 2, 0)
+    return (y.round_().clamp_(0, 255) if x.is_cuda else y)[0].permute(1, 2, 0).to(torch.uint8)

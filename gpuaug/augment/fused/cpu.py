@@ -54,14 +54,13 @@ def run(
         tables: (rows, column, float32 [rows, n]) for the steps that read more than their arguments.
         ramps: output positions for warps, see lower.py; unused where there are none.
         scale, shift: the result [B, 3, H, W] is ``x * scale + shift`` per channel.
-        dtype: of the result; other than float32, bfloat16 and float16 it is cast afterwards.
+        dtype: of the result: float32, bfloat16 or float16.
         channels_last: memory format of the result.
     """
     images = images.contiguous()
     whole = images.dtype == torch.uint8
     batch, height, width = (len(images), *images.shape[1:3]) if whole else (len(images), *images.shape[2:])
-    written = dtype if dtype in _DTYPES else torch.float32
-    out = outputs.take((batch, 3, height, width), written, channels_last)
+    out = outputs.take((batch, 3, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
@@ -71,12 +70,12 @@ def run(
         *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
         *(pointers.ctypes.data if tables else None, ramps.ctypes.data),
         *(batch, height, width, code.shape[1]),
-        *(not whole, _DTYPES[written], channels_last, threads),
+        *(not whole, _DTYPES[dtype], channels_last, threads),
         *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
     )
     if library.gpuaug_augment(ctypes.byref(job)):  # without the interpreter's lock
         raise MemoryError(f"no memory for augmenting images of {height}x{width} pixels")
-    return out.to(dtype)
+    return out
 
 
 @lru_cache(maxsize=1)
