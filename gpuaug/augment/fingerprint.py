@@ -74,16 +74,16 @@ def settings(value: Any) -> Any:
     if isinstance(value, Uniform):
         return [settings(value.low), settings(value.high)]
     kind: type = value.__class__
-    held = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
     if isinstance(value, nn.Module):
-        held = {k: v for k, v in held.items() if k not in _NOT_SETTINGS}
-        held |= value._parameters | value._buffers | value._modules
+        attributes = {k: v for k, v in attributes.items() if k not in _NOT_SETTINGS}
+        attributes |= value._parameters | value._buffers | value._modules
     kornias = [k for k in kind.__mro__ if k.__module__.startswith("kornia.")]
     if kornias or kind.__module__.startswith(("gpuaug.", "torch.")):
-        held = {k: v for k, v in held.items() if not k.startswith("_")}
+        attributes = {k: v for k, v in attributes.items() if not k.startswith("_")}
     if kornias:
-        held = _of_kornia(value, kornias[0], held)
-    return {"class": _public_name(kind), **{k: settings(held[k]) for k in sorted(held)}}
+        attributes = _of_kornia(value, kornias[0], attributes)
+    return {"class": _public_name(kind), **{k: settings(attributes[k]) for k in sorted(attributes)}}
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
@@ -98,7 +98,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
         ]
     else:
         return [] if a == b else [(where or "value", a, b)]
-    return [found for path, x, y in pairs for found in differences(x, y, path)]
+    return [difference for path, x, y in pairs for difference in differences(x, y, path)]
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:

@@ -390,8 +390,8 @@ def _channels_last(images: Any) -> Tensor:
     """uint8 [B, 3, H, W] or [B, H, W, 3] as [B, H, W, 3]."""
     wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
-        found = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ConfigError(f"{wanted}. Found: {found}.")
+        given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ConfigError(f"{wanted}. Found: {given}.")
     if not images.numel() and len(images):
         raise ConfigError(f"{wanted} with pixels. Found: {list(images.shape)}.")
     first, last = images.shape[1] == 3, images.shape[3] == 3

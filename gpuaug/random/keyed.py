@@ -74,7 +74,7 @@ def seed_of_call() -> int:
 
 
 def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
-    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all held in broadcastable uint64.
+    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all in broadcastable uint64.
 
     Equal to the known-answer vectors published with Random123.
     """

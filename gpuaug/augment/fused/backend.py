@@ -105,7 +105,7 @@ class FusedBackend:
             return native.run(compiled, x, code, args, tables, ramps, scale, shift, dtype, channels_last)
         fields = _fields(part.lowering, own, code, size, x.device, compiled.normal_field)
         program = upload(code, args, ramps, scale, shift, x.device)
-        return compiled.launch(x, program, fields=fields, dtype=dtype, channels_last=channels_last)  # type: ignore[no-any-return]
+        return compiled.launch(x, program, fields=fields, dtype=dtype, channels_last=channels_last)
 
 
 _no_triton: list[str] = []  # why, once Triton has failed

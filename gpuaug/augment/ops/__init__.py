@@ -26,8 +26,7 @@ def by_class(table: Mapping[str, Any], op: Any) -> Any:
 
 def entry_of(op: Any) -> Entry | None:
     """The entry of an operation's exact class; None where there is none."""
-    entry: Entry | None = by_class(ENTRIES, op)
-    return entry
+    return by_class(ENTRIES, op)
 
 
 def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> dict[str, Tensor]:
