@@ -210,7 +210,7 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     u = field(keys, 2 * half)
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * torch.pi * u[:, half:]
-    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count]
+    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count].contiguous()
 
 
 def scale(u: Float, low: float, high: float) -> Float:
