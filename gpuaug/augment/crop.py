@@ -92,7 +92,7 @@ class RandomResizedCrop(Crop):
         self.size = _pair("size", size)
         self.scale = _range("scale", scale, high=1.0)
         self.ratio = _range("ratio", ratio, high=math.inf)
-        self.interpolation = _interpolation(interpolation)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
         area, log_ratio = u[:, 2::2], u[:, 3::2]  # [B, 10]
@@ -158,9 +158,8 @@ class RandomCrop(Crop):
                 f"{height}x{width} with padding {self.padding} (left, top, right, bottom). "
                 "Use a larger `padding`, a smaller `size`, or RandomResizedCrop, which fits every image."
             )
-        origin = _integers(u, np.maximum(free, 0)) - np.array(
-            [top, left]
-        )  # of the window, which may reach over the edges
+        # of the window, which may reach over the edges
+        origin = _integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
         stop = np.clip(origin + self.size, start + 1, limits)  # beside the image: a pixel that lands off the canvas
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
@@ -188,7 +187,7 @@ class ResizeCenterCrop(Crop):
     ) -> None:
         self.resize = _shorter_side("resize", resize)
         self.size = _pair("size", size)
-        self.interpolation = _interpolation(interpolation)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
         h, w = _resized(self.resize, heights, widths)
@@ -218,7 +217,7 @@ class Resize(Crop):
 
     def __init__(self, size: int | Sequence[int], *, interpolation: Interpolation = "bilinear") -> None:
         self.size = _shorter_side("size", size)
-        self.interpolation = _interpolation(interpolation)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
         h, w = _resized(self.size, heights, widths)
@@ -232,6 +231,9 @@ class Resize(Crop):
         height, width = sizes[0] if sizes else _pair("size", self.size)
         box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (height, width), (0, 0)))
         return Boxes(box, resized, offset, (height, width), self.interpolation)
+
+
+CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)
 
 
 def _rows(count: int, *columns: Any) -> Int32:
@@ -283,8 +285,3 @@ def _range(name: str, value: Sequence[float], *, high: float) -> tuple[float, fl
         bound = f" <= {high:g}" if high < math.inf else ""
         raise ConfigError(f"`{name}` must satisfy 0 < min <= max{bound}. Found: {value!r}.")
     return float(pair[0]), float(pair[1])
-
-
-def _interpolation(value: Interpolation) -> Interpolation:
-    checks.one_of("interpolation", value, get_args(Interpolation))
-    return value

@@ -25,8 +25,6 @@ from torch.distributions import Distribution, Uniform
 from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
 from gpuaug.augment.policy import OneOf
 
-Difference = tuple[str, Any, Any]  # path, value in one, value in the other
-
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
 _LARGEST_LIST = 1000  # elements of a tensor that are written out; of a larger one a hash
 
@@ -56,7 +54,7 @@ def settings(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, int | float | np.number):
-        number = value.item() if isinstance(value, np.number) else value
+        number = np.asarray(value).item()
         if isinstance(number, float) and not math.isfinite(number):
             return str(number)
         return int(number) if number == int(number) else number  # 1 and 1.0 are one setting
@@ -76,19 +74,19 @@ def settings(value: Any) -> Any:
     if isinstance(value, Uniform):
         return [settings(value.low), settings(value.high)]
     kind: type = value.__class__
-    held = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
     if isinstance(value, nn.Module):
-        held = {k: v for k, v in held.items() if k not in _NOT_SETTINGS}
-        held |= value._parameters | value._buffers | value._modules
+        attributes = {k: v for k, v in attributes.items() if k not in _NOT_SETTINGS}
+        attributes |= value._parameters | value._buffers | value._modules
     kornias = [k for k in kind.__mro__ if k.__module__.startswith("kornia.")]
     if kornias or kind.__module__.startswith(("gpuaug.", "torch.")):
-        held = {k: v for k, v in held.items() if not k.startswith("_")}
+        attributes = {k: v for k, v in attributes.items() if not k.startswith("_")}
     if kornias:
-        held = _of_kornia(value, kornias[0], held)
-    return {"class": _public_name(kind), **{k: settings(held[k]) for k in sorted(held)}}
+        attributes = _of_kornia(value, kornias[0], attributes)
+    return {"class": _public_name(kind), **{k: settings(attributes[k]) for k in sorted(attributes)}}
 
 
-def differences(a: Any, b: Any, where: str = "") -> list[Difference]:
+def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     """Where two JSON values differ: (path, value in a, value in b); entries of a list by their `name`."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
@@ -100,7 +98,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[Difference]:
         ]
     else:
         return [] if a == b else [(where or "value", a, b)]
-    return [found for path, x, y in pairs for found in differences(x, y, path)]
+    return [difference for path, x, y in pairs for difference in differences(x, y, path)]
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
+_LARGEST_ALPHA = 1e9  # Beta(alpha, alpha) is 1/2 long before
 _FIXED = 6  # uniforms of a batch before those of the pairing: apply?, CutMix?, two of lambda, centre of the box
 
 
@@ -42,14 +44,10 @@ class Mix:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            high = math.inf if field.name.endswith("alpha") else 1.0
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not 0 <= value <= high or (field.name == "label_smoothing" and value == 1):
-                allowed = {"p": "in [0, 1]", "switch_p": "in [0, 1]", "label_smoothing": "in [0, 1)"}
-                raise ConfigError(
-                    f"`{field.name}` must be a number {allowed.get(field.name, '>= 0, and finite')}. Found: {value!r}."
-                )
+            high = _LARGEST_ALPHA if field.name.endswith("alpha") else 1
+            value = checks.number(field.name, getattr(self, field.name), 0, high)
+            if field.name == "label_smoothing" and value == 1:
+                raise ConfigError("`label_smoothing` must be below 1, which leaves nothing of a label. Found: 1.")
             object.__setattr__(self, field.name, float(value))  # 1 and 1.0 are one setting of a loader's state
 
     def __call__(

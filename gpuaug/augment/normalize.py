@@ -61,8 +61,7 @@ class Normalize(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
         super()._apply(fn, recurse)
-        for name, values in self.settings.items():  # half precision would lose the values themselves
-            buffer = getattr(self, name)
-            if buffer.dtype != torch.float32:
-                setattr(self, name, torch.tensor(values, dtype=torch.float32, device=buffer.device))
+        for name, values in self.settings.items():  # not converted: half precision would lose the values themselves
+            device = getattr(self, name).device
+            setattr(self, name, torch.tensor(values, dtype=torch.float32, device=device))
         return self

@@ -1,4 +1,4 @@
-"""Choices between operations, per sample: OneOf, and the policies of ``kornia.augmentation.auto``.
+"""Operations of a recipe, prepared once: what is refused, what draws each one's parameters, and per-sample choices.
 
 Kornia's RandAugment, TrivialAugment and AutoAugment choose one path for a batch; here each sample has its own, from its
 own uniforms. What is chosen from, the magnitudes, their mapping and their random sign are Kornia's: a sample replayed
@@ -7,18 +7,24 @@ alone through Kornia's policy with the same path and parameters has the same bit
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from gpuaug.augment.ops import entry_of
+from gpuaug import checks
+from gpuaug.augment.ops import by_class, entry_of
 from gpuaug.augment.ops.kornia_private import policy_parameter
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
+
+logger = logging.getLogger("gpuaug")
 
 
 class OneOf:
@@ -41,7 +47,81 @@ class OneOf:
         return f"OneOf(ops={self.ops!r}, p={self.p})"
 
 
-def one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
+def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
+    """The operations of a mapping, in its order; None is an operation switched off."""
+    if ops is not None and not isinstance(ops, Mapping):
+        raise ConfigError(
+            f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}: the "
+            f"name keys an operation's draws and lets it be overridden. Found: a {type(ops).__name__}."
+        )
+    for name in ops or {}:
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise ConfigError(f"`{path}` must have names that are text. Found: {name!r}.")
+        if name == "crop":
+            raise ConfigError(f"`{path}.crop` is the name of the crop's own draws. Choose another name.")
+    return tuple(prepare(name, op, path=path) for name, op in (ops or {}).items() if op is not None)
+
+
+def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
+    """A Kornia operation or policy, a OneOf, or a module from float [1, 3, H, W] to the same shape, ready to be drawn.
+
+    Raises:
+        ConfigError: a setting contradicts per-sample draws, or the module has its place elsewhere in a recipe.
+    """
+    key = f"{path}.{name}"
+    if isinstance(op, OneOf):
+        return _prepare_one_of(name, op, key=key)
+    _check(key, op)
+    if (prepare_policy := by_class(_POLICIES, op)) is not None:
+        return prepare_policy(name, op, key=key)
+    entry = entry_of(op)
+    if entry is not None and entry.check is not None:
+        entry.check(op, key)
+    if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
+        return prepared
+    if entry is None or (known := entry.parameters(op)) is None:
+        reason = f"no rule for its parameters{'' if entry is None else ' with these settings'}"
+        logger.warning(
+            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
+            *(key, type(op).__name__, reason),
+        )
+        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
+    count, rule = known
+    gate = partial(_gated, p=float(op.p), rule=rule)
+    return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None)
+
+
+def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
+    """A :class:`OneOf`, ready to be drawn: its slots offer the alternatives of all its operations."""
+    members = prepare_all(op.ops, path=f"{key}.ops")
+    if not members:
+        raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Remove `{key}` instead.")
+    checks.number(f"{key}.p", op.p, 0, 1)
+    for member in members:
+        if member.seeded is not None:
+            raise ConfigError(
+                f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
+                f"{type(member.op).__name__}. Use it as an operation of its own."
+            )
+    slots = tuple(
+        tuple(module for m in members if slot < len(m.slots) for module in m.slots[slot])
+        for slot in range(max(len(m.slots) for m in members))
+    )
+    rule = partial(_one_of, p=float(op.p), members=members)
+    return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=any(m.keyed for m in members))
+
+
+def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
+    """The rule's parameters; chosen are the samples whose first uniform is below ``p``."""
+    choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
+    return choice, ((rule(u[:, 1:], size),),)
+
+
+def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
+    return np.zeros((len(u), 1), dtype=np.int64), (({},),)
+
+
+def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
     """One member per sample, where the first uniform is below ``p``; the second says which."""
     which = (u[:, 1] * np.float32(len(members))).astype(np.int64)
     which[u[:, 0] >= np.float32(p)] = -1
@@ -56,6 +136,8 @@ def one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tu
             params[slot] += values[slot]
     return choice, tuple(params)
 
+
+# --- policies
 
 Member = tuple[int, float, Rule]  # one operation of a policy: its uniforms (the sign first), its p, its rule
 
@@ -127,44 +209,31 @@ def _distinct(
 
 
 def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
-    """AutoAugment: the slots of its sub-policies, each slot with one module per class of operation."""
+    """AutoAugment: a slot offers the operations that its sub-policies have at this place."""
     policies = [list(child.children()) for child in op.children()]
     members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
     width = 1 + max(count for path in members for count, _, _ in path)  # the gate, then the member's own
-    slots, columns = [], []
-    for slot in range(max(len(path) for path in members)):
-        inner: list[Any] = [path[slot].op if slot < len(path) else None for path in policies]
-        kinds = [type(op) for op in inner]
-        distinct = list(dict.fromkeys(kind for kind in kinds if kind is not type(None)))  # others differ in parameters
-        slots.append(tuple(always_applied(inner[kinds.index(kind)]) for kind in distinct))
-        columns.append(np.array([distinct.index(kind) if kind in distinct else -1 for kind in kinds]))
-    rule = partial(_paths, members=members, columns=tuple(columns), width=width)
-    return Prepared(name, op, tuple(slots), 1 + len(slots) * width, rule)
+    slots = tuple(
+        tuple(always_applied(operations[slot].op) for operations in policies if slot < len(operations))
+        for slot in range(max(map(len, policies)))
+    )
+    rule = partial(_paths, members=members, slots=len(slots), width=width)
+    return Prepared(name, op, slots, 1 + len(slots) * width, rule)
 
 
 def _paths(
-    u: Float, size: Size, *, members: Sequence[Sequence[Member]], columns: Sequence[Int], width: int
+    u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """One path of ``members`` per sample; every operation of a path has a gate of its own."""
     taken = (u[:, 0] * np.float32(len(members))).astype(np.int64)
-    rows = [np.flatnonzero(taken == number) for number in range(len(members))]
-    choice, params = [], []
-    for slot, column in enumerate(columns):
-        block = u[:, 1 + slot * width : 1 + (slot + 1) * width]
-        p = np.array([path[slot][1] if slot < len(path) else 0 for path in members], dtype=np.float32)
-        choice.append(np.where(block[:, 0] < p[taken], column[taken], -1))
-        alternatives: dict[int, Params] = {}
-        for number, alternative in enumerate(column):
-            if alternative < 0:
-                continue
-            rule = members[number][slot][2]
-            if alternative not in alternatives:  # values that are valid in every row
-                alternatives[alternative] = {k: np.array(v) for k, v in rule(block[:, 1:], size).items()}
-            elif len(rows[number]):
-                for k, v in rule(block[rows[number], 1:], size).items():
-                    alternatives[alternative][k][rows[number]] = v
-        params.append(tuple(alternatives[a] for a in range(len(alternatives))))
-    return np.stack(choice, axis=1), tuple(params)
+    choice = np.full((len(u), slots), -1, dtype=np.int64)
+    params: list[Alternatives] = [()] * slots
+    for number, path in enumerate(members):
+        for slot, (_, p, rule) in enumerate(path):
+            block = u[:, 1 + slot * width : 1 + (slot + 1) * width]
+            choice[(taken == number) & (block[:, 0] < np.float32(p)), slot] = len(params[slot])
+            params[slot] += (rule(block[:, 1:], size),)
+    return choice, tuple(params)
 
 
 def _magnitude(op: Any, operation: Any) -> Any:
@@ -179,8 +248,66 @@ def _magnitude(op: Any, operation: Any) -> Any:
 
 
 # Kornia's classes to (name, op, key=key in the configuration) -> Prepared.
-POLICIES: dict[str, Callable[..., Prepared]] = {
+_POLICIES: dict[str, Callable[..., Prepared]] = {
     "RandAugment": partial(_prepare_distinct, rand=True),
     "TrivialAugment": partial(_prepare_distinct, rand=False),
     "AutoAugment": _prepare_auto,
 }
+
+
+# --- what cannot be an operation of a recipe
+
+# Package and class: what an operation must do, and the remedy. The first class of a module's MRO that is here decides.
+_REFUSED = {
+    name: (required, remedy)
+    for names, required, remedy in (
+        (
+            "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
+            "kornia.RandomResizedCrop kornia.PadTo",
+            "keep the size of the images",
+            "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
+        ),
+        (
+            "gpuaug.Augment gpuaug.MultiView",
+            "be one operation",
+            "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
+            "gpuaug.MultiView.",
+        ),
+        (
+            "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
+            "leave pixels in 0..1, which later operations expect",
+            "Use `normalize` instead.",
+        ),
+        ("kornia.MixAugmentationBaseV2", "treat each sample alone", "It mixes samples: use `mix` instead."),
+        ("kornia.AugmentationBase3D", "take images", "It takes volumes: use its 2D counterpart."),
+        ("kornia.PolicyAugmentBase", None, None),  # allowed, though it is an ImageSequentialBase
+        (
+            "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
+            "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
+            "be one operation",
+            "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
+        ),
+    )
+    for name in names.split()
+}
+
+
+def _check(key: str, op: Any) -> None:
+    if not isinstance(op, nn.Module):
+        raise ConfigError(
+            f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
+        )
+    names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
+    required, remedy = next((_REFUSED[name] for name in names if name in _REFUSED), (None, None))
+    if required is not None:
+        raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
+    for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
+        value = getattr(op, setting, wanted)
+        if value is not None and value != wanted:  # containers say None
+            raise ConfigError(
+                f"`{key}.{setting}` must be {wanted}: every sample draws for itself, whatever batch it is in. "
+                f"Found: {value!r}. Remove the setting."
+            )
+    p = getattr(op, "p", 1.0)
+    if p is not None or "kornia.AugmentationBase2D" in names:  # policies and modules of the user's own have none
+        checks.number(f"{key}.p", p, 0, 1)

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpuaug import checks
+from gpuaug.augment.crop import CROPS
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
-from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import prepare_all
+from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.batch import Boxes
 from gpuaug.errors import ConfigError, ReadOnlyError
@@ -40,6 +40,10 @@ from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, u
 log = logging.getLogger("gpuaug")
 
 _BACKENDS = ("fused", "kornia")
+_READ_ONCE = (
+    "settings are read once, when a recipe is made. Build another one, as `Augment.replace` does; "
+    "`loader.replace(augment=...)` puts it into a loader."
+)
 LARGEST_COPIES = 1000  # views of one augment; each is drawn, decoded and augmented for itself
 
 
@@ -68,11 +72,7 @@ class _Recipe(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._read_once and "_made" in self.__dict__:
-            kind = type(self).__name__
-            raise ReadOnlyError(
-                f"`{kind}.{name}` cannot be assigned: settings are read once, when a gpuaug.{kind} is made. Build "
-                "another one, as `Augment.replace` does; `loader.replace(augment=...)` puts it into a loader."
-            )
+            raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
         super().__setattr__(name, value)
 
     def check_unchanged(self, *, quick: bool = False) -> None:
@@ -84,16 +84,15 @@ class _Recipe(nn.Module):
         Raises:
             ReadOnlyError: one of their settings was changed since, which would have no effect.
         """
-        for view in self.views:
-            augment, values = view.augment, view.augment._values() if view.copy == 0 else []
-            if view.copy or (quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen))):
+        for view in (v for v in self.views if v.copy == 0):
+            augment, values = view.augment, view.augment._values()
+            if quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen)):
                 continue
             prefix = f"augment.views.{view.name}" if view.name else "augment"
             for where, made, now in differences(augment._made, augment._settings()):
                 raise ReadOnlyError(
-                    f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, which has no "
-                    "effect: settings are read once. Build another recipe, as `Augment.replace` does; "
-                    "`loader.replace(augment=...)` puts it into a loader."
+                    f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, without effect: "
+                    f"{_READ_ONCE}"
                 )
             augment._seen = values
 
@@ -209,8 +208,7 @@ class _Recipe(nn.Module):
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
         for name, value in (("seed", seed), ("epoch", epoch)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
-                raise ConfigError(f"`{name}` must be a whole number. Found: {value!r}.")
+            checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
         if indices is None:
             indices = range(len(images))
             seed = seed_of_call() if seed is None else seed
@@ -258,16 +256,8 @@ class Augment(_Recipe):
         backend: str = "fused",
     ) -> None:
         super().__init__()
-        if crop is not None and not (hasattr(crop, "count") and hasattr(crop, "boxes")):
-            raise ConfigError(
-                "`augment.crop` must be one of gpuaug's crops, such as gpuaug.RandomResizedCrop(224): it is decided "
-                f"before decoding. Found: {crop!r}."
-            )
-        if normalize is not None and not isinstance(normalize, Normalize):
-            raise ConfigError(
-                "`augment.normalize` must be a gpuaug.Normalize(mean=(...), std=(...)) or None. Found: "
-                f"{type(normalize).__name__}."
-            )
+        checks.instance("augment.crop", crop, *CROPS, optional=True)
+        checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)
         # Prepared operations are no submodules: moving a Kornia module would move and convert its samplers.
@@ -304,22 +294,17 @@ class Augment(_Recipe):
             "normalize": None if normalize is None else normalize.values(),
         }
 
-    @cached_property
-    def _watched(self) -> list[Any]:
-        """Crop and operations, with the modules inside."""
+    def _values(self) -> list[Any]:
+        """Attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
-        return [self.crop, *choices, *modules]
-
-    def _values(self) -> list[Any]:
-        """The attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
-        values = [value for each in self._watched for value in getattr(each, "__dict__", {}).values()]
+        values = [v for each in (self.crop, *choices, *modules) for v in getattr(each, "__dict__", {}).values()]
         return values + [inner for value in values if type(value) is dict for inner in value.values()]
 
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
-        policies = [p.name for p in self.prepared if isinstance(p.op, nn.Module) and any(p.op.children())]
+        policies = [name for name, op in self.ops.items() if isinstance(op, nn.Module) and any(op.children())]
         ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
@@ -367,31 +352,20 @@ class MultiView(_Recipe):
                 f"Found: a {type(views).__name__}."
             )
         self.augments = nn.ModuleList()
-        self._names: list[str] = []
+        self.views: list[View] = []
         for name, augment in views.items():
             if augment is None:
                 continue
             if not isinstance(name, str) or not name or "\0" in name:
                 raise ConfigError(f"`augment.views` must have names that are text. Found: {name!r}.")
-            if not isinstance(augment, Augment):
-                raise ConfigError(f"`augment.views.{name}` must be a gpuaug.Augment. Found: {type(augment).__name__}.")
-            self._names.append(name)
+            checks.instance(f"augment.views.{name}", augment, Augment)
             if backend not in (None, augment.backend):
                 augment = augment.replace(backend=backend)  # the caller's keeps its own
             self.augments.append(augment)
-        if not self._names:
+            self.views += [View(name, copy, augment) for copy in range(augment.copies)]
+        if not self.views:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")
         self._made = True
-
-    @property
-    def views(self) -> list[View]:  # type: ignore[override]
-        """In the order of the mapping, copies next to each other."""
-        return [
-            View(name, copy, augment)
-            for name, augment in zip(self._names, self.augments, strict=True)
-            if isinstance(augment, Augment)
-            for copy in range(augment.copies)
-        ]
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides draws and pixels, as JSON."""
@@ -416,8 +390,8 @@ def _channels_last(images: Any) -> Tensor:
     """uint8 [B, 3, H, W] or [B, H, W, 3] as [B, H, W, 3]."""
     wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
-        found = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ConfigError(f"{wanted}. Found: {found}.")
+        given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ConfigError(f"{wanted}. Found: {given}.")
     if not images.numel() and len(images):
         raise ConfigError(f"{wanted} with pixels. Found: {list(images.shape)}.")
     first, last = images.shape[1] == 3, images.shape[3] == 3
@@ -446,8 +420,6 @@ def _cut(images: Tensor, boxes: Boxes) -> Tensor:
 
 def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     x = image.contiguous().permute(2, 0, 1)[None]  # whatever the layout given: the same kernel, the same pixels
-    if x.is_cuda:  # torch resizes uint8 on the CPU only
-        y = F.interpolate(x.float(), size=size, mode=interpolation, antialias=True).round_().clamp_(0, 255)
-        return y[0].permute(1, 2, 0).to(torch.uint8)
+    x = x.float() if x.is_cuda else x  # torch resizes uint8 on the CPU only
     y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
-    return y[0].permute(1, 2, 0)
+    return (y.round_().clamp_(0, 255) if x.is_cuda else y)[0].permute(1, 2, 0).to(torch.uint8)

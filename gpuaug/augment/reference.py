@@ -19,7 +19,6 @@ moment, another thread would train otherwise.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -157,75 +156,73 @@ def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
 def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
     """An operation that draws by itself: each sample alone, from its own seed."""
     (module,) = op.slots[0]
-    check = _batches.get(module, 0) < CHECKED_BATCHES
-    _batches[module] = _batches.get(module, 0) + 1
-    given = x.clone() if check else x  # an operation may write to what it is given
+    number = _batches[module] = _batches.get(module, 0) + 1
+    given = x.clone() if number <= CHECKED_BATCHES else x  # an operation may write to what it is given
+    seeds = [low | high << 32 for low, high in keys.tolist()]
     with _generators(x.device):
-        for row, (low, high) in enumerate(keys.tolist()):
-            _seed(low | high << 32, x.device)
-            y = module(x[row : row + 1])
-            shape = [1, *x.shape[1:]]
-            if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
-                found = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-                raise ConfigError(
-                    f"`ops.{op.name}` must give images as it takes them, floats of shape {shape}. Found: {found}. "
-                    "Sizes are decided before decoding: use `crop`."
-                )
-            if check and row < CHECKED_SAMPLES:
-                y = y.clone()
-                _seed(low | high << 32, x.device)
-                _check_repeats(op, y, module(given[row : row + 1].clone()))
-            x[row : row + 1] = y
-    if check:
-        _check_range(op, given, x)
+        for row, seed in enumerate(seeds):
+            x[row : row + 1] = _seeded(op, x[row : row + 1], seed)
+        if number <= CHECKED_BATCHES:
+            again = [
+                _seeded(op, image[None].clone(), seed)
+                for image, seed in zip(given[:CHECKED_SAMPLES], seeds, strict=False)
+            ]
+            _check_pixels(op, given, x, torch.cat(again).to(x.dtype))
     forget(module)
     return x
 
 
-CHECKED_BATCHES = 3  # of each process and operation; to look at later ones would wait for the device
-CHECKED_SAMPLES = 8  # of each such batch run twice: of operations with p = 0.1 that differ 99 in 100 are found
+def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
+    """One image [1, 3, H, W] through the operation, with all global generators seeded."""
+    torch.default_generator.manual_seed(seed)
+    if image.is_cuda:
+        torch.cuda.default_generators[image.device.index or 0].manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+    shape = list(image.shape)
+    y = op.slots[0][0](image)
+    if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
+        given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise ConfigError(
+            f"`ops.{op.name}` must give images as it takes them, floats of shape {shape}. Found: {given}. "
+            "Sizes are decided before decoding: use `crop`."
+        )
+    return y
+
+
+CHECKED_BATCHES = 3  # of each process and operation; checking later ones would wait for the device
+CHECKED_SAMPLES = 8  # of each such batch run twice: of operations with p = 0.1 that differ 99 in 100 are noticed
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
 
 
-def _check_repeats(op: Prepared, y: Tensor, again: Tensor) -> None:
-    """Warn where one sample and one seed gave two results."""
-    if not torch.allclose(y, again, rtol=0, atol=1e-4, equal_nan=True):  # sums on a GPU may differ in the last bits
-        _warn(
-            op,
+def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor) -> None:
+    """Warn where one sample and one seed gave two results, or good pixels became NaN or far from 0..1.
+
+    Once, however many views and loaders have the operation. Noise that nobody clamps stays in -1..2; a normalized
+    image, or 0..255, does not.
+    """
+    low, high, least, most = (float(v) for x in (made, given) for v in (x.min(), x.max()))  # NaN where one pixel is
+    # sums on a GPU may differ in the last bits
+    repeats = torch.allclose(made[: len(again)], again, rtol=0, atol=1e-4, equal_nan=True)
+    for good, fact, remedy in (
+        (
+            repeats,
             "gives other pixels for the same sample and seed",
             ": it holds a generator or a state of its own, so no run can be repeated or resumed. Draw from the global "
             "generators of torch, numpy or Python, which are seeded for every sample.",
-        )
-
-
-def _check_range(op: Prepared, given: Tensor, made: Tensor) -> None:
-    """Warn where an operation made NaN, or values far outside 0..1, of pixels that were all right."""
-    # NaN where one pixel is. Noise that nobody clamps stays in -1..2; a normalized image, or 0..255, does not.
-    (low, high), (least, most) = ((float(x.min()), float(x.max())) for x in (made, given))
-    if (low >= -1 and high <= 2) or not (least >= -1 and most <= 2):
-        return
-    if math.isfinite(low) and math.isfinite(high):
-        rest = f": {low:.3g} to {high:.3g}. Scale its output; mean and standard deviation belong to `normalize`."
-        _warn(op, "gives values far outside 0..1", rest)
-    else:
-        _warn(op, "gives pixels that are NaN or infinite", ". Check its arithmetic, or clamp what it takes or gives.")
-
-
-def _warn(op: Prepared, fact: str, rest: str) -> None:
-    """Once, however many views and loaders have the operation."""
-    kind = type(op.op).__name__
-    if (op.name, kind, fact) not in _warned:
-        _warned.add((op.name, kind, fact))
-        logger.warning("`ops.%s` (%s) %s%s", op.name, kind, fact, rest)
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
+        ),
+        (
+            -1 <= low <= high <= 2 or not -1 <= least <= most <= 2,
+            "gives values far outside 0..1",
+            f": {low:.3g} to {high:.3g}. Scale its output; mean and standard deviation belong to `normalize`. Where "
+            "they are NaN or infinite, check its arithmetic, or clamp what it takes or gives.",
+        ),
+    ):
+        where = (op.name, type(op.op).__name__)
+        if not good and (*where, fact) not in _warned:
+            _warned.add((*where, fact))
+            logger.warning("`ops.%s` (%s) %s%s", *where, fact, remedy)
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError
-from gpuaug.native import build as compiled
+from gpuaug.native import build
 
 EPOCHS = 2**32  # an epoch's number has one counter word
 VERSION = 1  # of the scheme; travels in loader states, because another scheme would draw other values
@@ -74,7 +74,7 @@ def seed_of_call() -> int:
 
 
 def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
-    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all held in broadcastable uint64.
+    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all in broadcastable uint64.
 
     Equal to the known-answer vectors published with Random123.
     """
@@ -99,7 +99,7 @@ def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled generator, or None where it cannot be compiled; logs once which and why."""
-    native = compiled.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="is numpy's, ten times as long")
+    native = build.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="is numpy's, ten times as long")
     if native is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         native.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
@@ -134,9 +134,8 @@ def uniforms(
     batch, blocks = len(indices), keys.shape[1]
     values = np.empty((batch, blocks, 4), dtype=np.float32)
     if (native := library()) is not None:
-        of_repeats = None if again is None else again.ctypes.data
-        out = values.ctypes.data
-        native.gpuaug_uniforms(keys.ctypes.data, blocks, indices.ctypes.data, of_repeats, batch, int(epoch), out)
+        pointers = [None if a is None else a.ctypes.data for a in (keys, indices, again, values)]
+        native.gpuaug_uniforms(pointers[0], blocks, *pointers[1:3], batch, int(epoch), pointers[3])
     else:
         _uniforms(keys, indices, again, int(epoch), values)
     flat = values.reshape(batch, 4 * blocks)
@@ -181,21 +180,6 @@ def sample_keys(
 _AT_ONCE = 2**21  # values: what is made on the way, 64-bit words above all, takes some 40 bytes each
 
 
-def _by_rows(of: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """``of`` for some samples at a time."""
-
-    @wraps(of)
-    def all_rows(keys: Tensor, count: int) -> Tensor:
-        values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
-        rows = max(1, _AT_ONCE // max(count, 1))
-        for some, out in zip(keys.split(rows), values.split(rows), strict=True):
-            out.copy_(of(some, count))
-        return values
-
-    return all_rows
-
-
-@_by_rows
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``: a pure function of each sample's key.
 
@@ -205,6 +189,8 @@ def field(keys: Tensor, count: int) -> Tensor:
         keys: int64 [B, 2], from :func:`sample_keys`.
         count: how many values per sample.
     """
+    if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
+        return torch.cat([field(some, count) for some in keys.split(rows)])
     c0 = torch.arange(-(-count // 4), device=keys.device)[None, :].expand(len(keys), -1)
     c1 = c2 = c3 = torch.zeros_like(c0)
     k0, k1 = keys[:, :1], keys[:, 1:]
@@ -216,14 +202,15 @@ def field(keys: Tensor, count: int) -> Tensor:
     return ((words >> 8).float() + 0.5) * 2.0**-24
 
 
-@_by_rows
 def normal_field(keys: Tensor, count: int) -> Tensor:
     """Standard normal values, float32 ``[B, count]``, by Box-Muller from :func:`field`."""
+    if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
+        return torch.cat([normal_field(some, count) for some in keys.split(rows)])
     half = -(-count // 2)
     u = field(keys, 2 * half)
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * torch.pi * u[:, half:]
-    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count]
+    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count].contiguous()
 
 
 def scale(u: Float, low: float, high: float) -> Float:

@@ -13,7 +13,7 @@ from test_fused import KNOWN
 from test_parameters import OPS
 
 from gpuaug.augment.ops import ENTRIES, by_class, entry_of
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import prepare
 
 AUGMENT = ROOT / "gpuaug" / "augment"
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gpuaug.augment.ops import noise
-from gpuaug.augment.prepare import prepare, prepare_all
+from gpuaug.augment.policy import prepare, prepare_all
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, sample_keys, uniforms
 

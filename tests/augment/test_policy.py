@@ -14,8 +14,7 @@ from test_reference import images
 from torch import Tensor, nn
 
 from gpuaug.augment.parameters import Prepared, tensors
-from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError
 
@@ -153,8 +152,6 @@ def test_autoaugment_takes_every_path_equally_often_and_gates_each_operation() -
     prepared = prepare("aa", op)
     chosen, u = drawn(prepared, 25000)
     assert len(prepared.slots) == 2
-    for modules in prepared.slots:  # one module per kind of operation, whatever its magnitudes
-        assert len({type(m) for m in modules}) == len(modules)
     path = (u[:, 0] * 25).astype(int)
     assert scipy.stats.chisquare(np.bincount(path, minlength=25)).pvalue > 1e-4
     torch.manual_seed(0)

@@ -22,8 +22,7 @@ from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops import noise
 from gpuaug.augment.parameters import tensors
-from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.recipe import Augment
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError

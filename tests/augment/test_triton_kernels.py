@@ -23,7 +23,7 @@ import gpuaug
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused import cuda_steps
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")

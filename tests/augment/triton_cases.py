@@ -27,11 +27,44 @@ from test_fused import (
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
 from gpuaug.augment.fused import cuda_steps
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.random import keyed as draws
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# --- Triton's interpreter knows no PTX, and rounds twice where a GPU rounds once
+
+
+@triton.jit
+def _unit(x):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
+def _reciprocal(x):  # type: ignore[no-untyped-def]
+    return 1.0 / x
+
+
+@triton.jit
+def _cos(x):  # type: ignore[no-untyped-def]
+    return tl.cos(x)
+
+
+@triton.jit
+def _sin(x):  # type: ignore[no-untyped-def]
+    return tl.sin(x)
+
+
+@triton.jit
+def _value(bits):  # type: ignore[no-untyped-def]
+    return triton_kernels._over_255(bits - 8388608.0)
+
+
+if not isinstance(triton_kernels._over_255, triton.JITFunction):
+    for kernel in (_unit, _reciprocal, _cos, _sin, _value):
+        setattr(triton_kernels, kernel.__name__, kernel)
 
 
 def run(
@@ -44,14 +77,10 @@ def run(
     assert part.lowering is not None
     code, args = part.lowering.program(chosen, size, len(images))
     scale, shift = fused._affine(NORMALIZE)
-    found = triton_kernels.run(
+    found = triton_kernels.launch(
         images.to(DEVICE),
-        code,
-        args,
+        cuda_steps.upload(code, args, fused.warp_ramps(size), scale, shift, DEVICE),
         fields=fused._fields(part.lowering, chosen, code, size, DEVICE, triton_kernels.normal_field),
-        ramps=fused.warp_ramps(size),
-        scale=scale,
-        shift=shift,
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
     return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)
@@ -146,9 +175,7 @@ def test_noise_is_the_hosts(count: int) -> None:
 
 def test_no_operations() -> None:
     images = photographs(8)
-    out = triton_kernels.run(
-        images.to(DEVICE), np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32), fields={},
-        ramps=np.zeros(1, dtype=np.float32), scale=(1.0,) * 3, shift=(0.0,) * 3, dtype=torch.float32,
-        channels_last=False,
-    )  # fmt: skip
+    code, args = np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32)
+    program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
+    out = triton_kernels.launch(images.to(DEVICE), program, fields={}, dtype=torch.float32, channels_last=False)
     assert torch.equal(out.cpu(), images.permute(0, 3, 1, 2).float() / 255)

@@ -21,7 +21,7 @@ from conftest import TORCHVISION
 
 import gpuaug
 from bench import photographs
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import prepare
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import command
 from gpuaug.tools.parity.command import Difference, Parity, Sample, compare, summary

@@ -20,8 +20,7 @@ pytest.importorskip("sklearn")
 
 import gpuaug
 from bench import photographs
-from gpuaug.augment.policy import OneOf
-from gpuaug.augment.prepare import prepare
+from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.errors import ConfigError
 from gpuaug.tools import sheet
 from gpuaug.tools.main import main

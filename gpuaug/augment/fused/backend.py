@@ -14,10 +14,12 @@ runs through Kornia between two such passes; the log says so once.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 
 from gpuaug.augment import reference
 from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused.cuda_steps import CannotRunError, groups
+from gpuaug.augment.fused.cuda_steps import CannotRunError, groups, upload
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.ops import noise
 from gpuaug.augment.ops.entry import Code
@@ -36,8 +38,8 @@ from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
 
-Three = tuple[float, float, float]
-_NO_SCALE: tuple[Three, Three] = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
+_Output = tuple[Any, Any, torch.dtype, bool]  # the result is x * scale + shift per channel; its dtype; channels last
+_BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
 
 
 class _Part(NamedTuple):
@@ -72,32 +74,21 @@ class FusedBackend:
         library = native.library() if images.device.type == "cpu" else None
         kernels = _triton_kernels(images.device) if library is None else None
         if images.numel() and (library or kernels) is not None:
-            run = partial(self._run, chosen=chosen, library=library, kernels=kernels)
-            channels_last = memory_format == torch.channels_last
-            *between, last = self._parts
+            last = (*self._affine, dtype, memory_format == torch.channels_last)
+            outputs = [_BETWEEN] * (len(self._parts) - 1) + [last]
+            device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
             try:
-                with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+                with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
                     x = images
-                    for part in between:
-                        x = run(x, part)
-                    return run(x, last, affine=self._affine, dtype=dtype, channels_last=channels_last)
+                    for part, output in zip(self._parts, outputs, strict=True):
+                        x = self._run(x, part, chosen, library or kernels, output)
+                    return x
             except CannotRunError as error:
                 _without_triton(str(error))
         return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
-    def _run(
-        self,
-        x: Tensor,
-        part: _Part,
-        *,
-        chosen: Sequence[Chosen],
-        library: Any,
-        kernels: Any,
-        affine: tuple[Three, Three] = _NO_SCALE,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-    ) -> Tensor:
-        """One pass; then ``x * scale + shift`` per channel, cast and laid out."""
+    def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], compiled: Any, output: _Output) -> Tensor:
+        """One pass; ``compiled`` is the library of the CPU or the module of CUDA kernels."""
         if part.lowering is None:
             (number,) = part.numbers
             x = reference.unit(x) if x.dtype == torch.uint8 else x
@@ -106,19 +97,15 @@ class FusedBackend:
         own = [chosen[number] for number in part.numbers]
         code, args = part.lowering.program(own, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
-        output: dict[str, Any] = {
-            "scale": affine[0],
-            "shift": affine[1],
-            "dtype": dtype,
-            "channels_last": channels_last,
-        }
-        if library is None:
-            fields = _fields(part.lowering, own, code, size, x.device, kernels.normal_field)
-            made: Tensor = kernels.run(x, code, args, fields=fields, ramps=ramps, **output)
-            return made
-        fields = _fields(part.lowering, own, code, size, x.device)
-        tables = [(np.flatnonzero(code[:, column] == Code.NOISE), column, v) for column, v in fields.items()]
-        return native.run(library, x, code, args, tables=tables + _blur_tables(code, args), ramps=ramps, **output)
+        scale, shift, dtype, channels_last = output
+        if isinstance(compiled, ctypes.CDLL):
+            fields = _fields(part.lowering, own, code, size, x.device)
+            tables = [(np.flatnonzero(code[:, column] == Code.NOISE), column, v) for column, v in fields.items()]
+            tables += _blur_tables(code, args)
+            return native.run(compiled, x, code, args, tables, ramps, scale, shift, dtype, channels_last)
+        fields = _fields(part.lowering, own, code, size, x.device, compiled.normal_field)
+        program = upload(code, args, ramps, scale, shift, x.device)
+        return compiled.launch(x, program, fields=fields, dtype=dtype, channels_last=channels_last)
 
 
 _no_triton: list[str] = []  # why, once Triton has failed
@@ -214,6 +201,6 @@ def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.
 def _affine(normalize: Any) -> tuple[Any, Any]:
     """Normalization as ``x * scale + shift``."""
     if normalize is None:
-        return _NO_SCALE
+        return _BETWEEN[:2]
     mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))
     return tuple((1 / std).tolist()), tuple((-mean / std).tolist())

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.native import build as compiled
+from gpuaug.native import build
 from gpuaug.native.buffers import outputs
 from gpuaug.random.keyed import Float
 
-_FLAGS = (*compiled.FLAGS, "-ffinite-math-only")  # minimum and maximum in one instruction: a fifth of `standard`'s time
+_FLAGS = (*build.FLAGS, "-ffinite-math-only")  # minimum and maximum in one instruction: a fifth of `standard`'s time
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -38,7 +38,6 @@ def run(
     images: Tensor,
     code: NDArray[np.int32],
     args: Float,
-    *,
     tables: list[tuple[NDArray[np.int64], int, Tensor]],
     ramps: Float,
     scale: tuple[float, float, float],
@@ -55,14 +54,13 @@ def run(
         tables: (rows, column, float32 [rows, n]) for the steps that read more than their arguments.
         ramps: output positions for warps, see lower.py; unused where there are none.
         scale, shift: the result [B, 3, H, W] is ``x * scale + shift`` per channel.
-        dtype: of the result; other than float32, bfloat16 and float16 it is cast afterwards.
+        dtype: of the result: float32, bfloat16 or float16.
         channels_last: memory format of the result.
     """
     images = images.contiguous()
     whole = images.dtype == torch.uint8
     batch, height, width = (len(images), *images.shape[1:3]) if whole else (len(images), *images.shape[2:])
-    written = dtype if dtype in _DTYPES else torch.float32
-    out = outputs.take((batch, 3, height, width), written, channels_last)
+    out = outputs.take((batch, 3, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
@@ -72,16 +70,16 @@ def run(
         *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
         *(pointers.ctypes.data if tables else None, ramps.ctypes.data),
         *(batch, height, width, code.shape[1]),
-        *(not whole, _DTYPES[written], channels_last, threads),
+        *(not whole, _DTYPES[dtype], channels_last, threads),
         *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
     )
     if library.gpuaug_augment(ctypes.byref(job)):  # without the interpreter's lock
         raise MemoryError(f"no memory for augmenting images of {height}x{width} pixels")
-    return out.to(dtype)
+    return out
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled program, or None where it cannot be compiled; logs once which and why."""
     source = Path(__file__).with_name("cpu.cpp")
-    return compiled.load(source, name="augment", flags=_FLAGS, without="runs uncompiled, many times slower")
+    return build.load(source, name="augment", flags=_FLAGS, without="runs uncompiled, many times slower")

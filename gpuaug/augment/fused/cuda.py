@@ -9,7 +9,7 @@ gives: [B, 3, H, W], normalised.
 A block of threads belongs to one sample, so that branching on its steps costs no divergence. What decides the speed is
 instructions, not bytes: a pixel of `standard` needs some hundred, and the device has time for as many while its bytes
 travel. So a thread takes 16 pixels (what is the same for all of them is done once), loads are 8 bytes and stores 16,
-clamps ride on the arithmetic (``.sat``), and nothing divides but the hue. `tests/test_triton_kernels.py` compiles all
+clamps ride on the arithmetic (``.sat``), and nothing divides but the hue. test_triton_kernels.py compiles all
 of it ahead of time, without a GPU, and counts.
 
 CUDA graphs are not used: they need the input copied to and the output copied from memory of their own, four times the
@@ -19,19 +19,15 @@ background thread spends.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step, upload
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
 from gpuaug.augment.ops.entry import ARGS, Code
-from gpuaug.random.keyed import Float
 
 BLOCK = 1024  # pixels per program: 224 x 224 is 49 of them, 96 x 96 is 9
 WARPS = 2  # so 16 pixels per thread
@@ -64,52 +60,30 @@ def _over_255(x):  # type: ignore[no-untyped-def]
     return x * _PART_1 + x * _PART_2
 
 
-if isinstance(_over_255, triton.JITFunction):
+@triton.jit
+def _unit(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _unit(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _reciprocal(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+@triton.jit
+def _reciprocal(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _cos(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _sin(x):  # type: ignore[no-untyped-def]
-        return tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+@triton.jit
+def _cos(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _value(bits):  # type: ignore[no-untyped-def]
-        part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
-        return part * _REST + part
 
-else:  # Triton's interpreter knows no PTX, and rounds twice where a GPU rounds once
+@triton.jit
+def _sin(x):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def _unit(x):  # type: ignore[no-untyped-def]
-        return tl.minimum(tl.maximum(x, 0.0), 1.0)
 
-    @triton.jit
-    def _reciprocal(x):  # type: ignore[no-untyped-def]
-        return 1.0 / x
-
-    @triton.jit
-    def _cos(x):  # type: ignore[no-untyped-def]
-        return tl.cos(x)
-
-    @triton.jit
-    def _sin(x):  # type: ignore[no-untyped-def]
-        return tl.sin(x)
-
-    @triton.jit
-    def _value(bits):  # type: ignore[no-untyped-def]
-        return _over_255(bits - 8388608.0)
+@triton.jit
+def _value(bits):  # type: ignore[no-untyped-def]
+    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
+    return part * _REST + part
 
 
 @triton.jit
@@ -494,16 +468,16 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     """:func:`gpuaug.random.keyed.normal_field` in one kernel: the same integers, and floats within 1e-5."""
     values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
     half = -(-count // 2)
-    with torch.cuda.device(keys.device) if keys.device.type == "cuda" else nullcontext():
-        grid = (triton.cdiv(half, BLOCK), len(keys))
-        _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
+    grid = (triton.cdiv(half, BLOCK), len(keys))
+    _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
     return values
 
 
 def launch(
     x: Tensor, program: Program, *, fields: dict[int, Tensor], dtype: torch.dtype, channels_last: bool
 ) -> Tensor:
-    """Queue the program's kernels; ``x`` contiguous uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0
     grid = (triton.cdiv(height * width, BLOCK), batch)
@@ -548,21 +522,3 @@ def launch(
             for group, rows in zip(stretch.rest, part.rows, strict=True):
                 x = run_step(group, x, program.args[:, column], rows, field=fields.get(column), ramps=program.ramps)
     return x
-
-
-def run(
-    images: Tensor,
-    code: NDArray[np.int32],
-    args: Float,
-    *,
-    fields: dict[int, Tensor],
-    ramps: Float,
-    scale: tuple[float, float, float],
-    shift: tuple[float, float, float],
-    dtype: torch.dtype,
-    channels_last: bool,
-) -> Tensor:
-    """Every sample through its own program; arguments as those of :func:`gpuaug.augment.fused.cpu.run`."""
-    with torch.cuda.device(images.device) if images.device.type == "cuda" else nullcontext():
-        program = upload(code, args, ramps, scale, shift, images.device)
-        return launch(images.contiguous(), program, fields=fields, dtype=dtype, channels_last=channels_last)

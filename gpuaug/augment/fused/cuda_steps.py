@@ -6,7 +6,7 @@ Torch runs a step over the rows that have it, by Kornia's formulas. Nothing wait
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,22 +20,14 @@ from gpuaug.random.keyed import Float, Int
 _STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11)}  # arguments that must be equal within a call
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
-
-
-POINTS = frozenset(
-    (
-        Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.CONTRAST, Code.SATURATION, Code.SATURATION_HSV, Code.HUE,
-        Code.GRAY, Code.SOLARIZE, Code.POSTERIZE, Code.INVERT, Code.GAMMA, Code.SHUFFLE, Code.ERASE,
-    )
-)  # fmt: skip
+POINTS = frozenset(range(Code.HFLIP, Code.ERASE + 1))  # the points kernel has all of this range
 
 
 class CannotRunError(Exception):
     """Triton cannot compile, load or launch a kernel here; nothing is wrong with the device."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(NamedTuple):
     """Rows of a batch that have the same step in one column of the program."""
 
     code: Code
@@ -54,8 +46,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Columns [first, last) whose colours run in one kernel, and the other steps of the last column, which follow."""
 
     first: int
@@ -92,8 +83,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A stretch, and what its kernels read, on the device."""
 
     stretch: Stretch
@@ -103,8 +93,7 @@ class Part:
     rows: list[Tensor]  # of a blur int32 [n], the blurred samples; else int32 per group of `rest`
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """A batch's program on the device."""
 
     parts: list[Part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -12,12 +12,10 @@ from gpuaug.augment.ops.entry import Entry, Normal
 from gpuaug.augment.parameters import Size
 from gpuaug.random.keyed import normal_field
 
-T = TypeVar("T")
-
 ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
 
 
-def by_class(table: Mapping[str, T], op: Any) -> T | None:
+def by_class(table: Mapping[str, Any], op: Any) -> Any:
     """The row of a Kornia operation in a table keyed by the names of Kornia's classes.
 
     None for other modules, and for subclasses: a subclass may draw and compute anything.

@@ -99,7 +99,7 @@ ENTRIES = {
     "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from("sigma"), check=_check_kernel),
     "RandomBoxBlur": Entry("pixels"),
     "RandomMedianBlur": Entry("pixels"),
-    "RandomMotionBlur": Entry("pixels", parameters=_motion, without_rule="its kernel size is one per batch"),
+    "RandomMotionBlur": Entry("pixels", parameters=_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),

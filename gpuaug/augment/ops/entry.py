@@ -134,7 +134,6 @@ class Entry:
         prepare: (name, module) to Prepared, for operations of more than one slot; None: one slot, as usual.
         noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
         one_by_one: whether Kornia's module gets one image at a time, because its pixels depend on the batch otherwise.
-        without_rule: the reason where ``parameters`` gives None.
     """
 
     affects: Literal["pixels", "matrix", "field"]
@@ -144,4 +143,3 @@ class Entry:
     prepare: Callable[[str, Any], Prepared | None] | None = None
     noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
     one_by_one: bool = False
-    without_rule: str = "no rule for its parameters"
