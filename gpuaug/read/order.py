@@ -297,16 +297,6 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         checks.whole_number("start", self.start, 0, len(self.epoch))
 
     @property
-    def order(self) -> Tensor:
-        """Numbers in the source of the whole epoch, int64 ``[M]``."""
-        return self.epoch.indices
-
-    @property
-    def repeats(self) -> Tensor:
-        """How often each number came before in the epoch, int64 ``[M]``."""
-        return self.epoch.repeats
-
-    @property
     def remaining(self) -> int:
         """Samples from ``start`` on, over all ranks."""
         return len(self.epoch) - self.start
@@ -328,9 +318,9 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         positions = torch.arange(begin, end, self.world_size, device="cpu")
         again = positions // total
         positions %= total
-        indices, repeats = self.order[positions], self.repeats[positions]
+        indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
         if again[-1]:  # augmented anew: numbered after every occurrence in the epoch itself
-            repeats = (repeats + again * (int(self.repeats.max()) + 1)) & 0xFFFF
+            repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 
     def position(self, k: int) -> int:

@@ -275,7 +275,6 @@ def test_repeated_shows_a_part_of_the_samples_several_times(total, repeats):
 def test_repeats_count_earlier_occurrences(numbers):
     epoch = Ordered(torch.tensor(numbers, dtype=torch.int64))
     assert epoch.repeats.tolist() == [numbers[:k].count(i) for k, i in enumerate(numbers)]
-    assert EpochOrder(epoch, batch_size=64).order.tolist() == numbers
 
 
 def test_a_torch_sampler_yields_positions_and_can_be_resumed():

@@ -50,7 +50,6 @@ from gpuaug.source.materialized import (
     chunk_file,
     chunk_rows,
     epoch_folder,
-    key_of,
     read_manifest,
     read_marker,
     record,
@@ -137,7 +136,7 @@ class Materialize:
         here = made_of(source.digest(), loader.augment, loader.seed)
         if before is not None:  # before samples are decoded for the sizes
             refuse_others(str(self.out), before["made_of"], here)
-        plan = {"made_of": here, "key": key_of(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
+        plan = {"made_of": here, "key": checksum(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
         default = before["chunk"] if before else max(1, CHUNK_BYTES // record(plan).itemsize)
         plan = plain({**plan, "chunk": chunk or default})
         if before is not None:
