@@ -235,12 +235,6 @@ def adapt(order: Any) -> Order:
     )
 
 
-def check_last(last: str) -> Last:
-    """``last`` itself, if it is one of uneven, drop and pad."""
-    checks.one_of("last", last, get_args(Last))
-    return last  # type: ignore[return-value]
-
-
 def describe(order: Order) -> str:
     """What a fingerprint says of an order; of one without a ``repr`` of its own only the class."""
     own = type(order).__repr__ is not object.__repr__
@@ -267,11 +261,6 @@ class Ordered:
         return _digest(self.indices.numpy())
 
 
-def ordered(order: Order, seed: int, epoch: int, source: Any) -> Ordered:
-    """The epoch of ``order``, with how often each sample came before."""
-    return Ordered(order.order(seed, epoch, source))
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
     """The batches of one rank in what remains of an epoch from ``start`` on.
@@ -291,7 +280,7 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
     last: Last = "uneven"
 
     def __post_init__(self) -> None:
-        check_last(self.last)
+        checks.one_of("last", self.last, get_args(Last))
         checks.whole_number("batch_size", self.batch_size, 1)
         checks.whole_number("rank", self.rank, 0, self.world_size - 1)
         checks.whole_number("start", self.start, 0, len(self.epoch))

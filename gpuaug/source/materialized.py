@@ -109,7 +109,7 @@ class MaterializedSource(ListedSource):
     @property
     def num_classes(self) -> int | None:
         """Number of classes or targets of the source that the epochs were made from."""
-        return self.manifest["num_classes"]  # type: ignore[no-any-return]
+        return self.manifest["num_classes"]
 
     @property
     def stored(self) -> MaterializedSource:

@@ -90,11 +90,7 @@ class _UnfitError(Exception):
 
 
 class _RenewedLogin:
-    """Keeps a login and renews it before it expires.
-
-    Args:
-        ask: returns a login, and when it expires.
-    """
+    """Keeps a login and renews it before it expires. ``ask`` returns a login, and when it expires."""
 
     def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
         self._ask, self._lock = ask, threading.Lock()

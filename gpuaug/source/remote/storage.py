@@ -110,12 +110,8 @@ class Storage:
         self.remote = remote or Remote()
         self._reset()
 
-    def __getstate__(self) -> Remote:
-        return self.remote
-
-    def __setstate__(self, remote: Remote) -> None:
-        self.remote = remote
-        self._reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Storage, (self.remote,)
 
     def read(self, ranges: Sequence[Range]) -> list[bytes | Exception]:
         """Bytes of each range, or the reason why it cannot be read: an OSError, or a ReadError after the last try."""
@@ -371,7 +367,7 @@ class Storage:
         client = requests[0].client
         then = [request.get for request in prefetch if request.client is client]
         replies = zip(requests, client.curl.read([request.get for request in requests], then), strict=True)
-        return [x if isinstance(x, Exception) else filesystem.check_size(x, request.part) for request, x in replies]
+        return [x if isinstance(x, Exception) else filesystem.check_size(x, r.part) for r, x in replies if r.part]
 
     def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
         """Answers on fsspec's event loop; file systems without coroutines, as HDFS, are asked by threads."""

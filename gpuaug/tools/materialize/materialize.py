@@ -38,7 +38,6 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import plain
 from gpuaug.random.keyed import EPOCHS
-from gpuaug.read.order import ordered
 from gpuaug.source.base import checksum
 from gpuaug.source.index import Names
 from gpuaug.source.materialized import (
@@ -145,9 +144,7 @@ class Materialize:
             if "seal" in before and before["epochs"] > epochs:
                 log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
                 epochs = before["epochs"]
-        self._orders = [
-            ordered(loader.order, loader.seed, start_epoch + slot, source).indices for slot in range(epochs)
-        ]
+        self._orders = [loader.order.order(loader.seed, start_epoch + slot, source) for slot in range(epochs)]
         self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
         self.record = record(self.plan)
         self.samples = sum(self.plan["rows"])
