@@ -176,7 +176,7 @@ class PackedSource(ListedSource):
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
-            manifest = parse_manifest(self._load(MANIFEST), KIND, VERSION)
+            manifest = parse_manifest(self._load(MANIFEST, limit=None), KIND, VERSION)
         except FileNotFoundError as error:
             raise SourceError(
                 f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
@@ -193,9 +193,9 @@ class PackedSource(ListedSource):
                     raise SourceError(f"{name} in {self.root!r} {text}. {_REPAIR}")
         return manifest
 
-    def _load(self, name: str) -> bytes:
+    def _load(self, name: str, limit: int | None = sys.maxsize) -> bytes:
         path = join(self.root, name)
-        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=sys.maxsize)
+        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=limit)
 
     def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
         try:
