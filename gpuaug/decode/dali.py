@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
@@ -105,23 +105,11 @@ class CpuPipeline:
         return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
 
     def _build(self) -> Any:
-        Pipeline, fn, types = _dali()
-        pipeline = Pipeline(self._capacity, self._num_threads, device_id=None, prefetch_queue_depth=1)
-        with pipeline:
-            pipeline.set_outputs(
-                fn.decoders.image_slice(
-                    fn.external_source(name="encoded", ndim=1, dtype=types.UINT8),
-                    start=fn.external_source(name="start", ndim=1, dtype=types.INT32),
-                    shape=fn.external_source(name="shape", ndim=1, dtype=types.INT32),
-                    axes=[0, 1],
-                    device="cpu",
-                    output_type=types.RGB,
-                    adjust_orientation=False,
-                )
-            )
-        with _host_codecs():
-            pipeline.build()
-        return pipeline
+        def graph(fn: Any, types: Any, fed: Callable[..., Any]) -> list[Any]:
+            box = {"start": fed("start"), "shape": fed("shape"), "axes": [0, 1]}
+            return [fn.decoders.image_slice(fed("encoded", types.UINT8), **box, device="cpu", **_rgb(types))]
+
+        return _pipeline(self._capacity, self._num_threads, None, graph)
 
 
 class CudaPipeline:
@@ -175,35 +163,20 @@ class CudaPipeline:
         return feed_ndarray(view, out, cuda_stream=stream)
 
     def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
-        Pipeline, fn, types = _dali()
         index, only_cuda = None, dict[str, Any]()
         if self._operators == "mixed":
-            index, only_cuda = (
-                self._device.index,
-                {
-                    "hw_decoder_load": self._hardware_load,
-                    "device_memory_padding": DEVICE_PADDING,
-                    "host_memory_padding": PINNED_PADDING,
-                },
-            )
-        interpolations = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
-        pipeline = Pipeline(capacity, self._num_threads, device_id=index, prefetch_queue_depth=1)
+            index = self._device.index
+            only_cuda = {"device_memory_padding": DEVICE_PADDING, "host_memory_padding": PINNED_PADDING}
+            only_cuda["hw_decoder_load"] = self._hardware_load
 
-        def fed(name: str, dtype: Any = types.INT32) -> Any:
-            return fn.external_source(name=name, ndim=1, dtype=dtype)
+        def graph(fn: Any, types: Any, fed: Callable[..., Any]) -> list[Any]:
+            def slice_of(image: Any, start: str, shape: str, **more: Any) -> Any:
+                return fn.slice(image, start=fed(start), shape=fed(shape), axes=[0, 1], **more)
 
-        def slice_of(image: Any, start: str, shape: str, **more: Any) -> Any:
-            return fn.slice(image, start=fed(start), shape=fed(shape), axes=[0, 1], **more)
-
-        with pipeline:
-            image = fn.decoders.image(
-                fed("encoded", types.UINT8),
-                device=self._operators,
-                output_type=types.RGB,
-                adjust_orientation=False,
-                jpeg_fancy_upsampling=True,  # within 1 of the CPU; without it within 4
-                **only_cuda,
-            )
+            # fancy upsampling: within 1 of the CPU; without it within 4
+            settings = {"device": self._operators, "jpeg_fancy_upsampling": True, **_rgb(types), **only_cuda}
+            image = fn.decoders.image(fed("encoded", types.UINT8), **settings)
+            interpolations = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
             outputs = []
             for v, view in enumerate(views):
                 resized = fn.resize(
@@ -214,10 +187,9 @@ class CudaPipeline:
                 )
                 padded = {"out_of_bounds_policy": "pad", "fill_values": [float(view.fill)]}
                 outputs.append(slice_of(resized, f"corner{v}", f"canvas{v}", **padded))
-            pipeline.set_outputs(*outputs)
-        with _loading:
-            pipeline.build()
-        return pipeline
+            return outputs
+
+        return _pipeline(capacity, self._num_threads, index, graph)
 
 
 def _capacity(plan: Plan) -> int:
@@ -230,11 +202,25 @@ def _feed(pipeline: Any, dtype: Any, **inputs: NDArray[Any]) -> None:
         pipeline.feed_input(name, np.ascontiguousarray(rows, dtype=dtype))
 
 
-def _dali() -> tuple[Any, Any, Any]:
-    """DALI's Pipeline, fn and types, without the types of its stubs: they lack constants and operators' results."""
-    from nvidia.dali import Pipeline, fn, types
+def _rgb(types: Any) -> dict[str, Any]:
+    return {"output_type": types.RGB, "adjust_orientation": False}
 
-    return Pipeline, fn, types
+
+def _pipeline(capacity: int, num_threads: int, device: int | None, graph: Callable[..., list[Any]]) -> Any:
+    """A pipeline, built, with the outputs of ``graph(fn, types, fed)``, where ``fed(name, dtype)`` is an input."""
+    from nvidia import dali
+
+    fn, types = cast(Any, dali.fn), cast(Any, dali.types)  # its stubs lack constants and operators' results
+
+    def fed(name: str, dtype: Any = types.INT32) -> Any:
+        return fn.external_source(name=name, ndim=1, dtype=dtype)
+
+    pipeline = cast(Any, dali.Pipeline)(capacity, num_threads, device_id=device, prefetch_queue_depth=1)
+    with pipeline:
+        pipeline.set_outputs(*graph(fn, types, fed))
+    with _host_codecs() if device is None else _loading:
+        pipeline.build()
+    return pipeline
 
 
 def release_memory() -> None:
@@ -255,11 +241,8 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Leave out nvImageCodec's GPU codecs while something loads its codecs.
-
-    As they are loaded, they search for a JPEG engine. That opens a CUDA context on the current device, which the parser
-    and ``device=cpu`` do not need.
-    """
+    """Leave out nvImageCodec's GPU codecs while its codecs are loaded: their search for a JPEG engine opens a CUDA
+    context on the current device, which the parser and ``device=cpu`` do not need."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

@@ -75,14 +75,9 @@ def last_line(text: str) -> str:
 
 
 def _open(data: bytes, codec: str) -> Any:
-    """The image, not yet decoded, by the codec's own class.
-
-    Not by ``Image.open``: it compares sizes with a process-wide limit, where `max_pixels` belongs to one decoder, and
-    tries every codec that Pillow knows. GIF, WebP and TIFF still apply that limit, 179 million pixels.
-
-    Raises:
-        HeaderError: if Pillow cannot read it, or its samples are not those of an image.
-    """
+    """The image, not yet decoded; HeaderError if Pillow cannot read it, or its samples are not those of an image."""
+    # Not by `Image.open`: it compares sizes with a process-wide limit, where `max_pixels` belongs to one decoder, and
+    # tries every codec that Pillow knows. GIF, WebP and TIFF still apply that limit, 179 million pixels.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))

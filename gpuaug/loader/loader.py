@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -131,7 +131,7 @@ class Loader:
         self.source = sources.adapt(source)
         self.batch_size: int = checks.whole_number("batch_size", batch_size, 1)
         self.order = orders.adapt(arguments.choose_order(order, shuffle))
-        self._last = None if last is None else orders.check_last(last)
+        self._last = None if last is None else checks.one_of("last", last, get_args(Last))
         self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()

@@ -241,12 +241,6 @@ def adapt(order: Any) -> Order:
     )
 
 
-def check_last(last: str) -> Last:
-    """``last`` itself, if it is one of uneven, drop and pad."""
-    checks.one_of("last", last, get_args(Last))
-    return last  # type: ignore[return-value]
-
-
 def describe(order: Order) -> str:
     """What a fingerprint says of an order; of one without a ``repr`` of its own only the class."""
     own = type(order).__repr__ is not object.__repr__
@@ -273,11 +267,6 @@ class Ordered:
         return _digest(self.indices.numpy())
 
 
-def ordered(order: Order, seed: int, epoch: int, source: Any) -> Ordered:
-    """The epoch of ``order``, with how often each sample came before."""
-    return Ordered(order.order(seed, epoch, source))
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
     """The batches of one rank in what remains of an epoch from ``start`` on.
@@ -297,20 +286,10 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
     last: Last = "uneven"
 
     def __post_init__(self) -> None:
-        check_last(self.last)
+        checks.one_of("last", self.last, get_args(Last))
         checks.whole_number("batch_size", self.batch_size, 1)
         checks.whole_number("rank", self.rank, 0, self.world_size - 1)
         checks.whole_number("start", self.start, 0, len(self.epoch))
-
-    @property
-    def order(self) -> Tensor:
-        """Numbers in the source of the whole epoch, int64 ``[M]``."""
-        return self.epoch.indices
-
-    @property
-    def repeats(self) -> Tensor:
-        """How often each number came before in the epoch, int64 ``[M]``."""
-        return self.epoch.repeats
 
     @property
     def remaining(self) -> int:
@@ -334,9 +313,9 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         positions = torch.arange(begin, end, self.world_size, device="cpu")
         again = positions // total
         positions %= total
-        indices, repeats = self.order[positions], self.repeats[positions]
+        indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
         if again[-1]:  # augmented anew: numbered after every occurrence in the epoch itself
-            repeats = (repeats + again * (int(self.repeats.max()) + 1)) & 0xFFFF
+            repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 
     def position(self, k: int) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug import machine
+from gpuaug import checks, machine
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
@@ -64,8 +64,7 @@ class RamCache:
     fill: Literal["first-use", "ahead"] = "first-use"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fill, str) or self.fill not in ("first-use", "ahead"):
-            raise ConfigError(f"`cache.fill` must be first-use or ahead. Found: {self.fill!r}.")
+        checks.one_of("cache.fill", self.fill, ("first-use", "ahead"))
         if self.max_bytes is not None:
             parse_bytes(self.max_bytes, key="cache.max_bytes")
         if not shared_memory.SUPPORTED:
@@ -92,7 +91,13 @@ class CachedSource(SourceView):
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
             _opened[name] = _opened.get(name, 0) + 1
             name = f"cache {name} {_opened[name]} {settings.max_bytes}"
-        limit = parse_bytes(settings.max_bytes, key="cache.max_bytes") if settings.max_bytes else _default_limit()
+        if settings.max_bytes:
+            limit = parse_bytes(settings.max_bytes, key="cache.max_bytes")
+        elif (left := machine.memory_left()) is not None:
+            limit = max(1 << 20, left[0] // 2)
+            log.info("cache ram: at most %s, half of the memory available (%s)", format_bytes(limit), left[1])
+        else:
+            raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
         size = _begin(numbers) + limit
         self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
 
@@ -128,10 +133,6 @@ class CachedSource(SourceView):
     def capacity(self) -> int:
         """Limit in bytes."""
         return self._memory.capacity
-
-    def status(self) -> Tensor:
-        """Per sample number int8 [N]: 1: stored, 0: not stored, -1: being written."""
-        return torch.from_numpy(np.sign(self._memory.index).astype(np.int8))
 
     def fill(self, reader: Any, numbers: Tensor) -> None:
         """Load samples into memory through the workers of ``reader``; only the first call does anything.
@@ -306,15 +307,6 @@ class _Memory:
         """Hide the memory from new ranks; the last view of its bytes frees it."""
         if self._claim is not None:
             self._claim.close()
-
-
-def _default_limit() -> int:
-    left = machine.memory_left()
-    if left is None:
-        raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
-    limit = max(1 << 20, left[0] // 2)
-    log.info("cache ram: at most %s, half of the memory available (%s)", format_bytes(limit), left[1])
-    return limit
 
 
 def _received(numbers: int, fd: Any) -> _Memory:

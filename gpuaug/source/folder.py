@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, some
@@ -68,8 +69,8 @@ class FolderSource(ListedSource):
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
         remote: Remote | None = None,
     ) -> None:
-        if labels is not None and (not isinstance(labels, str) or labels not in ("folder", "none")):
-            raise ConfigError(f"`source.labels` must be folder or none. Found: {labels!r}.")
+        if labels is not None:
+            checks.one_of("source.labels", labels, ("folder", "none"))
         endings = extensions_of(extensions)
         self.root = absolute(root)
         self._storage = Storage(remote)

@@ -42,7 +42,7 @@ class Names:
         self.offsets = offsets  # int64 [N + 1]
 
     @classmethod
-    def of(cls, blocks: Iterable[list[bytes]]) -> Names:
+    def of(cls, blocks: Iterable[list[bytes]], *, shared: bool = True) -> Names:
         """Pack lists of names, in order; only one list at a time is in memory as Python objects."""
         blob, lengths = bytearray(), [np.zeros(1, dtype=np.int64)]
         for block in blocks:
@@ -50,8 +50,8 @@ class Names:
             lengths.append(np.fromiter(map(len, block), dtype=np.int64, count=len(block)))
         offsets = np.cumsum(np.concatenate(lengths))
         # by numpy: torch's constructors would use a default device of cuda
-        data = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8))
-        return cls(share(data), share(torch.from_numpy(offsets)))
+        tensors = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8)), torch.from_numpy(offsets)
+        return cls(*map(share, tensors)) if shared else cls(*tensors)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

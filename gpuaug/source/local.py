@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
@@ -87,8 +86,7 @@ class OpenFiles:
     """Reads ranges of local files and keeps the last used files open: opening takes longer than reading an image."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._open = lru_cache(maxsize=OPEN_FILES)(_File)
 
     def read(self, path: str, begin: int, size: int, *, version: str, image: bool) -> bytes:
         """``size`` bytes from ``begin``.
@@ -108,16 +106,6 @@ class OpenFiles:
                 raise OSError(errno.EIO, f"ended after {len(data)} of {size} bytes at {begin}", path)
             data += more
         return data
-
-    def _open(self, path: str) -> _File:
-        with self._lock:
-            if path in self._files:
-                self._files.move_to_end(path)
-                return self._files[path]
-            file = self._files[path] = _File(path)
-            if len(self._files) > OPEN_FILES:
-                self._files.popitem(last=False)
-            return file
 
 
 class _File:

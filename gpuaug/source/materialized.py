@@ -14,12 +14,11 @@ A complete folder of `gpuaug materialize` contains
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.files import check_regular
 from gpuaug.source.adapt import adapt
-from gpuaug.source.base import locate, parse_manifest
+from gpuaug.source.base import ListedSource, locate, parse_manifest
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import NO_ARRAY, Names, check_array, occurrences, outside, share
 from gpuaug.source.local import read_file
@@ -47,7 +46,7 @@ STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 MAPPED_CHUNKS = 64  # that a process keeps mapped: each needs a file descriptor
 
 
-class MaterializedSource:
+class MaterializedSource(ListedSource):
     """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
 
     The loader needs the recipe and seed that made them, and refuses others. Samples keep the numbers, keys, labels and
@@ -78,9 +77,7 @@ class MaterializedSource:
         self.root = absolute(root)
         self.manifest = read_manifest(Path(self.root))
         self.rows = Rows(self.root, self.manifest)
-        self.classes: list[str] | None = self.manifest["classes"]
-        self.class_to_idx: dict[str, int] | None = self.manifest["class_to_idx"]
-        self.num_classes: int | None = self.manifest["num_classes"]
+        self.classes, self.class_to_idx = self.manifest["classes"], self.manifest["class_to_idx"]
         self.labels = self._numbers("labels")
         self._stored = self._numbers("indices")  # sample numbers; None: 0 .. samples - 1
         numbers = None if self._stored is None else self._stored.numpy()
@@ -96,19 +93,13 @@ class MaterializedSource:
         self.indices = self._stored if chosen is None else chosen
         log.info("source %s: %s", self.root, self)
 
-    def __len__(self) -> int:
-        return len(self._names) if self.indices is None else len(self.indices)
-
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Stored bytes of sample number ``index`` in the first epoch, and its label."""
-        self._position(index)
+        self._check(index)
         rows = np.flatnonzero(self.rows.order(0) == operator.index(index))
         if not len(rows):
             raise IndexError(f"sample {index} is not in the first epoch of {self.root!r}.")
         return self.rows[int(rows[0])]
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
 
     def __repr__(self) -> str:
         m = self.manifest
@@ -116,19 +107,23 @@ class MaterializedSource:
         return f"MaterializedSource({len(self)} images, epochs {m['start_epoch']}..{last} as {m['store']})"
 
     @property
+    def num_classes(self) -> int | None:
+        """Number of classes or targets of the source that the epochs were made from."""
+        return self.manifest["num_classes"]
+
+    @property
     def stored(self) -> MaterializedSource:
         """This source. A loader replays a source with this attribute instead of decoding it."""
         return self
-
-    def key(self, index: int) -> str:
-        """Key of sample number ``index`` in its source."""
-        return os.fsdecode(self._names[self._position(index)])
 
     def digest(self) -> str:
         """The digest of the source that the epochs were made from."""
         return str(self.manifest["made_of"]["source"])
 
-    def _position(self, index: int) -> int:
+    def _label_of(self, index: int) -> Any:
+        return super()._label_of(index if self._stored is None else int(self._stored[index]))
+
+    def _check(self, index: int) -> int:
         """Position of a sample number among the stored ones; IndexError if it is not stored."""
         number = operator.index(index)
         position = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
@@ -390,8 +385,3 @@ def _load(file: Path, *, dtype: Any, optional: bool = False) -> Any:
 
 def _damaged(file: str | os.PathLike[str], what: Any) -> SourceError:
     return SourceError(f"{os.fspath(file)!r} is damaged: {what}. Run the same `gpuaug materialize` once more.")
-
-
-def key_of(made_of: dict[str, Any]) -> str:
-    """Hash of source, seed and recipe."""
-    return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=16).hexdigest()

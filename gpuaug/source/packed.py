@@ -75,13 +75,14 @@ class PackedSource(ListedSource):
         self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self._schedule = self._sizes_by_epoch(size)
+        self.used = sorted({size for _, size in self._schedule}, key=str)  # the sizes that some epoch reads
         self.total = int(self.manifest["samples"])  # active or not
         self._first = bounds_of(self.manifest["shards"])
         keys = self._array("index/keys.bin", np.uint8)
         ends = self._array("index/keys.npy", np.int64, self.total + 1)
         self._names = Names(share(torch.from_numpy(keys)), share(torch.from_numpy(ends)))
-        self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self.used_sizes}
-        self._bytes = {size: self._shared(f"index/{size}.lengths.npy", np.int32) for size in self.used_sizes}
+        self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self.used}
+        self._bytes = {size: self._shared(f"index/{size}.lengths.npy", np.int32) for size in self.used}
         self._check_places()
         self._opened: dict[tuple[Size, int], mmap.mmap] = {}
         self._take_labels(classes)
@@ -100,11 +101,6 @@ class PackedSource(ListedSource):
         return self._schedule[0][1]
 
     @property
-    def used_sizes(self) -> list[Size]:
-        """The sizes that some epoch reads."""
-        return sorted({size for _, size in self._schedule}, key=str)
-
-    @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
         """``read_many(numbers)``: ``(bytes, label)`` or the exception of each sample, requested at the same time."""
         return self._read
@@ -116,12 +112,9 @@ class PackedSource(ListedSource):
 
     def at_epoch(self, epoch: int) -> PackedSource:
         """The same samples at the size of ``epoch``; shares the maps of the files."""
-        return self.at_size(self.size_of(epoch))
-
-    def at_size(self, size: Size) -> PackedSource:
-        """The same samples at ``size``, one of `used_sizes`; shares the maps of the files."""
         view = copy.copy(self)
-        view._schedule = [(0, size)]
+        view.used = [self.size_of(epoch)]
+        view._schedule = [(0, view.used[0])]
         return view
 
     def size_of(self, epoch: int) -> Size:
@@ -135,30 +128,37 @@ class PackedSource(ListedSource):
     # -- bytes --
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
+        return self.read_rows(numbers) if self.size else []
+
+    def read_rows(self, rows: Sequence[int]) -> list[Any]:
+        """``(bytes, label)`` or the exception of each row of :class:`Rows`."""
         if is_url(self.root):
-            return super()._read(numbers)
+            return super()._read(rows)
         items: list[Any] = []
-        size = self.size
-        for number in numbers:
-            shard, begin, length = self._locate(size, number)
+        for row in rows:
+            size, shard, begin, length = self._locate(row)
             try:
                 file = self._open(size, shard)
                 # the disk reads all samples at the same time; 2 us each if they are in memory
                 start = begin - begin % mmap.PAGESIZE
                 file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
-                items.append((memoryview(file)[begin : begin + length], self._label_of(number)))
+                items.append((memoryview(file)[begin : begin + length], self._label_of(row)))
             except (OSError, SourceError) as error:
                 items.append(error)
         return items
 
-    def _locate(self, size: Size, number: int) -> tuple[int, int, int]:
-        """Shard, first byte and number of bytes."""
-        shard, _ = locate(self._first, number)
-        return shard, int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
+    def _locate(self, row: int) -> tuple[Size, int, int, int]:
+        """Size, shard, first byte and number of bytes."""
+        position, number = divmod(row, self.total)
+        size, (shard, _) = self.used[position], locate(self._first, number)
+        return size, shard, int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
+
+    def _label_of(self, index: int) -> Any:
+        return super()._label_of(index % self.total)
 
     def _range(self, index: int) -> Range:
-        shard, begin, length = self._locate(self.size, index)
-        name = shard_name(self.size, shard, self.format)
+        size, shard, begin, length = self._locate(index)
+        name = shard_name(size, shard, self.format)
         return Range(join(self.root, name), begin, length, self.manifest["files"][name][1])
 
     def _open(self, size: Size, shard: int) -> mmap.mmap:
@@ -176,7 +176,7 @@ class PackedSource(ListedSource):
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
-            manifest = parse_manifest(self._load(MANIFEST), KIND, VERSION)
+            manifest = parse_manifest(self._load(MANIFEST, limit=None), KIND, VERSION)
         except FileNotFoundError as error:
             raise SourceError(
                 f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
@@ -193,9 +193,8 @@ class PackedSource(ListedSource):
                     raise SourceError(f"{name} in {self.root!r} {text}. {_REPAIR}")
         return manifest
 
-    def _load(self, name: str) -> bytes:
+    def _load(self, name: str, limit: int | None = sys.maxsize) -> bytes:
         path = join(self.root, name)
-        limit = None if name == MANIFEST else sys.maxsize  # the other files have sizes that the manifest states
         return self._storage.read_file(path) if is_url(path) else read_file(path, limit=limit)
 
     def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
@@ -212,7 +211,7 @@ class PackedSource(ListedSource):
         return share(torch.from_numpy(self._array(name, dtype, self.total)))
 
     def _check_places(self) -> None:
-        for size in self.used_sizes:
+        for size in self.used:
             begins, lengths = self._begins[size].numpy(), self._bytes[size].numpy()
             names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
             room = np.repeat([self.manifest["files"][name][0] for name in names], self.manifest["shards"])
@@ -261,27 +260,22 @@ class Rows(SourceView):
         super().__init__(source)
         self.indices, self.total = None, source.total
         self.mapped, self.zero_copy = source.mapped, source.zero_copy
-        self.views = [source.at_size(size) for size in source.used_sizes]
-        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.views)))
+        self.sizes, self.read_many = source.used, source.read_rows
+        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.sizes)))
 
     def __len__(self) -> int:
-        return self.total * len(self.views)
+        return self.total * len(self.sizes)
 
     def __getitem__(self, row: int) -> tuple[Any, Any]:
         """Encoded bytes of the row's sample at the row's size, and its label."""
-        return self.views[row // self.total][row % self.total]
-
-    def read_many(self, rows: Sequence[int]) -> list[Any]:
-        """``(bytes, label)`` or the exception of each row, requested at the same time."""
-        items: dict[int, Any] = {}
-        for position, view in enumerate(self.views):
-            mine = [row for row in rows if row // self.total == position]
-            items |= zip(mine, view.read_many([row % self.total for row in mine]), strict=True)
-        return [items[row] for row in rows]
+        (item,) = self.read_many([row])
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """A function from the (indices, repeats, valid) of a batch of this epoch to its rows, int64 [B]."""
-        first = self.source.used_sizes.index(self.source.size_of(epoch)) * self.total
+        first = self.sizes.index(self.source.size_of(epoch)) * self.total
         return lambda indices, repeats, valid: indices + first
 
     def label(self, row: int) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
 from gpuaug.source.classes import label_column, some
@@ -68,10 +69,8 @@ class ParquetSource(ListedSource):
         remote: Remote | None = None,
     ) -> None:
         import_pyarrow()
-        if isinstance(row_groups, bool) or not isinstance(row_groups, int) or row_groups < 1:
-            raise ConfigError(f"`source.row_groups` must be a whole number >= 1. Found: {row_groups!r}.")
         began = time.monotonic()
-        self.row_groups = row_groups
+        self.row_groups: int = checks.whole_number("source.row_groups", row_groups, 1)
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
         self.root, names = common_folder([file.path for file in files])
@@ -108,20 +107,17 @@ class ParquetSource(ListedSource):
         self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_footer", "_groups", "_pid")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_footer", "_groups")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._footer = lru_cache(maxsize=OPEN_FILES)(partial(_metadata, storage=self._storage))
         self._groups: OrderedDict[int, Any] = OrderedDict()  # images by row group
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if self._pid != os.getpid():
-            self._reset()
         starts, rows = self._starts.numpy(), dict[int, list[int]]()
         for row, group in enumerate((np.searchsorted(starts, np.asarray(numbers), side="right") - 1).tolist()):
             rows.setdefault(group, []).append(row)
@@ -150,7 +146,7 @@ class ParquetSource(ListedSource):
     def same_group(self, index: int) -> NDArray[np.int64]:
         """Active samples of the row group of sample ``index``, int64 ``[n]``; none if it is not in memory."""
         group, _ = locate(self._starts, index)
-        if self._pid != os.getpid() or group not in self._groups:
+        if group not in self._groups:
             return np.zeros(0, dtype=np.int64)
         begin, end = self._starts[group : group + 2].tolist()
         if self.indices is None:

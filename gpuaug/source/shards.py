@@ -224,6 +224,8 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     if not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
         raise ValueError("its numbers are not whole numbers")
     keys, labels = texts[:2]
+    # not shared: in shared memory each of many shards would take a file descriptor
+    names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
     offsets, sizes = (np.array(column, dtype=np.int64) for column in numbers)
     if not len(offsets) == len(sizes) == len(set(keys)) == len(keys) or len(labels) != len(keys) * bool(rule.label):
         raise ValueError("its columns differ in length, or two samples have one name")
@@ -232,15 +234,8 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     joined = "\0".join(["", *keys])
     if "\0/" in joined or (".." in joined and any(".." in key.split("/") for key in keys)):
         raise ValueError("names lead outside")
-    part = _Part(line, _names(keys), offsets, sizes.astype(np.int32), _names(labels), entry["dropped"], *texts[2:])
+    part = _Part(line, next(names), offsets, sizes.astype(np.int32), next(names), entry["dropped"], *texts[2:])
     return (name, size, version), part
-
-
-def _names(texts: list[str]) -> Names:
-    """Names outside of shared memory, where each of many shards would take a file descriptor."""
-    encoded = [text.encode(errors="surrogateescape") for text in texts]
-    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    return Names(torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), np.uint8)), torch.from_numpy(ends))
 
 
 def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, storage: Storage) -> _Part:

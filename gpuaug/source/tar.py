@@ -7,7 +7,9 @@ damaged header for the end of the archive, and in Python 3.11 does not return fr
 from __future__ import annotations
 
 import logging
+import tarfile
 from collections.abc import Callable, Iterator
+from tarfile import nti  # type: ignore[attr-defined]
 from typing import NamedTuple
 
 from gpuaug.errors import SourceError
@@ -81,10 +83,10 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
 def _length(head: bytes) -> int:
     """Bytes of the member, from a header whose checksum is right."""
     try:
-        if _number(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
+        if nti(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
             raise ValueError
-        length = _number(head[124:136])
-    except ValueError:
+        length: int = nti(head[124:136])
+    except (ValueError, tarfile.HeaderError):
         raise _TarError("no header of a tar") from None
     if length < 0:  # would lead backwards, without end
         raise _TarError(f"a size of {length} bytes")
@@ -136,15 +138,6 @@ def _relative(name: bytes) -> bytes:
 
 def _text(name: bytes) -> str:
     return f"{name.decode(errors='surrogateescape')!r:.200}"
-
-
-def _number(text: bytes) -> int:
-    """An octal number, or a binary one if the first bit is set."""
-    if text[0] & 0x80:
-        value = int.from_bytes(text, "big", signed=text[0] == 0xFF)
-        return value if text[0] == 0xFF else value - (0x80 << 8 * (len(text) - 1))
-    text = text.split(b"\0", 1)[0].strip()
-    return int(text, 8) if text else 0
 
 
 def _records(text: bytes) -> dict[bytes, bytes]:

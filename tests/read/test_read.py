@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 import gpuaug.read.reader
 from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
-from gpuaug.read.order import EpochOrder, Sequential, Shuffle, ordered
+from gpuaug.read.order import EpochOrder, Ordered, Sequential, Shuffle
 from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource, TableSource
 from gpuaug.source.cache import RamCache
@@ -60,7 +60,7 @@ class Spawned(Bytes):
 
 
 def plan(source, batch_size=4, epoch=0, order=Shuffle, **more):
-    return EpochOrder(ordered(order(), 0, epoch, source), batch_size=batch_size, **more)
+    return EpochOrder(Ordered(order().order(0, epoch, source)), batch_size=batch_size, **more)
 
 
 def check(batches, expected, label=lambda i: i % 5):

@@ -150,7 +150,10 @@ class Curl:
             except Exception as error:  # credential providers raise anything
                 self._done[get] = StatusError(f"no credentials: {error!r}", 0)
                 continue
-            transfer = self._free.pop() if self._free else self._new()
+            if not self._free:
+                self._free.append(_Transfer(self._curl, self._options, self._encoded))
+                self._made += 1
+            transfer = self._free.pop()
             try:
                 transfer.start(get, login)
             except (UnicodeEncodeError, self._curl.error):
@@ -160,10 +163,6 @@ class Curl:
             self._busy[get] = transfer
             self._multi.add_handle(transfer.easy)
         return begun
-
-    def _new(self) -> _Transfer:
-        self._made += 1
-        return _Transfer(self._curl, self._options, self._encoded)
 
     def _advance(self, wanted: Mapping[Get, Any]) -> bool:
         """Send and receive without waiting; returns whether any request ended."""

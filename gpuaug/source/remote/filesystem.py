@@ -49,15 +49,6 @@ class Range(NamedTuple):
         return local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE
 
 
-class Entry(NamedTuple):
-    """An entry of a folder."""
-
-    name: str
-    is_folder: bool
-    size: int  # -1: unknown
-    version: str
-
-
 def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -> Any:
     """The fsspec file system of a URL.
 
@@ -185,13 +176,13 @@ def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
     return -1 if size is None else int(size), version
 
 
-async def list_folder(system: Any, threads: Executor | None, url: str) -> list[Entry]:
-    """The entries of a folder."""
+async def list_folder(system: Any, threads: Executor | None, url: str) -> list[tuple[str, bool, int, str]]:
+    """The entries of a folder: name, whether it is a folder, bytes (-1: unknown), version."""
     path, is_http = system._strip_protocol(url), url.startswith(("http://", "https://"))
     entries, prefix = [], path.rstrip("/") + "/"
     for item in await _call(system, threads, "ls", path + "/" if is_http else path, detail=True):
         full = str(item["name"])
-        if not full.startswith(prefix) or full == prefix:  # the folder itself, or a link to elsewhere
+        if not full.startswith(prefix) or not full[len(prefix) :].strip("/"):  # the folder itself, or a link elsewhere
             continue
         name = full[len(prefix) :].rstrip("/")
         if is_http:
@@ -199,5 +190,5 @@ async def list_folder(system: Any, threads: Executor | None, url: str) -> list[E
                 continue
             name = unquote(name, errors="surrogateescape")
         is_folder = item["type"] == "directory" or full.endswith("/")
-        entries.append(Entry(name, is_folder, *size_and_version(item)))
+        entries.append((name, is_folder, *size_and_version(item)))
     return entries

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from gpuaug.source.remote.curl import Curl, Login
@@ -38,16 +38,11 @@ SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # buckets with other protocols
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
-class Objects:
-    """The objects of a bucket, or of a web server.
+class Objects(NamedTuple):
+    """The objects of a bucket, or of a web server."""
 
-    Args:
-        curl: sends the requests.
-        url: the URL to request for a user's URL; None for a key that HTTP clients would change.
-    """
-
-    def __init__(self, curl: Curl, url: Callable[[str], str | None]) -> None:
-        self.curl, self.url = curl, url
+    curl: Curl  # sends the requests
+    url: Callable[[str], str | None]  # the URL to request for a user's URL; None if HTTP clients would change its key
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
@@ -95,11 +90,7 @@ class _UnfitError(Exception):
 
 
 class _RenewedLogin:
-    """Keeps a login and renews it before it expires.
-
-    Args:
-        ask: returns a login, and when it expires.
-    """
+    """Keeps a login and renews it before it expires. ``ask`` returns a login, and when it expires."""
 
     def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
         self._ask, self._lock = ask, threading.Lock()

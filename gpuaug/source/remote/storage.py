@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source import local
 from gpuaug.source.paths import absolute, expand_braces, is_safe, is_url, join, redact, split
@@ -67,9 +68,7 @@ class Remote:
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "tries", "cache_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"`source.remote.{name}` must be a whole number >= 1. Found: {value!r}.")
+            checks.whole_number(f"source.remote.{name}", getattr(self, name), 1)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise ConfigError(f"`source.remote.timeout` must be above 0 seconds. Found: {self.timeout!r}.")
         if self.options is not None and not isinstance(self.options, Mapping):
@@ -111,12 +110,8 @@ class Storage:
         self.remote = remote or Remote()
         self._reset()
 
-    def __getstate__(self) -> Remote:
-        return self.remote
-
-    def __setstate__(self, remote: Remote) -> None:
-        self.remote = remote
-        self._reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Storage, (self.remote,)
 
     def read(self, ranges: Sequence[Range]) -> list[bytes | Exception]:
         """Bytes of each range, or the reason why it cannot be read: an OSError, or a ReadError after the last try."""
@@ -126,10 +121,12 @@ class Storage:
             for i in remote:
                 results[i] = self._disk.get(_cache_name(ranges[i]))
             remote = [i for i in remote if results[i] is None]
-        prefetch = self._prefetched_gets({ranges[i] for i in remote})
+        hints, self._next = list(dict.fromkeys(self._next)), []
         if remote:
-            answers = self._ask([self._read_request(ranges[i]) for i in remote], prefetch)
-            for i, answer in zip(remote, answers, strict=True):
+            now = {ranges[i]: self._request(ranges[i]) for i in remote}
+            hints = [x for x in hints if self._disk is None or not self._disk.has(_cache_name(x))]
+            then = [self._request(x) for x in hints if x not in now]
+            for i, answer in zip(remote, self._ask([now[ranges[i]] for i in remote], then), strict=True):
                 results[i] = answer
             new = [(_cache_name(ranges[i]), results[i]) for i in remote if isinstance(results[i], bytes)]
             if new and self._disk is not None:
@@ -139,7 +136,8 @@ class Storage:
     def prefetch(self, ranges: Sequence[Range]) -> None:
         """Hint: small ranges that the read after next will need. Object stores send them in the background."""
         self._reset_after_fork()
-        self._next = [r for r in ranges if is_url(r.path) and max(r.image or 0, r.size or 0) <= local.LARGE]
+        small = [x for x in ranges if is_url(x.path) and max(x.image or 0, x.size or 0) <= local.LARGE]
+        self._next = [x for x in small if x.size != 0]
 
     def read_file(self, path: str) -> bytes:
         """All bytes of a file.
@@ -195,9 +193,13 @@ class Storage:
                     raise SourceError(f"`source.root` does not exist, or is empty: {redact(root)!r}.") from entries
                 if isinstance(entries, Exception):
                     raise SourceError(f"{redact(url)!r} cannot be listed: {_text(entries)}.") from entries
-                entries = _safe_entries(entries, url)
-                below += [f"{folder}{entry.name}/" for entry in entries if entry.is_folder]
-                files += [FileInfo(folder + e.name, e.size, e.version) for e in entries if not e.is_folder]
+                for name, is_folder, size, version in entries:
+                    if not is_safe(name) or "/" in name:
+                        log.warning("source: %r in %s is not a file name; left out", name, redact(url))
+                    elif is_folder:
+                        below.append(f"{folder}{name}/")
+                    else:
+                        files.append(FileInfo(folder + name, size, version))
             folders = below
             if not folders:
                 return files
@@ -327,81 +329,45 @@ class Storage:
                 )
             return self._systems[key]
 
-    def _get(self, part: Range) -> tuple[Objects, Get] | None:
-        """The libcurl reader of a range, and the request; None if the file system has to read it."""
+    def _request(self, part: Range) -> _Request:
         with self._lock:
             if (key := _bucket(part.path)) not in self._objects:
                 system = self._system(part.path)
                 self._objects[key] = open_objects(system, part.path, connections=self.remote.concurrency)
             objects = self._objects[key]
-        url = None if objects is None else objects.url(part.path)
-        if objects is None or url is None:
-            return None
-        return objects, Get(url, part.begin, part.size, part.limit, self._seconds(part))
-
-    def _read_request(self, part: Range) -> _Request:
         ask = partial(filesystem.read, part=part)
-        if (by_curl := self._get(part)) is not None:
-            return _Request(by_curl[0], part.path, ask, part, by_curl[1])
-        return _Request(self._system(part.path), part.path, ask, part)
+        if objects is None or (url := objects.url(part.path)) is None:
+            return _Request(self._system(part.path), part.path, ask, part)
+        get = Get(url, part.begin, part.size, part.limit, self._seconds(part))
+        return _Request(objects, part.path, ask, part, get)
 
-    def _prefetched_gets(self, now: set[Range]) -> dict[int, list[Get]]:
-        """The prefetch hints as requests, by reader; without what is read now or on disk."""
-        hints, self._next = dict.fromkeys(self._next), []
-        gets: dict[int, list[Get]] = {}
-        for part in hints:
-            if part in now or part.size == 0 or (self._disk is not None and self._disk.has(_cache_name(part))):
-                continue
-            if (by_curl := self._get(part)) is not None:
-                gets.setdefault(id(by_curl[0]), []).append(by_curl[1])
-        return gets
-
-    def _ask(self, requests: Sequence[_Request], prefetch: Mapping[int, list[Get]] | None = None) -> list[Any]:
-        """The answer to each request, or the exception of its last try."""
+    def _ask(self, requests: Sequence[_Request], prefetch: Sequence[_Request] = ()) -> list[Any]:
+        """The answer to each request, or the exception of its last try. What failed is asked again together."""
         answers: list[Any] = [None] * len(requests)
         by_client: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             by_client.setdefault(id(request.client), []).append(i)
-        for client, rows in by_client.items():
-            then = (prefetch or {}).get(client, [])
-            for i, answer in zip(rows, self._retry([requests[i] for i in rows], then), strict=True):
-                if isinstance(answer, BUGS):
-                    raise answer
-                answers[i] = answer
+        for rows in by_client.values():
+            for attempt in range(1, self.remote.tries + 1):
+                pending = [requests[i] for i in rows]
+                is_curl = isinstance(pending[0].client, Objects)
+                replies = self._by_curl(pending, prefetch) if is_curl else self._by_fsspec(pending)
+                answers_of_try = dict(zip(rows, replies, strict=True))
+                rows = [i for i, x in answers_of_try.items() if attempt < self.remote.tries and _may_pass(x)]
+                for i, answer in answers_of_try.items():
+                    answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
+                if not rows:
+                    break
+                # random, so that not all workers ask at once; by its own generator, as the global one is the user's
+                pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
+                time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
 
-    def _retry(self, requests: list[_Request], prefetch: list[Get]) -> list[Any]:
-        """Answers of one client; what failed is asked again, all of it at the same time."""
-        answers: list[Any] = [None] * len(requests)
-        rows = list(range(len(requests)))
-        for attempt in range(1, self.remote.tries + 1):
-            pending = [requests[row] for row in rows]
-            is_curl = isinstance(pending[0].client, Objects)
-            replies = self._by_curl(pending, prefetch) if is_curl else self._by_fsspec(pending)
-            failed = []
-            for row, request, answer in zip(rows, pending, replies, strict=True):
-                answers[row] = answer
-                if isinstance(answer, Exception):
-                    if attempt < self.remote.tries and _may_pass(answer):
-                        log.debug("try %d of %s: %r", attempt, redact(request.url), answer)
-                        failed.append(row)
-                    else:
-                        answers[row] = self._reason(answer, request, attempt)
-            if not failed:
-                break
-            rows = failed
-            # a random pause, so that not all workers ask at once; by its own generator, as the global one is the user's
-            pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
-            time.sleep(pause * random.Random().uniform(0.75, 1.25))
-        return answers
-
-    def _by_curl(self, requests: list[_Request], prefetch: list[Get]) -> list[Any]:
-        replies = requests[0].client.curl.read([r.get for r in requests], prefetch)
-        return [
-            answer if isinstance(answer, Exception) or request.part is None
-            else filesystem.check_size(answer, request.part)
-            for request, answer in zip(requests, replies, strict=True)
-        ]  # fmt: skip
+    def _by_curl(self, requests: list[_Request], prefetch: Sequence[_Request]) -> list[Any]:
+        client = requests[0].client
+        then = [request.get for request in prefetch if request.client is client]
+        replies = zip(requests, client.curl.read([request.get for request in requests], then), strict=True)
+        return [x if isinstance(x, Exception) else filesystem.check_size(x, r.part) for r, x in replies if r.part]
 
     def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
         """Answers on fsspec's event loop; file systems without coroutines, as HDFS, are asked by threads."""
@@ -434,9 +400,13 @@ class Storage:
         size = 0 if part is None or part.size is None else part.size
         return self.remote.timeout + size / BYTES_PER_S
 
-    def _reason(self, error: Exception, request: _Request, tries: int) -> Exception:
-        """The exception for a fault: no OSError after retries, so that the reader does not retry as well."""
-        if isinstance(error, (*BUGS, GpuaugError)) or (isinstance(error, OSError) and not _may_pass(error)):
+    def _final(self, error: Any, request: _Request, tries: int) -> Any:
+        """The answer, or the exception for a fault: no OSError after retries, as the reader would retry as well."""
+        if isinstance(error, BUGS):
+            raise error
+        if not isinstance(error, Exception) or isinstance(error, GpuaugError):
+            return error
+        if isinstance(error, OSError) and not _may_pass(error):
             return error
         text = f"no answer within {self._seconds(request.part):.3g} s"
         if not isinstance(error, TimeoutError):
@@ -444,14 +414,6 @@ class Storage:
         failed = ReadError(f"{redact(request.url)!r} cannot be read, tried {tries} times: {text}")
         failed.__cause__ = error
         return failed
-
-
-def _safe_entries(entries: list[filesystem.Entry], url: str) -> list[filesystem.Entry]:
-    """Entries whose names stay in their folder."""
-    safe = [entry for entry in entries if is_safe(entry.name) and "/" not in entry.name]
-    for name in sorted({entry.name for entry in entries} - {entry.name for entry in safe} - {""}):
-        log.warning("source: %r in %s is not a file name; left out", name, redact(url))
-    return safe
 
 
 def _bucket(url: str) -> str:
@@ -466,8 +428,10 @@ def _cache_name(part: Range) -> str:
     return f"{part.path}\n{part.begin}\n{part.size}\n{part.version}"
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether another try may succeed."""
+def _may_pass(error: Any) -> bool:
+    """Whether it is an error after which another try may succeed."""
+    if not isinstance(error, Exception):
+        return False
     status = getattr(error, "status", None)
     if isinstance(status, int) and status:
         return status in RETRIED_STATUS

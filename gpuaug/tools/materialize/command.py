@@ -41,7 +41,6 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import plain
 from gpuaug.random.keyed import EPOCHS
-from gpuaug.read.order import ordered
 from gpuaug.source.base import checksum
 from gpuaug.source.index import Names
 from gpuaug.source.materialized import (
@@ -53,7 +52,6 @@ from gpuaug.source.materialized import (
     chunk_file,
     chunk_rows,
     epoch_folder,
-    key_of,
     read_manifest,
     read_marker,
     record,
@@ -196,7 +194,7 @@ class Materialize:
         here = made_of(source.digest(), loader.augment, loader.seed)
         if before is not None:  # before samples are decoded for the sizes
             refuse_others(str(self.out), before["made_of"], here)
-        plan = {"made_of": here, "key": key_of(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
+        plan = {"made_of": here, "key": checksum(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
         default = before["chunk"] if before else max(1, CHUNK_BYTES // record(plan).itemsize)
         plan = plain({**plan, "chunk": chunk or default})
         if before is not None:
@@ -205,9 +203,7 @@ class Materialize:
             if "seal" in before and before["epochs"] > epochs:
                 log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
                 epochs = before["epochs"]
-        self._orders = [
-            ordered(loader.order, loader.seed, start_epoch + slot, source).indices for slot in range(epochs)
-        ]
+        self._orders = [loader.order.order(loader.seed, start_epoch + slot, source) for slot in range(epochs)]
         self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
         self.record = record(self.plan)
         self.samples = sum(self.plan["rows"])

@@ -239,12 +239,12 @@ def on_their_way(loader: Loader, workers: int) -> int:
 
 def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int = 128) -> Costs:
     """More than a run takes: arithmetic on batches, and the headers of ``sample`` images; nothing is decoded."""
-    order, pipeline, stage = loader.epoch_order, loader.pipeline, loader.pipeline.stage
-    if not (count := min(sample, len(order.order))):
+    order, pipeline, stage = loader.epoch_order.epoch, loader.pipeline, loader.pipeline.stage
+    if not (count := min(sample, len(order))):
         raise ConfigError("there is nothing to plan: the source has no samples.")
-    at = torch.linspace(0, len(order.order) - 1, count).round().long()
+    at = torch.linspace(0, len(order) - 1, count).round().long()
     chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each is spread over the epoch
-    tasks = [(order.order[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
+    tasks = [(order.indices[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
     images, bytes_read, pixels, largest = 0, 0, 0.0, 0.0
     stored = getattr(loader.source, "stored", None)
     views = [] if stored is None else [tuple(view["size"]) for view in stored.manifest["views"]]
