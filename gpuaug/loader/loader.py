@@ -151,7 +151,7 @@ class Loader:
         self.waited = 0.0
         self._rank, self._world_size = rank, world_size
         self._epoch, self._position = 0, 0
-        # the next pass begins here, or in the next epoch: after a pass that was left, or whose last batch was handed out
+        # The next pass begins here; or in the next epoch, if the last pass was left or handed out its last batch.
         self._next_pass: Literal["here", "left", "finished"] = "here"
         self._stored: Rows | None = None
         self._last_logged = False
