@@ -161,7 +161,8 @@ class RandomCrop(Crop):
         # top left corner of the crop window, which may extend beyond the image
         origin = _integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        stop = np.clip(origin + self.size, start + 1, limits)  # window outside the image: 1 pixel off canvas
+        # If the window misses the image, one pixel is kept; it lands off the canvas.
+        stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return Boxes(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
 

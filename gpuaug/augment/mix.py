@@ -13,7 +13,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
-_LARGEST_ALPHA = 1e9  # a smaller alpha already makes Beta(alpha, alpha) almost exactly 1/2
+_LARGEST_ALPHA = 1e9  # far below this value, Beta(alpha, alpha) is already almost exactly 1/2
 _FIXED = 6  # uniforms of a batch before the pairing's: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box center
 
 
@@ -47,7 +47,7 @@ class Mix:
             high = _LARGEST_ALPHA if field.name.endswith("alpha") else 1
             value = checks.number(field.name, getattr(self, field.name), 0, high)
             if field.name == "label_smoothing" and value == 1:
-                raise ConfigError("`label_smoothing` must be below 1: 1 would erase the label. Found: 1. Use 0.1.")
+                raise ConfigError("`label_smoothing` must be below 1: 1 would erase the label. Found: 1. Use e.g. 0.1.")
             object.__setattr__(self, field.name, float(value))  # 1 and 1.0 must be equal in a loader's state
 
     def __call__(

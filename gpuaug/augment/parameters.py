@@ -1,7 +1,7 @@
 """Types for Kornia's parameters of a batch, shared by recipes, operations and backends.
 
 Parameters are numpy arrays on the host, float32 and vectorized over the batch. A sample's parameters depend only on its
-own uniforms. Both backends only execute what :class:`Chosen` says. A slot is one position in an operation, where each
+own uniforms. Both backends execute :class:`Chosen` and draw nothing. A slot is one position in an operation, where each
 sample takes one of several alternatives or none. The gate is the random choice, by ``p``, of the samples to change.
 """
 

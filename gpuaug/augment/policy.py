@@ -52,7 +52,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
             f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}. "
-            f"Found: a {type(ops).__name__}. The name selects the operation's random numbers and is the key to override it."
+            f"Found: a {type(ops).__name__}. The name selects the operation's random numbers; overrides use it too."
         )
     for name in ops or {}:
         if not isinstance(name, str) or not name or "\0" in name:

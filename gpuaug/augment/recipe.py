@@ -1,4 +1,4 @@
-"""Recipes: what happens to an image, as objects. ``Augment`` is one view (or copies of it), ``MultiView`` several.
+"""Recipes: objects that augment images. ``Augment`` makes one view (or copies of it), ``MultiView`` several views.
 
 takes: uint8 images [B, H, W, 3] per view on the device, and (seed, epoch, indices, repeats) for the random numbers.
 does: draws the random numbers of all operations and views in one call and computes the boxes for decoding. Then the
@@ -6,7 +6,7 @@ chosen backend applies the operations and the normalization, and casts once.
 gives: float [B, 3, H, W] per view.
 
 A sample's pixels depend only on its own random numbers. Other samples in the batch, other views and other operations
-do not change these numbers. Pixels are bit-identical, except with ``backend="kornia"`` on CUDA: equal within 2e-6.
+do not change these numbers or pixels. Results are bit-identical; with ``backend="kornia"`` on CUDA, within 2e-6.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class Augment(_Recipe):
 
 
 class MultiView(_Recipe):
-    """Applies several recipes to each image. Views have the mapping's order; copies of one view are adjacent.
+    """Applies several recipes to each image, which is decoded once. Views have the mapping's order, copies are adjacent.
 
     Args:
         views: mapping of names to :class:`Augment`. The name selects the random numbers. None skips an entry.

@@ -190,7 +190,7 @@ def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
     return y
 
 
-CHECKED_BATCHES = 3  # per process and operation; only the first, because each check waits for the device
+CHECKED_BATCHES = 3  # per process and operation; only the first ones, because a check waits for the device
 CHECKED_SAMPLES = 8  # per such batch, run twice; finds 99 in 100 unrepeatable operations with p = 0.1
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
