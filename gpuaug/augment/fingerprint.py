@@ -106,7 +106,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     import kornia.augmentation as K
 
     if not isinstance(op, K.AugmentationBase2D):
-        magnitude = getattr(op, "magnitude", None)  # operations of a policy have one
+        magnitude = getattr(op, "magnitude", None)  # for operations of a policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = inspect.signature(kind).parameters
     order = {"order": fixed_order(op)} if "order" in names else {}

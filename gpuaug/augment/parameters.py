@@ -2,7 +2,7 @@
 
 Parameters are numpy arrays on the host, float32 and vectorized over the batch. A sample's parameters depend only on its
 own uniforms. Both backends execute :class:`Chosen` and draw nothing. A slot is one position in an operation, where each
-sample takes one of several alternatives or none. The gate is the random choice, by ``p``, of the samples to change.
+sample takes one of several alternatives or none. The gate decides, with probability ``p``, whether a sample is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpuaug.random.keyed import Float, Int
 
 Size = tuple[int, int]  # H, W of the images an operation is applied to
 Params = dict[str, NDArray[Any]]  # Kornia's parameter names to arrays [B, ...]
-Rule = Callable[[Float, Size], Params]  # uniforms [B, n] to parameters, without the gate
+Rule = Callable[[Float, Size], Params]  # uniforms [B, n] (without the gate's) to parameters
 Alternatives = tuple[Params, ...]
 
 

@@ -329,7 +329,7 @@ class Augment(_Recipe):
 
 
 class MultiView(_Recipe):
-    """Applies several recipes to each image, which is decoded once. Views have the mapping's order, copies are adjacent.
+    """Applies several recipes to each image, decoded once. Views have the mapping's order, and copies are adjacent.
 
     Args:
         views: mapping of names to :class:`Augment`. The name selects the random numbers. None skips an entry.
