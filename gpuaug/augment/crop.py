@@ -1,12 +1,12 @@
-"""Crops: uniform values and image shapes to boxes; which part of an image is read, at what size, and where it lands.
+"""Crops: compute from random numbers and image sizes which part of an image is read, its new size and its position.
 
-takes: uniforms float32 [B, count] (None where a crop draws nothing), EXIF-oriented heights and widths int64 [B]
-(0 for a sample that cannot be decoded: its row is then any valid one).
-does: torchvision's algorithms, for the whole batch at once.
-gives: :class:`Boxes`, numpy, from which `decode` makes a uint8 view [B, H, W, 3].
+takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
+orientation (0 if a sample cannot be decoded: its row then holds any valid box).
+does: torchvision's algorithms, vectorized over the batch.
+gives: :class:`Boxes`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
 
-Every crop is one rule: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``, clipped to
-the canvas; what the resized box does not cover is `fill`. Crop first, then resize: no pixel outside the box is read.
+All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``, clipped to
+the canvas. The rest of the canvas is `fill`. Cropping comes before resizing, so no pixel outside the box is read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gpuaug.batch import Boxes, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
-LARGEST_SIDE = 500_000  # pixels: panoramas and scans fit, and what is larger is a mistake
-LARGEST_VIEW = 178_000_000  # pixels of a view; `decode.max_pixels` allows an image as many
-_TRIES = 10  # of RandomResizedCrop, before the central fallback; torchvision's number
+LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
+LARGEST_VIEW = 178_000_000  # pixels of a view; equals the default of `decode.max_pixels`
+_TRIES = 10  # of RandomResizedCrop before it falls back to a central crop, as in torchvision
 Float64 = NDArray[np.float64]
 
 
@@ -41,17 +41,17 @@ class Crop:
         return f"{type(self).__name__}({', '.join([repr(first), *(f'{k}={v!r}' for k, v in others)])})"
 
     def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """The boxes of a batch.
+        """Compute the boxes of a batch.
 
         Args:
-            u: float32 [B, count] in [0, 1); None where the crop draws nothing.
+            u: float32 [B, count] in [0, 1); None if the crop is not random.
             heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
 
         Raises:
             ConfigError: ``u`` has another shape, or the images do not fit the crop.
         """
         known = np.asarray(heights) > 0
-        # A sample that cannot be decoded has no size; a single pixel keeps its row harmless.
+        # A sample that cannot be decoded has size 0. Size 1 gives its row a valid box.
         heights, widths = (np.maximum(np.asarray(n, dtype=np.int64), 1) for n in (heights, widths))
         u = np.zeros((len(heights), 0), dtype=np.float32) if u is None or not self.count else u
         if u.shape != (len(heights), self.count):
@@ -65,21 +65,21 @@ class Crop:
 
 
 class RandomResizedCrop(Crop):
-    """A random part of the image, of random area and aspect ratio, resized: torchvision's ``RandomResizedCrop``.
+    """Crops a random area with a random aspect ratio and resizes it, like torchvision's ``RandomResizedCrop``.
 
-    Ten tries from the draws; where none fits, the central crop whose ratio is clamped to `ratio`.
+    It tries ten random shapes. If no shape fits, it takes the central crop, with the ratio clamped to `ratio`.
 
     Args:
         size: output (H, W); an int is a square.
-        scale: lower and upper bound of the part's area as a fraction of the image's, 0 < min <= max <= 1.
-        ratio: lower and upper bound of width / height, drawn log-uniformly, 0 < min <= max.
+        scale: minimum and maximum area of the crop as a fraction of the image's area, 0 < min <= max <= 1.
+        ratio: minimum and maximum of width / height, 0 < min <= max; its distribution is log-uniform.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> RandomResizedCrop(224, scale=(0.2, 1)).size
     (224, 224)
     """
 
-    count = 2 + 2 * _TRIES  # row and column first, then (area, ratio) of every try: each stays where it is
+    count = 2 + 2 * _TRIES  # fixed positions: row and column, then (area, ratio) of each try
 
     def __init__(
         self,
@@ -99,12 +99,12 @@ class RandomResizedCrop(Crop):
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         target = (heights * widths)[:, None] * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
         ratio = np.exp(low + log_ratio * (high - low))
-        w = np.rint(np.sqrt(target * ratio)).astype(np.int64)  # rint rounds half to even, as Python's round
+        w = np.rint(np.sqrt(target * ratio)).astype(np.int64)  # rint rounds half to even, like Python's round
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # The fallback is the whole image, cut to the nearest allowed ratio. An image one pixel high or wide can round
-        # to nothing; torchvision then fails, here one pixel is kept.
+        # Fallback: the whole image, cut to the nearest allowed ratio. If an image is one pixel high or wide, this can
+        # round to zero. torchvision then fails; gpuaug keeps one pixel.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
@@ -117,16 +117,16 @@ class RandomResizedCrop(Crop):
 
 
 class RandomCrop(Crop):
-    """A part of fixed size at a random place, after padding; nothing is resized: torchvision's ``RandomCrop``.
+    """Pads the image and crops a fixed size at a random position, without resizing, like torchvision's ``RandomCrop``.
 
     Args:
-        size: (H, W) of the part; an int is a square.
+        size: (H, W) of the crop; an int is a square.
         padding: pixels added around the image before cropping: one value, (left and right, top and bottom), or
             (left, top, right, bottom).
         fill: 0..255, value of the added pixels.
 
     Raises:
-        ConfigError: from :meth:`boxes`, where a padded image is smaller than `size`.
+        ConfigError: from :meth:`boxes`, if a padded image is smaller than `size`.
 
     >>> RandomCrop(32, padding=4)
     RandomCrop((32, 32), padding=(4, 4, 4, 4), fill=0)
@@ -158,20 +158,21 @@ class RandomCrop(Crop):
                 f"{height}x{width} with padding {self.padding} (left, top, right, bottom). "
                 "Use a larger `padding`, a smaller `size`, or RandomResizedCrop, which fits every image."
             )
-        # of the window, which may reach over the edges
+        # top left corner of the crop window, which may extend beyond the image
         origin = _integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        stop = np.clip(origin + self.size, start + 1, limits)  # beside the image: a pixel that lands off the canvas
+        # If the window misses the image, one pixel is kept; it lands off the canvas.
+        stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return Boxes(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
 
 
 class ResizeCenterCrop(Crop):
-    """The shorter side resized, then the centre: torchvision's ``Resize(resize)`` and ``CenterCrop(size)``.
+    """Resizes the image and crops its center, like torchvision's ``Resize(resize)`` and ``CenterCrop(size)``.
 
     Args:
-        resize: the shorter side after resizing (the longer one follows, rounded down); (h, w) resizes to exactly that.
-        size: output (H, W); an int is a square. What the resized image does not cover is black.
+        resize: an int is the new shorter side; the longer side keeps the aspect ratio, rounded down. (h, w) is exact.
+        size: output (H, W); an int is a square. Pixels outside the resized image are black.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> ResizeCenterCrop(256, 224)
@@ -192,8 +193,8 @@ class ResizeCenterCrop(Crop):
     def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
         h, w = _resized(self.resize, heights, widths)
         H, W = self.size
-        # CenterCrop pads a smaller image by (H - h) // 2 before it and crops a larger one from int(round((h - H) / 2)),
-        # rounding half to even.
+        # CenterCrop pads a smaller image with (H - h) // 2 pixels at the top and left. It crops a larger image from
+        # int(round((h - H) / 2)), which rounds half to even.
         y = np.where(h < H, (H - h) // 2, -np.rint((h - H) / 2.0))
         x = np.where(w < W, (W - w) // 2, -np.rint((w - W) / 2.0))
         box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))
@@ -201,15 +202,15 @@ class ResizeCenterCrop(Crop):
 
 
 class Resize(Crop):
-    """The whole image resized: torchvision's ``Resize``.
+    """Resizes the whole image, like torchvision's ``Resize``.
 
     Args:
-        size: an int is the shorter side (the longer one follows, rounded down), and all images of a batch must then
-            come out equally large; (H, W) is exact.
+        size: (H, W) is exact. An int is the new shorter side; the longer side keeps the aspect ratio, rounded down.
+            With an int, all resized images of a batch must have the same size.
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:
-        ConfigError: from :meth:`boxes`, where an int gives images of different sizes.
+        ConfigError: from :meth:`boxes`, if an int gives images of different sizes.
 
     >>> Resize((224, 224))
     Resize((224, 224), interpolation='bilinear')
@@ -225,8 +226,8 @@ class Resize(Crop):
         if len(sizes) > 1:
             examples = ", ".join(f"{a}x{b}" for a, b in sizes[:3])
             raise ConfigError(
-                f"Resize's `size` as an int keeps aspect ratios, and a batch needs one size. Found: {self.size} gives "
-                f"{examples}. Use (H, W), which is exact, or ResizeCenterCrop or RandomResizedCrop."
+                "Resize's `size` must be (H, W) if aspect ratios differ, because all images of a batch need one size. "
+                f"Found: {self.size} gives {examples}. Use (H, W), ResizeCenterCrop or RandomResizedCrop."
             )
         height, width = sizes[0] if sizes else _pair("size", self.size)
         box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (height, width), (0, 0)))
@@ -237,17 +238,17 @@ CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)
 
 
 def _rows(count: int, *columns: Any) -> Int32:
-    """int32 [count, columns]; a number is the same in every row."""
+    """Stack columns to int32 [count, columns]; a scalar is repeated in every row."""
     return np.stack([np.broadcast_to(c, count) for c in columns], axis=1).astype(np.int32)
 
 
 def _integers(u: Float64, last: Int64) -> Int64:
-    """Integers 0..last, both included, from uniforms in [0, 1)."""
+    """Integers from 0 to ``last`` inclusive, from uniforms in [0, 1)."""
     return np.minimum((u * (last + 1)).astype(np.int64), last)
 
 
 def _resized(size: int | tuple[int, int], heights: Int64, widths: Int64) -> tuple[Any, Any]:
-    """Height and width after torchvision's Resize: an int is the shorter side, and the longer one is truncated."""
+    """Height and width after torchvision's Resize. An int is the shorter side; the longer side is rounded down."""
     if not isinstance(size, int):
         return np.full_like(heights, size[0]), np.full_like(widths, size[1])
     short, long = np.minimum(heights, widths), np.maximum(heights, widths)
@@ -256,24 +257,24 @@ def _resized(size: int | tuple[int, int], heights: Int64, widths: Int64) -> tupl
 
 
 def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int]:
-    """An int, alone or in a list of one, is the shorter side; two are (h, w)."""
+    """Check a size. One int, plain or in a list, is the shorter side; two ints are (h, w)."""
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     sides: tuple[Any, ...] = tuple(value) if several else (value,)  # type: ignore[arg-type]
     if len(sides) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sides):
-        raise ConfigError(f"`{name}` must be a positive int or two of them (H, W). Found: {value!r}.")
+        raise ConfigError(f"`{name}` must be a positive int or two positive ints (H, W). Found: {value!r}.")
     if max(sides) > LARGEST_SIDE:
-        raise ConfigError(f"`{name}` must be at most {LARGEST_SIDE} pixels a side. Found: {value}.")
+        raise ConfigError(f"`{name}` must be at most {LARGEST_SIDE} pixels per side. Found: {value}.")
     pixels = sides[0] * sides[-1]
     if len(sides) == 2 and pixels > LARGEST_VIEW:
         raise ConfigError(
-            f"`{name}` must be of at most {LARGEST_VIEW} pixels, as many as an image may have. Found: {sides[0]} x "
-            f"{sides[1]}, {pixels * 12 / 1e9:.1f} GB of float32 for each sample."
+            f"`{name}` must be at most {LARGEST_VIEW} pixels in total. Found: {sides[0]} x "
+            f"{sides[1]}, which needs {pixels * 12 / 1e9:.1f} GB of float32 per sample."
         )
     return (sides[0], sides[1]) if len(sides) == 2 else sides[0]
 
 
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
-    """(H, W); one number is a square."""
+    """Check a size and return (H, W); one int is a square."""
     side = _shorter_side(name, value)
     return _pair(name, (side, side)) if isinstance(side, int) else side
 

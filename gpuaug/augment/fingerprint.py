@@ -1,8 +1,8 @@
-"""The settings of a recipe as small JSON. States hold it, to tell recipes apart and to say where they differ.
+"""The settings of a recipe as compact JSON. A loader's state stores them, to detect and name changed settings.
 
-Only public names count: a class by the shortest path that shows it (``gpuaug.Resize``), and a Kornia operation by the
-arguments of its constructor and the ranges it draws from. So a class that moves to another file, or what a new release
-of Kornia keeps privately, makes no other recipe.
+Only public names are used. A class is written as its shortest import path (``gpuaug.Resize``). A Kornia operation is
+written as its constructor arguments and random ranges. So the fingerprint does not change if a class moves to another
+file or a new Kornia release changes private attributes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
 from gpuaug.augment.policy import OneOf
 
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
-_LARGEST_LIST = 1000  # elements of a tensor that are written out; of a larger one a hash
+_LARGEST_LIST = 1000  # elements; a larger tensor is stored as a hash
 
 
 def named(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Operations in their sequence: name, class, the settings a person would read, and a hash of all of them.
+    """List the operations in order: name, class, short readable settings, and a hash of all settings.
 
     Args:
-        ops: names to what :func:`settings` gave of each operation.
+        ops: mapping of names to the :func:`settings` of each operation.
     """
     entries = []
     for name, whole in ops.items():
@@ -48,7 +48,7 @@ def _digest(data: bytes) -> str:
 
 
 def settings(value: Any) -> Any:
-    """The settings of an object as JSON: classes by name, tensors and ranges by value; no traces of calls."""
+    """The settings of an object as JSON: classes by name, tensors and ranges by value; without results of calls."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Enum):
@@ -57,12 +57,12 @@ def settings(value: Any) -> Any:
         number = np.asarray(value).item()
         if isinstance(number, float) and not math.isfinite(number):
             return str(number)
-        return int(number) if number == int(number) else number  # 1 and 1.0 are one setting
+        return int(number) if number == int(number) else number  # 1 and 1.0 are the same setting
     if isinstance(value, Tensor | np.ndarray):
         return _array(value)
     if isinstance(value, OneOf):
         ops = {k: settings(op) for k, op in value.ops.items() if op is not None}
-        return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}  # the order counts
+        return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}  # their order matters
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -87,7 +87,7 @@ def settings(value: Any) -> Any:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """Where two JSON values differ: (path, value in a, value in b); entries of a list by their `name`."""
+    """List differences of two JSON values: (path, value in a, value in b). Paths identify list entries by `name`."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
         pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
@@ -102,17 +102,17 @@ def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments, wherever ``kind`` of Kornia keeps them, and the ranges that are drawn from."""
+    """Constructor arguments of Kornia's class ``kind``, wherever ``op`` stores them, and its random ranges."""
     import kornia.augmentation as K
 
     if not isinstance(op, K.AugmentationBase2D):
-        magnitude = getattr(op, "magnitude", None)  # of an operation of a policy
+        magnitude = getattr(op, "magnitude", None)  # for operations of a policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = inspect.signature(kind).parameters
     order = {"order": fixed_order(op)} if "order" in names else {}
     ranges = {k: v for k, v in generator_values(op).items() if k in names or isinstance(v, Distribution)}
     flags = {k: v for k, v in op.flags.items() if k in names}
-    if kind is type(op):  # of a subclass of somebody's own all that is public
+    if kind is type(op):  # a user's subclass keeps all its public attributes
         public = {k: v for k, v in public.items() if k in names or k in op._buffers}
     return ranges | order | flags | public
 
@@ -126,7 +126,7 @@ def _array(value: Tensor | np.ndarray[Any, Any]) -> Any:
 
 
 def _public_name(value: Any) -> str:
-    """Of a class or function: the shortest path that shows it, which stays where its file moves."""
+    """The shortest import path of a class or function. It usually stays the same if the class moves to another file."""
     parts, name = value.__module__.split("."), value.__qualname__
     for length in range(1, len(parts)):
         package = ".".join(parts[:length])

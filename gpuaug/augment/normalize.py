@@ -13,13 +13,13 @@ from gpuaug.errors import ConfigError
 
 
 class Normalize(nn.Module):
-    """``(x - mean) / std`` per channel, in float32, on float32 [B, 3, H, W] in 0..1.
+    """Computes ``(x - mean) / std`` per channel, for float32 images [B, 3, H, W] in 0..1.
 
-    The buffers follow ``.to(device)`` and stay float32 whatever the module is cast to.
+    ``.to(device)`` moves the buffers. They stay float32 even if the module is cast.
 
     Args:
-        mean: three values, in 0..1 as the pixels are.
-        std: three positive values.
+        mean: three values, for pixels in 0..1.
+        std: three positive values, for pixels in 0..1.
 
     >>> Normalize(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))(torch.ones(1, 3, 1, 1)).flatten()
     tensor([2., 2., 2.])
@@ -41,17 +41,18 @@ class Normalize(nn.Module):
                 raise ConfigError(f"`augment.normalize.std` must be positive. Found: {given!r}.")
             if max(abs(v) for v in values) > 2:
                 raise ConfigError(
-                    f"`augment.normalize.{name}` is in units of pixels in 0..1. Found: {given!r}. Divide by 255."
+                    f"`augment.normalize.{name}` must be given for pixel values in 0..1. Found: {given!r}. "
+                    "If the values are for 0..255, divide by 255."
                 )
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def values(self) -> dict[str, list[float]]:
-        """Mean and std as they are now on the CPU; on other devices, which would be waited for, as they were given."""
+        """Mean and std: current values of buffers on the CPU; otherwise as given, since reading a GPU would wait."""
         return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalized ``images``: float32 [B, 3, H, W] in 0..1 to the same shape."""
+        """Normalize float32 ``images`` [B, 3, H, W] in 0..1. The result has the same shape."""
         mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
         return (images - mean).div_(std)
 
@@ -61,7 +62,7 @@ class Normalize(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
         super()._apply(fn, recurse)
-        for name, values in self.settings.items():  # not converted: half precision would lose the values themselves
+        for name, values in self.settings.items():  # a cast to half has rounded the buffers: restore the given values
             device = getattr(self, name).device
             setattr(self, name, torch.tensor(values, dtype=torch.float32, device=device))
         return self

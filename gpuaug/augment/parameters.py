@@ -1,7 +1,8 @@
-"""Kornia's parameters for a batch: the types that recipes, operations and backends share.
+"""Types for Kornia's parameters of a batch, shared by recipes, operations and backends.
 
-Parameters are numpy arrays on the host, float32 and vectorised over the batch. A sample's parameters depend on its own
-uniforms only. Both backends execute what :class:`Chosen` says and draw nothing.
+Parameters are numpy arrays on the host, float32 and vectorized over the batch. A sample's parameters depend only on its
+own uniforms. Both backends execute :class:`Chosen` and draw nothing. A slot is one position in an operation, where each
+sample takes one of several alternatives or none. The gate decides, with probability ``p``, whether a sample is changed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from torch import Tensor, nn
 from gpuaug.random.keyed import Float, Int
 
 Size = tuple[int, int]  # H, W of the images an operation is applied to
-Params = dict[str, NDArray[Any]]  # Kornia's names to arrays [B, ...]
-Rule = Callable[[Float, Size], Params]  # uniforms [B, n] to parameters, without the gate
+Params = dict[str, NDArray[Any]]  # Kornia's parameter names to arrays [B, ...]
+Rule = Callable[[Float, Size], Params]  # uniforms [B, n] (without the gate's) to parameters
 Alternatives = tuple[Params, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """What happens to each sample of a batch in one operation.
+    """Choices and parameters of one operation for each sample of a batch.
 
     Attributes:
-        choice: int64 [B, S]: the alternative of slot s that a sample goes through; -1: the slot leaves it untouched.
-        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid, also
-            the rows of samples that take another alternative. Slots and alternatives may share one dictionary.
-        keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for the others.
+        choice: int64 [B, S]: the alternative of slot s that the sample takes; -1: the slot does not change the sample.
+        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid, even
+            if the sample takes another alternative. Slots and alternatives may share one dictionary.
+        keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
     """
 
     choice: Int
@@ -42,18 +43,18 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """One operation of a recipe, ready to be drawn. Settings are read once, when it is made.
+    """One operation of a recipe, ready to draw parameters. Its settings are read once, at construction.
 
     Attributes:
-        name: its key in ``ops``.
-        op: the module as given; never changed.
-        slots: S slots, applied one after the other. Each offers alternatives; a sample goes through one or none of
-            them. The modules are private copies with ``p = 1``: ``Chosen.choice`` holds the gate.
-        count: uniforms that a sample needs, the gate first.
-        rule: uniforms [B, count] and (H, W) to ``choice`` and ``params``.
+        name: the operation's key in ``ops``.
+        op: the given module; never modified.
+        slots: S slots, applied one after the other. Each slot is a tuple of alternatives: private copies of modules
+            with ``p = 1``, because ``Chosen.choice`` already contains the gate's result.
+        count: number of uniforms per sample. The first is for the gate, if there is one.
+        rule: function of uniforms [B, count] and (H, W) that returns ``choice`` and ``params``.
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
-        seeded: None, or why no rule is known. Then the module itself draws, sample by sample, from torch's global
-            generator, which is set from the sample's key and restored afterwards. Its own ``p`` stays in place.
+        seeded: None, or the reason why gpuaug has no rule. Without a rule, the module runs on one sample at a time and
+            keeps its own ``p``. It uses torch's global generator, seeded with the sample's key and restored afterwards.
     """
 
     name: str
@@ -65,20 +66,20 @@ class Prepared:
     seeded: str | None = None
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
-        """Uniforms float32 [B, count], image size (H, W) and, if ``keyed``, int64 keys [B, 2] to choices."""
+        """Draw choices from uniforms float32 [B, count], image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""
         return Chosen(*self.rule(u, size), keys)
 
 
 def always_applied(op: nn.Module) -> Any:
-    """A copy of a Kornia operation with ``p = 1``, which skips Kornia's blending; the gate is drawn outside."""
+    """Copy a Kornia operation with ``p = 1``, which skips Kornia's blending. The caller applies the gate."""
     module = copy.deepcopy(op)
     module.p = 1.0  # type: ignore[assignment]
     return module
 
 
 def tensors(params: Params, rows: Int | None = None) -> dict[str, Tensor]:
-    """Parameters of the given rows (None: all) as CPU tensors, where Kornia wants them."""
-    # A value shared by all samples is a read-only view of one row, and torch warns of those.
+    """Parameters of the given rows (None: all) as CPU tensors, because Kornia expects them on the CPU."""
+    # A value shared by all samples is a read-only view of one row. It is copied, because torch warns about such views.
     return {
         k: torch.from_numpy(np.require(v if rows is None else v[rows], requirements=["C", "W"]))
         for k, v in params.items()

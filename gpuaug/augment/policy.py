@@ -1,8 +1,8 @@
-"""Operations of a recipe, prepared once: what is refused, what draws each one's parameters, and per-sample choices.
+"""Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
 
-Kornia's RandAugment, TrivialAugment and AutoAugment choose one path for a batch; here each sample has its own, from its
-own uniforms. What is chosen from, the magnitudes, their mapping and their random sign are Kornia's: a sample replayed
-alone through Kornia's policy with the same path and parameters has the same bits.
+Kornia's RandAugment, TrivialAugment and AutoAugment choose one path per batch. Here each sample gets its own path, from
+its own uniforms. The candidates, magnitudes, their mapping and their random sign are Kornia's. If one sample is
+replayed through Kornia's policy with the same path and parameters, the result is bit-identical.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger("gpuaug")
 
 
 class OneOf:
-    """One of several operations for each sample, with equal chances; an entry of a recipe's ``ops``.
+    """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
     Args:
-        ops: names to operations; their own ``p`` applies once they are chosen. None is switched off.
-        p: chance that a sample goes through any of them.
+        ops: mapping of names to operations. A chosen operation still applies its own ``p``. None skips an entry.
+        p: probability that one of the operations is chosen for a sample.
 
     >>> import gpuaug, kornia.augmentation as K
     >>> blur = gpuaug.OneOf(ops={"gaussian": K.RandomGaussianBlur(3, (0.1, 2)), "box": K.RandomBoxBlur()}, p=0.5)
@@ -48,25 +48,25 @@ class OneOf:
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
-    """The operations of a mapping, in its order; None is an operation switched off."""
+    """Prepare the operations of a mapping, in its order. Entries that are None are skipped."""
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
-            f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}: the "
-            f"name keys an operation's draws and lets it be overridden. Found: a {type(ops).__name__}."
+            f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}. "
+            f"Found: a {type(ops).__name__}. The name selects the operation's random numbers; overrides use it too."
         )
     for name in ops or {}:
         if not isinstance(name, str) or not name or "\0" in name:
-            raise ConfigError(f"`{path}` must have names that are text. Found: {name!r}.")
+            raise ConfigError(f"`{path}` must have non-empty strings as names. Found: {name!r}.")
         if name == "crop":
-            raise ConfigError(f"`{path}.crop` is the name of the crop's own draws. Choose another name.")
+            raise ConfigError(f"`{path}.crop`: the name `crop` is reserved for the recipe's crop. Choose another name.")
     return tuple(prepare(name, op, path=path) for name, op in (ops or {}).items() if op is not None)
 
 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
-    """A Kornia operation or policy, a OneOf, or a module from float [1, 3, H, W] to the same shape, ready to be drawn.
+    """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [1, 3, H, W] to the same shape.
 
     Raises:
-        ConfigError: a setting contradicts per-sample draws, or the module has its place elsewhere in a recipe.
+        ConfigError: a setting makes samples depend on their batch, or the module does not belong in ``ops``.
     """
     key = f"{path}.{name}"
     if isinstance(op, OneOf):
@@ -80,9 +80,9 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
         return prepared
     if entry is None or (known := entry.parameters(op)) is None:
-        reason = f"no rule for its parameters{'' if entry is None else ' with these settings'}"
+        reason = f"gpuaug has no rule for its parameters{'' if entry is None else ' with these settings'}"
         logger.warning(
-            "`%s` (%s) draws per sample from a seed, one image at a time on the thread that iterates: %s",
+            "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s",
             *(key, type(op).__name__, reason),
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
@@ -92,16 +92,16 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
-    """A :class:`OneOf`, ready to be drawn: its slots offer the alternatives of all its operations."""
+    """Prepare a :class:`OneOf`. Each slot contains the alternatives of all its operations."""
     members = prepare_all(op.ops, path=f"{key}.ops")
     if not members:
-        raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Remove `{key}` instead.")
+        raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Add one or remove `{key}`.")
     checks.number(f"{key}.p", op.p, 0, 1)
     for member in members:
         if member.seeded is not None:
             raise ConfigError(
                 f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
-                f"{type(member.op).__name__}. Use it as an operation of its own."
+                f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
             )
     slots = tuple(
         tuple(module for m in members if slot < len(m.slots) for module in m.slots[slot])
@@ -112,7 +112,7 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """The rule's parameters; chosen are the samples whose first uniform is below ``p``."""
+    """The rule's parameters. A sample is chosen if its first uniform random number is below ``p``."""
     choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
     return choice, ((rule(u[:, 1:], size),),)
 
@@ -122,7 +122,7 @@ def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
 
 
 def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
-    """One member per sample, where the first uniform is below ``p``; the second says which."""
+    """Choose a member for each sample whose first uniform is below ``p``. The second uniform selects the member."""
     which = (u[:, 1] * np.float32(len(members))).astype(np.int64)
     which[u[:, 0] >= np.float32(p)] = -1
     choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)
@@ -139,17 +139,17 @@ def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> t
 
 # --- policies
 
-Member = tuple[int, float, Rule]  # one operation of a policy: its uniforms (the sign first), its p, its rule
+Member = tuple[int, float, Rule]  # operation of a policy: number of uniforms (first: sign), p, rule
 
 
 def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
-    """One operation of a policy, its settings read once; ``magnitude`` overrides its own."""
+    """Read the settings of one operation of a policy; ``magnitude`` replaces the operation's own magnitude."""
     entry = entry_of(operation.op)
     known = None if entry is None else entry.parameters(operation.op)
     if known is None:
         raise ConfigError(
-            f"`{key}` can choose only between operations whose parameters gpuaug draws. Found: "
-            f"{type(operation.op).__name__} in its policy. Use it as an operation of its own."
+            f"`{key}` must contain only operations that have a parameter rule in gpuaug. Found: "
+            f"{type(operation.op).__name__} in the policy. Make it a separate entry of `augment.ops`."
         )
     count, rule = known
     factor, mapping = policy_parameter(operation)
@@ -163,15 +163,13 @@ def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
 def _magnified(
     u: Float, size: Size, *, rule: Rule, factor: str | None, magnitude: Any, mapping: Any, symmetric: bool
 ) -> Params:
-    """The rule's parameters, but ``factor``: a given magnitude (None: as drawn), through Kornia's mapping, with a sign.
-
-    A given magnitude of a translation is a fraction of the image's width or height.
-    """
+    """The rule's parameters. ``factor`` gets ``magnitude`` (None: the rule's), Kornia's mapping and a random sign."""
     params = rule(u[:, 1:], size)
     if factor is None:
         return params
     value = params[factor]
     if magnitude is not None:
+        # The given magnitude of a translation is a fraction of the image's width or height.
         pixels = {"translate_x": size[1], "translate_y": size[0]}.get(factor, 1)
         value = np.full(len(u), magnitude * np.float32(pixels), dtype=np.float32)
     if mapping is not None:
@@ -182,7 +180,7 @@ def _magnified(
 
 
 def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
-    """RandAugment has `n` slots and one magnitude for all operations; TrivialAugment one slot and draws magnitudes."""
+    """RandAugment: ``n`` slots, one magnitude ``m`` for all operations. TrivialAugment: one slot, random magnitudes."""
     operations = [operation for child in op.children() for operation in child.children()]
     members = tuple(_member(o, key, _magnitude(op, o) if rand else None) for o in operations)
     slots = op.n if rand else 1
@@ -196,12 +194,12 @@ def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
 def _distinct(
     u: Float, size: Size, *, members: Sequence[Member], slots: int, first: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """``slots`` distinct members per sample, in random order."""
+    """Choose ``slots`` distinct members per sample, in random order."""
     if slots > 1:
         choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
     else:
         choice = (u[:, :1] * np.float32(len(members))).astype(np.int64)
-    # One call for all slots: it takes about as long for two as for one.
+    # One call covers all slots, because a call for two slots takes about as long as a call for one.
     blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
     drawn = [rule(blocks, size) for _, _, rule in members]
     rows = [slice(slot * len(u), (slot + 1) * len(u)) for slot in range(slots)]
@@ -209,10 +207,10 @@ def _distinct(
 
 
 def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
-    """AutoAugment: a slot offers the operations that its sub-policies have at this place."""
+    """AutoAugment: slot i contains the i-th operation of each sub-policy."""
     policies = [list(child.children()) for child in op.children()]
     members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
-    width = 1 + max(count for path in members for count, _, _ in path)  # the gate, then the member's own
+    width = 1 + max(count for path in members for count, _, _ in path)  # the gate's uniform, then the member's
     slots = tuple(
         tuple(always_applied(operations[slot].op) for operations in policies if slot < len(operations))
         for slot in range(max(map(len, policies)))
@@ -224,7 +222,7 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
 def _paths(
     u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """One path of ``members`` per sample; every operation of a path has a gate of its own."""
+    """Choose one path of ``members`` per sample. Each operation of a path has its own gate."""
     taken = (u[:, 0] * np.float32(len(members))).astype(np.int64)
     choice = np.full((len(u), slots), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * slots
@@ -237,17 +235,17 @@ def _paths(
 
 
 def _magnitude(op: Any, operation: Any) -> Any:
-    """RandAugment's magnitude for one operation, by Kornia's own arithmetic; None where it has none."""
+    """RandAugment's magnitude for one operation, computed as in Kornia; None if the operation has no magnitude."""
     if operation.magnitude_range is None:
         return None
     low, high = operation.magnitude_range
     m = torch.tensor([op.m / 30], dtype=torch.float32)
-    if policy_parameter(operation)[0] == "bits_factor":  # more magnitude, fewer bits
+    if policy_parameter(operation)[0] == "bits_factor":  # a larger magnitude means fewer bits
         m = 1 - m
     return np.float32((m * float(high - low) + low).item())
 
 
-# Kornia's classes to (name, op, key=key in the configuration) -> Prepared.
+# Name of Kornia's class to a function: (name, op, key=configuration key) -> Prepared.
 _POLICIES: dict[str, Callable[..., Prepared]] = {
     "RandAugment": partial(_prepare_distinct, rand=True),
     "TrivialAugment": partial(_prepare_distinct, rand=False),
@@ -255,9 +253,9 @@ _POLICIES: dict[str, Callable[..., Prepared]] = {
 }
 
 
-# --- what cannot be an operation of a recipe
+# --- modules that `ops` refuses
 
-# Package and class: what an operation must do, and the remedy. The first class of a module's MRO that is here decides.
+# Package and class to (requirement, remedy). The first class in the module's MRO that is listed here decides.
 _REFUSED = {
     name: (required, remedy)
     for names, required, remedy in (
@@ -265,27 +263,27 @@ _REFUSED = {
             "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
             "kornia.RandomResizedCrop kornia.PadTo",
             "keep the size of the images",
-            "Sizes are decided before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
+            "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
         ),
         (
             "gpuaug.Augment gpuaug.MultiView",
             "be one operation",
-            "It is a whole recipe: write each of its operations as an entry of `ops`, or the recipe as a view of "
+            "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
             "gpuaug.MultiView.",
         ),
         (
             "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
-            "leave pixels in 0..1, which later operations expect",
+            "keep pixels in 0..1 for later operations",
             "Use `normalize` instead.",
         ),
-        ("kornia.MixAugmentationBaseV2", "treat each sample alone", "It mixes samples: use `mix` instead."),
-        ("kornia.AugmentationBase3D", "take images", "It takes volumes: use its 2D counterpart."),
-        ("kornia.PolicyAugmentBase", None, None),  # allowed, though it is an ImageSequentialBase
+        ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
+        ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
+        ("kornia.PolicyAugmentBase", None, None),  # allowed, although a subclass of ImageSequentialBase
         (
             "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
             "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
             "be one operation",
-            "It is a container: write each of its operations as an entry of `ops` with a name of its own.",
+            "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
         ),
     )
     for name in names.split()
@@ -303,11 +301,11 @@ def _check(key: str, op: Any) -> None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
         value = getattr(op, setting, wanted)
-        if value is not None and value != wanted:  # containers say None
+        if value is not None and value != wanted:  # None in containers
             raise ConfigError(
-                f"`{key}.{setting}` must be {wanted}: every sample draws for itself, whatever batch it is in. "
+                f"`{key}.{setting}` must be {wanted}, because each sample is augmented independently of its batch. "
                 f"Found: {value!r}. Remove the setting."
             )
     p = getattr(op, "p", 1.0)
-    if p is not None or "kornia.AugmentationBase2D" in names:  # policies and modules of the user's own have none
+    if p is not None or "kornia.AugmentationBase2D" in names:  # policies and users' modules have no p
         checks.number(f"{key}.p", p, 0, 1)

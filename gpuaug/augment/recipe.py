@@ -1,12 +1,12 @@
-"""Recipes: what happens to an image, as objects. ``Augment`` is one view (or copies of it), ``MultiView`` several.
+"""Recipes: objects that augment images. ``Augment`` makes one view (or copies of it), ``MultiView`` several views.
 
-takes: uint8 images [B, H, W, 3] per view on the device, and draws for (seed, epoch, indices, repeats).
-does: the draws of all operations and views in one call, boxes for decoding, then the operations, normalization, and
-one cast, by the chosen backend.
+takes: uint8 images [B, H, W, 3] per view on the device, and (seed, epoch, indices, repeats) for the random numbers.
+does: draws the random numbers of all operations and views in one call and computes the boxes for decoding. Then the
+chosen backend applies the operations and the normalization, and casts once.
 gives: float [B, 3, H, W] per view.
 
-A sample's pixels depend on its own draws only: never on which samples share its batch, on other views or on other
-operations of the recipe. That holds to the last bit, but for ``backend="kornia"`` on CUDA, where it holds within 2e-6.
+A sample's pixels depend only on its own random numbers. Other samples in the batch, other views and other operations
+do not change these numbers or pixels. Results are bit-identical; with ``backend="kornia"`` on CUDA, within 2e-6.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ log = logging.getLogger("gpuaug")
 
 _BACKENDS = ("fused", "kornia")
 _READ_ONCE = (
-    "settings are read once, when a recipe is made. Build another one, as `Augment.replace` does; "
-    "`loader.replace(augment=...)` puts it into a loader."
+    "a recipe reads its settings only when it is created. Create a new recipe with `Augment.replace`; "
+    "`loader.replace(augment=...)` makes a loader use the new recipe."
 )
-LARGEST_COPIES = 1000  # views of one augment; each is drawn, decoded and augmented for itself
+LARGEST_COPIES = 1000  # views of one Augment; each view is cropped and augmented separately
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One image that a recipe makes of a sample: its name in a MultiView ("" without one), its copy, its recipe."""
+    """One output image per sample: the view's name in a MultiView (otherwise ""), the copy's number, the recipe."""
 
     name: str
     copy: int
@@ -58,14 +58,14 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """Everything random about a batch, for all views: uniforms float32 [B, n] and keys int64 [B, 2] per stream."""
+    """All random numbers of a batch, for all views. Per stream: uniforms float32 [B, n] and keys int64 [B, 2]."""
 
     uniforms: Mapping[tuple[str, int, str], Float]
     keys: Mapping[tuple[str, int, str], Int]
 
 
 class _Recipe(nn.Module):
-    """Base of Augment and MultiView: everything is done per view."""
+    """Base of Augment and MultiView. Each view is processed separately."""
 
     views: list[View]
     _read_once: tuple[str, ...]  # settings that cannot be assigned
@@ -76,13 +76,13 @@ class _Recipe(nn.Module):
         super().__setattr__(name, value)
 
     def check_unchanged(self, *, quick: bool = False) -> None:
-        """Compare crop, operations and normalization with what they were when the recipe was made.
+        """Check that crop, operations and normalization have the same settings as when the recipe was created.
 
         Args:
-            quick: compare only where something was assigned since the last time; it does not see inside tensors.
+            quick: skip a view if no attribute was assigned since the last check. This misses changes inside tensors.
 
         Raises:
-            ReadOnlyError: one of their settings was changed since, which would have no effect.
+            ReadOnlyError: a setting was changed. The change would have no effect.
         """
         for view in (v for v in self.views if v.copy == 0):
             augment, values = view.augment, view.augment._values()
@@ -91,14 +91,14 @@ class _Recipe(nn.Module):
             prefix = f"augment.views.{view.name}" if view.name else "augment"
             for where, made, now in differences(augment._made, augment._settings()):
                 raise ReadOnlyError(
-                    f"`{prefix}.{where}` was {made!r} when the recipe was made and is {now!r} now, without effect: "
-                    f"{_READ_ONCE}"
+                    f"`{prefix}.{where}` was {made!r} when the recipe was created and is {now!r} now. "
+                    f"The change has no effect: {_READ_ONCE}"
                 )
             augment._seen = values
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
-        """The named rows of random numbers that one batch needs."""
+        """The streams of random numbers that one batch needs."""
         return tuple(
             Stream(view.name, view.copy, name, count)
             for view in self.views
@@ -110,19 +110,19 @@ class _Recipe(nn.Module):
 
     @property
     def main_thread(self) -> bool:
-        """Whether an operation draws from torch's global generator, and so must run on the thread that iterates."""
+        """Whether an operation uses torch's global generator. Such a recipe must run in the iterating thread."""
         return any(p.seeded is not None for view in self.views for p in view.augment.prepared)
 
     def draw(
         self, *, seed: int, epoch: int, indices: Int | Tensor | Sequence[int], repeats: Int | None = None
     ) -> Drawn:
-        """All draws of a batch, a function of (seed, epoch, index, repeat, view, operation) for every sample.
+        """Draw the random numbers of a batch, from (seed, epoch, index, repeat, view, operation) for each sample.
 
         Args:
             seed: any integer.
             epoch: 0 <= epoch < 2**32.
-            indices: int64 [B], numbers of the samples in their source.
-            repeats: int64 [B], how often the epoch yielded the index before; None: 0.
+            indices: int64 [B], sample numbers in the source.
+            repeats: int64 [B], how many times the epoch has already yielded the index; None: 0.
         """
         numbers = np.asarray(indices, dtype=np.int64)
         values = uniforms(self.streams, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
@@ -134,14 +134,14 @@ class _Recipe(nn.Module):
         return Drawn(values, keys)
 
     def boxes(self, drawn: Drawn, heights: Int, widths: Int) -> list[Boxes]:
-        """The boxes that each view reads of the images of a batch.
+        """Compute the crop boxes of each view for the images of a batch.
 
         Args:
-            drawn: the batch's draws.
-            heights, widths: int64 [B], of the images as EXIF orients them.
+            drawn: the batch's random numbers.
+            heights, widths: int64 [B], image sizes after EXIF orientation.
 
         Raises:
-            ConfigError: images of different sizes and no crop, or a crop that does not fit them.
+            ConfigError: the images differ in size and there is no crop, or the crop does not fit the images.
         """
         return [
             _whole_images(heights, widths)
@@ -158,10 +158,10 @@ class _Recipe(nn.Module):
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Any:
-        """Cropped uint8 images [B, H, W, 3], one batch per view, to [B, 3, H, W] of ``dtype``, in the views' order.
+        """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn`` are the batch's draws, ``memory_format`` is torch's. With a function alone it is ``nn.Module.apply``,
-        which reaches a recipe inside a larger model.
+        ``drawn``: the batch's random numbers. With a function as the only argument, this is ``nn.Module.apply``, which
+        a larger model calls for each of its modules.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -180,25 +180,25 @@ class _Recipe(nn.Module):
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor | list[Tensor]:
-        """The whole recipe, crop included, on a batch that is already decoded.
+        """Apply the whole recipe, including the crop, to a decoded batch.
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
-            seed: any integer. None: 0; without ``indices`` a seed from torch's default CPU generator, as torch's own
-                random operations take theirs, mixed with the rank and the number of the DataLoader worker.
+            seed: any integer. None with ``indices``: 0. None without ``indices``: a new seed from torch's default CPU
+                generator (as for torch's random operations), the rank and the DataLoader worker's number.
             epoch: number of the epoch.
-            indices: [B], numbers of the samples; None: 0 .. B-1, so calls with one ``seed`` repeat their draws.
+            indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
             dtype: float32, bfloat16 or float16.
             memory_format: contiguous_format or channels_last.
 
         Returns:
-            [B, 3, h, w], or a list of them where the recipe has several views.
+            [B, 3, h, w], or a list of such tensors if the recipe has several views.
 
         Raises:
-            ConfigError: an argument of the wrong kind.
-            ReadOnlyError: settings were changed after the recipe was made.
+            ConfigError: an argument has a wrong type, shape or value.
+            ReadOnlyError: settings were changed after the recipe was created.
         """
-        if torch.compiler.is_compiling():  # numpy and kernels of our own: nothing that could be traced
+        if torch.compiler.is_compiling():  # torch.compile cannot trace numpy and our kernels
             eager = torch.compiler.disable(partial(_Recipe.forward, self))
             return eager(images, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
         self.check_unchanged(quick=True)
@@ -226,17 +226,18 @@ class _Recipe(nn.Module):
 
 
 class Augment(_Recipe):
-    """What happens to an image: crop, operations, normalization; with ``copies``, several times with other draws.
+    """A recipe for one view: crop, operations, normalization. ``copies`` makes several random views of each sample.
 
-    Settings of crop and operations are read once, when this is made; the operations themselves are never changed.
-    ``train()`` and ``eval()`` change nothing.
+    The constructor reads the settings of crop and operations once. It never modifies the given operations.
+    ``train()`` and ``eval()`` have no effect.
 
     Args:
-        crop: gpuaug.RandomResizedCrop or another of gpuaug's; None: images as they are, all of one size.
-        ops: names to operations of ``kornia.augmentation``, applied in this order; None is one switched off.
+        crop: gpuaug.RandomResizedCrop or another gpuaug crop. None: no crop; all images must have the same size.
+        ops: mapping of names to ``kornia.augmentation`` operations, applied in this order. None skips an entry.
         normalize: gpuaug.Normalize; None: pixels stay in 0..1.
-        copies: views with draws of their own.
-        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Same draws.
+        copies: number of views. Each view has its own random numbers.
+        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Both use the same
+            random numbers.
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
@@ -260,29 +261,29 @@ class Augment(_Recipe):
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)
-        # Prepared operations are no submodules: moving a Kornia module would move and convert its samplers.
+        # Prepared operations are not registered as submodules: `.to()` would convert the samplers of Kornia modules.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self._settings()
-        self._seen: list[Any] = []  # values when they were compared last
+        self._seen: list[Any] = []  # attribute values at the last check
 
     @property
     def ops(self) -> Mapping[str, Any]:
-        """The operations as given, without those switched off."""
+        """The given operations, without the entries that are None."""
         return MappingProxyType({p.name: p.op for p in self.prepared})
 
     @property
     def views(self) -> list[View]:  # type: ignore[override]
-        """One per copy."""
+        """One view per copy."""
         return [View("", copy, self) for copy in range(self.copies)]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides draws and pixels, as JSON: settings, not the backend, not what was drawn before."""
+        """All settings that decide random numbers and pixels, as JSON. Backend and results of calls do not count."""
         return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
 
     def replace(self, **changes: Any) -> Augment:
-        """Another recipe: this one's settings but for ``changes``, as ``replace(normalize=None)``."""
+        """Return a new recipe with changed settings, for example ``replace(normalize=None)``."""
         kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
         return Augment(**kept | changes)
 
@@ -295,7 +296,7 @@ class Augment(_Recipe):
         }
 
     def _values(self) -> list[Any]:
-        """Attributes of crop and operations, and what is in those that are dictionaries, to compare by identity."""
+        """Attribute values of crop and operations, and values inside their dictionaries, to compare by identity."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
@@ -311,12 +312,12 @@ class Augment(_Recipe):
     def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
         """Apply operations and normalization to one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-        ``drawn`` has the batch's random parameters of every ``view``; ``output`` is ``dtype`` and ``memory_format``.
+        ``drawn`` holds the batch's random numbers of all views; ``output`` holds ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
             if kind is FusedBackend and images.is_cuda and verdict("fused_cuda") is False:
-                log.warning("augment with backend=kornia: `gpuaug doctor` found the compiled kernels broken here")
+                log.warning("using backend=kornia: `gpuaug doctor` found that compiled kernels fail on this machine")
                 kind = ReferenceBackend
             self._executor = kind(self.prepared, self.normalize)
         at, size = (view.name, view.copy), (images.shape[1], images.shape[2])
@@ -324,15 +325,15 @@ class Augment(_Recipe):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executor": None, "_seen": []}  # compiled functions and caches are made anew
+        return {**self.__dict__, "_executor": None, "_seen": []}  # unpickling rebuilds compiled functions, caches
 
 
 class MultiView(_Recipe):
-    """Several recipes for one image, decoded once; views in the order of the mapping, copies next to each other.
+    """Applies several recipes to each image, decoded once. Views have the mapping's order, and copies are adjacent.
 
     Args:
-        views: names to :class:`Augment`; the name keys the draws. None is one switched off.
-        backend: ``fused`` or ``kornia`` for all views; None: the backend of each.
+        views: mapping of names to :class:`Augment`. The name selects the random numbers. None skips an entry.
+        backend: ``fused`` or ``kornia`` for all views; None: each view keeps its own backend.
 
     >>> import gpuaug
     >>> large, small = (gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), copies=2) for size in (224, 96))
@@ -357,10 +358,10 @@ class MultiView(_Recipe):
             if augment is None:
                 continue
             if not isinstance(name, str) or not name or "\0" in name:
-                raise ConfigError(f"`augment.views` must have names that are text. Found: {name!r}.")
+                raise ConfigError(f"`augment.views` must have non-empty strings as names. Found: {name!r}.")
             checks.instance(f"augment.views.{name}", augment, Augment)
             if backend not in (None, augment.backend):
-                augment = augment.replace(backend=backend)  # the caller's keeps its own
+                augment = augment.replace(backend=backend)  # the caller's object is unchanged
             self.augments.append(augment)
             self.views += [View(name, copy, augment) for copy in range(augment.copies)]
         if not self.views:
@@ -368,17 +369,17 @@ class MultiView(_Recipe):
         self._made = True
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides draws and pixels, as JSON."""
+        """All settings that decide random numbers and pixels, as JSON."""
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
 
 
 def _whole_images(heights: Int, widths: Int) -> Boxes:
-    """The boxes without a crop."""
+    """Boxes of whole images, if the recipe has no crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
     if len(sizes) and (sizes != sizes[0]).any():
         other = sizes[(sizes != sizes[0]).any(axis=1)][0]
         raise ConfigError(
-            "`augment.crop` is needed to make one batch of images of different sizes. Found: "
+            "`augment.crop` must be set if the images of a batch differ in size. Found: "
             f"{sizes[0].tolist()} and {other.tolist()}. Use gpuaug.Resize((H, W)) or another crop."
         )
     height, width = sizes[0].tolist() if len(sizes) else (1, 1)
@@ -387,22 +388,22 @@ def _whole_images(heights: Int, widths: Int) -> Boxes:
 
 
 def _channels_last(images: Any) -> Tensor:
-    """uint8 [B, 3, H, W] or [B, H, W, 3] as [B, H, W, 3]."""
+    """Return uint8 images [B, 3, H, W] or [B, H, W, 3] as [B, H, W, 3]."""
     wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
         given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ConfigError(f"{wanted}. Found: {given}.")
     if not images.numel() and len(images):
-        raise ConfigError(f"{wanted} with pixels. Found: {list(images.shape)}.")
+        raise ConfigError(f"{wanted} without empty axes. Found: {list(images.shape)}.")
     first, last = images.shape[1] == 3, images.shape[3] == 3
     if first == last:
-        what = "could be either; pad the width or crop it" if first else "has no axis of three channels"
+        what = "could be either. Pad or crop the width" if first else "has no axis with three channels"
         raise ConfigError(f"{wanted}. Found: {list(images.shape)}, which {what}.")
     return images.permute(0, 2, 3, 1) if first else images
 
 
 def _cut(images: Tensor, boxes: Boxes) -> Tensor:
-    """Boxes of uint8 [B, H, W, 3], resized onto their canvas: uint8 [B, h, w, 3]; as decoding does on the CPU."""
+    """Crop and resize uint8 images [B, H, W, 3] to uint8 [B, h, w, 3], as the decoder does on the CPU."""
     H, W = boxes.size
     placed = np.hstack([boxes.box, boxes.resized, boxes.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
@@ -419,7 +420,7 @@ def _cut(images: Tensor, boxes: Boxes) -> Tensor:
 
 
 def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    x = image.contiguous().permute(2, 0, 1)[None]  # whatever the layout given: the same kernel, the same pixels
+    x = image.contiguous().permute(2, 0, 1)[None]  # one layout: same kernel and pixels for all inputs
     x = x.float() if x.is_cuda else x  # torch resizes uint8 on the CPU only
     y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
     return (y.round_().clamp_(0, 255) if x.is_cuda else y)[0].permute(1, 2, 0).to(torch.uint8)

@@ -1,19 +1,19 @@
-"""``backend="kornia"``: Kornia's own modules, applied to the samples that were chosen for them, with our parameters.
+"""``backend="kornia"``: applies Kornia's own modules to the chosen samples, with gpuaug's parameters.
 
-takes: uint8 [B, H, W, 3] on the device, and per operation what was chosen for each sample.
-does: float32 in 0..1, [B, 3, H, W]; per operation, slot and alternative the chosen rows are gathered, go through the
-module and are put back; then normalization and one cast.
+takes: uint8 [B, H, W, 3] on the device, and one :class:`Chosen` per operation.
+does: converts to float32 [B, 3, H, W] in 0..1. For each operation, slot and alternative, gathers the chosen rows, runs
+the module on them and writes them back. Then normalizes and casts once.
 gives: [B, 3, H, W].
 
-It is the reference: slow, and on the CPU bit for bit independent of which samples share a batch. A group is never a
-single row: with one row torch takes other paths (a mean over one output is split over threads, a convolution of one
-small image takes another kernel), and the last bits differ. So a lone row is doubled. Operations whose entry says
-``one_by_one`` are the opposite, always row by row.
+This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. With a single
+row torch takes other paths (it splits a mean over one output across threads, and uses another kernel to convolve one
+small image), and the last bits differ. So a single row is duplicated before the module runs. Operations whose entry
+says ``one_by_one`` always run row by row instead.
 
-On CUDA samples are independent of their batch within 2e-6: torch adds up the mean of an image in an order that depends
-on the number of images. Products of matrices and convolutions are taken in float64 there: TF32, which convolutions use
-by default, leaves 10 bits of a pixel (5e-4 in a median blur). It is a setting of the whole process: without it for a
-moment, another thread would train otherwise.
+On CUDA, a sample's results in different batches agree within 2e-6, because torch sums an image's mean in an order that
+depends on the number of images. Matrix products and convolutions run in float64 there. By default, convolutions use
+TF32, which keeps only 10 bits of a pixel (error 5e-4 in a median blur). TF32 is not switched off, because that setting
+is global to the process: training in another thread would change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("gpuaug")
 
 
 class ReferenceBackend:
-    """A recipe's prepared operations, in order, through Kornia; then ``normalize``, in float32, unless it is None."""
+    """Runs a recipe's prepared operations in order through Kornia, then ``normalize`` (if not None), in float32."""
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
         self.ops = tuple(ops)
@@ -54,8 +54,8 @@ class ReferenceBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and memory format; arithmetic in float32, one cast."""
-        # autocast of the caller would turn matrices and convolutions into half precision
+        """Map uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and format. Computes in float32, casts once."""
+        # the caller's autocast would run matrix products and convolutions in half precision
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             x = unit(images)
             if len(x):
@@ -67,16 +67,16 @@ class ReferenceBackend:
 
 
 def unit(images: Tensor) -> Tensor:
-    """uint8 [B, H, W, 3] to float32 [B, 3, H, W] in 0..1, contiguous, in memory of its own."""
+    """Copy uint8 [B, H, W, 3] to a new, contiguous float32 tensor [B, 3, H, W] in 0..1."""
     x = torch.empty((len(images), 3, *images.shape[1:3]), dtype=torch.float32, device=images.device)
     return x.copy_(images.permute(0, 3, 1, 2)).div_(255)
 
 
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
-    """One operation on float32 [B, 3, H, W]; ``x`` is used up.
+    """Apply one operation to float32 [B, 3, H, W]. It may overwrite ``x``.
 
     Raises:
-        ConfigError: Kornia's operation refuses, for example a blur of images smaller than its kernel.
+        ConfigError: Kornia's operation rejects the images, for example if a blur's kernel is larger than the images.
     """
     shape = list(x.shape)
     try:
@@ -95,11 +95,11 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
         refused = isinstance(error, ImportError | RuntimeError | TypeError | ValueError)
         lost = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError | ConfigError)
         if lost or not refused or not kind.__module__.startswith("kornia."):
-            error.add_note(f"in operation `{op.name}` ({kind.__name__}) on {shape}")
+            error.add_note(f"in operation `{op.name}` ({kind.__name__}) on images of shape {shape}")
             raise
         raise ConfigError(
             f"`ops.{op.name}` ({kind.__name__}) cannot be applied to images of {shape[2]}x{shape[3]} pixels: "
-            f"{str(error).rstrip('.')}. Change its settings, or the size of the crop."
+            f"{str(error).rstrip('.')}. Change the operation's settings or the crop's size."
         ) from error
 
 
@@ -112,7 +112,7 @@ _PRODUCTS = frozenset(
 
 
 class _Float64Products(TorchFunctionMode):
-    """In this thread float32 products are taken in float64, and rounded once."""
+    """Computes this thread's float32 products in float64 and rounds each result once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in _PRODUCTS:
@@ -138,26 +138,26 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
         forget(module)
         return x
     count, whole = len(rows), 1 < len(rows) == len(x)
-    group = np.repeat(rows, 2) if count == 1 else rows  # never a single row
+    group = np.repeat(rows, 2) if count == 1 else rows  # duplicate a single row
     values = _values(params, rows=group)
     if keys is not None:
         values |= noise(module, torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3]))
     at = torch.from_numpy(group).to(x.device, non_blocking=True)
-    y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some give torch's default
+    y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some return the default dtype
     forget(module)
     return y.contiguous() if whole else x.index_copy_(0, at[:count], y[:count])
 
 
 def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
-    """Kornia's parameters of some rows, with a gate that is open."""
+    """Kornia's parameters of the given rows, with ``batch_prob`` 1: the module changes every row."""
     return {**tensors(params, rows), "batch_prob": torch.ones(len(rows), dtype=torch.float32, device="cpu")}
 
 
 def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
-    """An operation that draws by itself: each sample alone, from its own seed."""
+    """Run an operation that draws its own random numbers: one sample at a time, each with its own seed."""
     (module,) = op.slots[0]
     number = _batches[module] = _batches.get(module, 0) + 1
-    given = x.clone() if number <= CHECKED_BATCHES else x  # an operation may write to what it is given
+    given = x.clone() if number <= CHECKED_BATCHES else x  # an operation may modify its input
     seeds = [low | high << 32 for low, high in keys.tolist()]
     with _generators(x.device):
         for row, seed in enumerate(seeds):
@@ -173,7 +173,7 @@ def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
 
 
 def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
-    """One image [1, 3, H, W] through the operation, with all global generators seeded."""
+    """Run the operation on one image [1, 3, H, W], with all global generators seeded."""
     torch.default_generator.manual_seed(seed)
     if image.is_cuda:
         torch.cuda.default_generators[image.device.index or 0].manual_seed(seed)
@@ -184,39 +184,36 @@ def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
     if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
         given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ConfigError(
-            f"`ops.{op.name}` must give images as it takes them, floats of shape {shape}. Found: {given}. "
-            "Sizes are decided before decoding: use `crop`."
+            f"`ops.{op.name}` must return floats of its input's shape {shape}. Found: {given}. "
+            "If it changes the image size, use `crop` instead."
         )
     return y
 
 
-CHECKED_BATCHES = 3  # of each process and operation; checking later ones would wait for the device
-CHECKED_SAMPLES = 8  # of each such batch run twice: of operations with p = 0.1 that differ 99 in 100 are noticed
+CHECKED_BATCHES = 3  # per process and operation; only the first ones, because a check waits for the device
+CHECKED_SAMPLES = 8  # per such batch, run twice; finds 99 in 100 unrepeatable operations with p = 0.1
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
 
 
 def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor) -> None:
-    """Warn where one sample and one seed gave two results, or good pixels became NaN or far from 0..1.
-
-    Once, however many views and loaders have the operation. Noise that nobody clamps stays in -1..2; a normalized
-    image, or 0..255, does not.
-    """
-    low, high, least, most = (float(v) for x in (made, given) for v in (x.min(), x.max()))  # NaN where one pixel is
+    """Warn once per operation if one seed gave two results, or if good pixels became NaN or far from 0..1."""
+    # The limits are -1..2: unclamped noise stays inside, normalized images and pixels in 0..255 do not.
+    low, high, least, most = (float(v) for x in (made, given) for v in (x.min(), x.max()))  # NaN if a pixel is NaN
     # sums on a GPU may differ in the last bits
     repeats = torch.allclose(made[: len(again)], again, rtol=0, atol=1e-4, equal_nan=True)
     for good, fact, remedy in (
         (
             repeats,
-            "gives other pixels for the same sample and seed",
-            ": it holds a generator or a state of its own, so no run can be repeated or resumed. Draw from the global "
-            "generators of torch, numpy or Python, which are seeded for every sample.",
+            "gives different pixels for the same sample and seed",
+            ": it has its own generator or state, so a run cannot be repeated or resumed. Use the global generators of "
+            "torch, numpy or Python instead: gpuaug seeds them for every sample.",
         ),
         (
             -1 <= low <= high <= 2 or not -1 <= least <= most <= 2,
             "gives values far outside 0..1",
-            f": {low:.3g} to {high:.3g}. Scale its output; mean and standard deviation belong to `normalize`. Where "
-            "they are NaN or infinite, check its arithmetic, or clamp what it takes or gives.",
+            f": {low:.3g} to {high:.3g}. Scale its output to 0..1; use `normalize` for mean and standard deviation. If "
+            "values are NaN or infinite, check the operation's arithmetic, or clamp its input or output.",
         ),
     ):
         where = (op.name, type(op.op).__name__)
@@ -227,7 +224,7 @@ def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor) -> N
 
 @contextmanager
 def _generators(device: torch.device) -> Iterator[None]:
-    """The global generators of torch, numpy and Python, as they were, afterwards."""
+    """Save the global generators of torch, numpy and Python, and restore them on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device.index or 0] if device.type == "cuda" else []
     try:
