@@ -48,7 +48,7 @@ class Outputs:
                 kept.append((freed, candidate))
         self._free.extendleft(kept)
         reused = mapped(size) if memory is None else memory
-        lease = reused.numpy()  # dies with the last tensor made from it
+        lease = reused.numpy()  # freed with the last tensor made from it
         weakref.finalize(lease, lambda: self._free.append((self._taken, reused))).atexit = False
         flat = torch.from_numpy(lease).view(dtype)
         batch, channels, height, width = shape

@@ -1,4 +1,4 @@
-"""``backend="fused"``: a whole recipe in one pass over the images.
+"""``backend="fused"``: runs a whole recipe in one pass over the images.
 
 takes: uint8 [B, H, W, 3] on the device, and the choices for each sample and operation.
 does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU one compiled call
@@ -199,7 +199,7 @@ def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.
 
 
 def _affine(normalize: Any) -> tuple[Any, Any]:
-    """Normalization as ``x * scale + shift``."""
+    """Scale and shift for which normalization is ``x * scale + shift``."""
     if normalize is None:
         return _BETWEEN[:2]
     mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))

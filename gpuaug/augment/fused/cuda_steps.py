@@ -72,7 +72,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel has one mean per sample, and flips at the load: so a flip after an erased rectangle starts a new one.
+        # A kernel has one mean per sample and flips at the load. So a flip after an erased rectangle needs a new kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
@@ -99,7 +99,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3] each: of the parts in between, of the last part
+    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: of all parts but the last; of the last
     ramps: Tensor
 
 

@@ -27,7 +27,7 @@ _uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia 
 
 
 def _idle(op: Any) -> list[bool]:
-    """For each step, whether its factor is always neutral. Kornia skips such a step, and so do we."""
+    """For each step, whether its factor is always neutral. Kornia skips such a step, and so does the program."""
     return [range_of(op, sampler) == (n, n) for sampler, n in zip(_SAMPLERS, _NEUTRAL, strict=True)]
 
 
@@ -70,7 +70,7 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
 def _ordered(
     u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Factors and one of ``orders`` for each sample; chosen are samples whose first uniform is below ``p``."""
+    """Factors and one of ``orders`` for each sample. A sample is chosen if its first uniform is below ``p``."""
     params = factors(u[:, 1:], size)
     number = (u[:, order_column] * np.float32(len(orders))).astype(np.int64)
     choice = orders[number]

@@ -128,8 +128,8 @@ class Entry:
         affects: what the operation changes. ``pixels``: values only. ``matrix``: pixels move by the matrix of
             Kornia's ``compute_transformation``. ``field``: each pixel moves by its own offset.
         steps: from a module to its fused steps. None: its settings have no fused form, so the module itself runs.
-        parameters: from a module to the number of uniforms per sample (without the gate), and the rule that turns
-            uniforms into Kornia's parameters. None if the module's settings have no rule.
+        parameters: from a module to the number of uniforms per sample (without the one for ``p``), and the rule
+            that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
         check: raises ConfigError for settings that would fail later. Arguments: the module, its configuration key.
         prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
         noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
