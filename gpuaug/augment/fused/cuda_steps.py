@@ -72,7 +72,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel has one mean per sample and flips at the load. So a flip after an erased rectangle needs a new kernel.
+        # A kernel has one mean per sample and flips at the load. So a flip after an erasure needs a new kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
