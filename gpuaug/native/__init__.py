@@ -1,1 +1,1 @@
-"""C++ that is compiled once per machine, and the memory it works in."""
+"""Compiles C++ code once per machine, and manages the memory of batches."""

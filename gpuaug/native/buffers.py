@@ -1,4 +1,4 @@
-"""Memory of batches: reused, mapped, and pinned for copies to a device."""
+"""Memory of batches: reused buffers, memory mappings, and copies to a device through pinned memory."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SMALL = 1 << 20  # bytes below which malloc is good enough
+_SMALL = 1 << 20  # bytes; for smaller tensors malloc is good enough
 
 
 class Outputs:
     """Reuses the memory of freed batches, because mapping fresh pages takes as long as a recipe.
 
     Args:
-        most: bytes that are kept at most; what was freed first goes first.
-        age: what was not needed for so many batches is given back.
+        most: the most bytes to keep. The oldest freed memory is released first.
+        age: release memory that was not reused for this many batches.
     """
 
     def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
         self.most, self.age = most, age
         self._taken = 0
-        # Appended to wherever a batch dies, also inside the garbage collector: nothing here may take a lock.
+        # A freed batch is appended here, also by the garbage collector. So no code here may take a lock.
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:
-        """An uninitialised tensor [B, 3, H, W]; its memory comes back when the last tensor on it is gone."""
+        """An uninitialised tensor [B, 3, H, W]; its memory is reused after the last tensor on it is freed."""
         size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -38,8 +38,8 @@ class Outputs:
         memory, kept, room = None, list[tuple[int, Tensor]](), self.most
         while self._free:
             try:
-                freed, candidate = self._free.pop()  # the newest first: more of it may be in cache
-            except IndexError:  # another thread was faster
+                freed, candidate = self._free.pop()  # the newest first, because more of it may be in the CPU cache
+            except IndexError:  # another thread took the last one
                 break
             if memory is None and candidate.numel() == size:
                 memory = candidate
@@ -48,7 +48,7 @@ class Outputs:
                 kept.append((freed, candidate))
         self._free.extendleft(kept)
         reused = mapped(size) if memory is None else memory
-        lease = reused.numpy()  # dies with the last tensor made from it
+        lease = reused.numpy()  # freed with the last tensor made from it
         weakref.finalize(lease, lambda: self._free.append((self._taken, reused))).atexit = False
         flat = torch.from_numpy(lease).view(dtype)
         batch, channels, height, width = shape
@@ -58,20 +58,20 @@ class Outputs:
 
 
 def mapped(size: int) -> Tensor:
-    """uint8 [size] in a mapping of its own, which the system has back as soon as it is freed.
+    """A uint8 tensor [size] in its own memory mapping, which is returned to the system as soon as it is freed.
 
-    Not by malloc: below 32 MiB it would come out of the heap of whichever thread asks, and every thread's heap keeps
-    what was freed into it.
+    malloc is not used: below 32 MiB it takes memory from the calling thread's heap, and each thread's heap keeps the
+    memory that is freed.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on the device, without waiting for it.
+    """Copy a tensor to the device without waiting for the device.
 
-    On CUDA it goes through pinned memory, which torch uses again only once the copy is done: out of other memory the
-    copy may hold the thread until the device has finished all earlier work.
+    For CUDA the tensor is pinned first: a copy from unpinned memory may block the thread until the device has finished
+    all earlier work. torch reuses the pinned memory only after the copy.
     """
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()

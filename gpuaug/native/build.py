@@ -1,8 +1,8 @@
-"""C++ that is built once per machine with the compiler that is there, and kept.
+"""Compiles C++ once per machine with an installed compiler, and caches the library.
 
-The build is kept in the user's cache directory under a name that holds source, compiler, flags and processor, so that a
-home directory shared by different machines serves each its own. torch.utils.cpp_extension does neither this nor the
-checks of what is loaded, needs ninja, and takes a second to import.
+The library is in the user's cache directory. Its name depends on the source, compiler, flags and processor, so
+different machines can share a home directory. torch.utils.cpp_extension does not do this, does not check
+libraries before it loads them, needs ninja, and takes a second to import.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = logging.getLogger("gpuaug")
 
 _LIBRARY = ("-std=c++17", "-shared", "-fPIC", "-pthread")
 FLAGS = (*_LIBRARY, "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
-_THREADS = Path(__file__).with_name("threads.hpp")  # before every source
+_THREADS = Path(__file__).with_name("threads.hpp")  # prepended to every source
 _lock = threading.Lock()
 
 
 def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
-    """The library built of one C++ file, or None where it cannot be built; logs which and why.
+    """Build or load the library of one C++ file. If that fails, log the reason and return None.
 
     Args:
-        source: the file.
-        name: what it is for, in the log and in the name of the build.
-        without: what happens where it cannot be built, for the log.
-        flags: of the compiler.
+        source: the C++ file.
+        name: the library's purpose, for the log and for the name of the built file.
+        without: what happens without the library, for the log.
+        flags: compiler flags.
     """
     given = os.environ.get("CXX", "").split()[:1]
     with _lock:
@@ -54,7 +54,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             stem = f"{name}-{_fingerprint(text, compiler, flags)}"
             kept = cache()
             with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
-                # a temporary folder may go once the library is loaded
+                # after loading, a temporary folder may be deleted
                 path = _kept(Path(folder), stem) or _build(compiler, flags, text, Path(folder), stem)
                 return ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
@@ -64,7 +64,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
 
 def cache() -> Path | None:
-    """A directory of this user alone, as what lies in it is loaded as code; None where there can be none."""
+    """The cache folder. None if it cannot be used, or if others can write to it: its files are loaded as code."""
     root = files.cache_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,14 +72,14 @@ def cache() -> Path | None:
             return root
     except OSError:
         pass
-    logger.info("what is compiled is not kept: %s is not a folder that this user alone can write", root)
+    logger.info("compiled code is not cached: only this user must be able to write to %s (see XDG_CACHE_HOME)", root)
     return None
 
 
 def _kept(folder: Path, stem: str) -> Path | None:
-    """A build that may be loaded: this user's, and whole; others of the name are removed.
+    """A cached library that is safe to load: complete, and only this user can write it. Removes the others.
 
-    The name holds the digest of the content, since to load a file that a full disk has cut kills the process.
+    The file name holds a digest of the content: loading a file that a full disk has truncated kills the process.
     """
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
@@ -88,8 +88,8 @@ def _kept(folder: Path, stem: str) -> Path | None:
                 return path
         except FileNotFoundError:
             continue  # another rank has removed it
-        why = "damaged" if own else "not this user's alone"
-        logger.warning("%s on cpu: %s is %s, and is built anew", stem.split("-")[0], path, why)
+        why = "damaged" if own else "not a private file of this user"
+        logger.warning("%s on cpu: the library %s is %s. It is compiled again.", stem.split("-")[0], path, why)
         path.unlink(missing_ok=True)
     return None
 
@@ -118,11 +118,11 @@ def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem:
         command = [compiler, *flags, str(text), "-o", str(built)]
         try:
             subprocess.run([*command, "-march=native"], capture_output=True, text=True, check=True, timeout=300)
-        except subprocess.CalledProcessError:  # some compilers have no -march=native for their machine
+        except subprocess.CalledProcessError:  # some compilers do not support -march=native on their machine
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        built.chmod(0o700)  # a umask may leave it to the group
+        built.chmod(0o700)  # a umask may let the group write
         path = folder / f"{stem}-{_digest(built.read_bytes())}.so"
-        os.replace(built, path)  # in one step: several ranks may build at once
+        os.replace(built, path)  # atomic, because several ranks may build at the same time
     seconds = time.perf_counter() - start
     logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, seconds, compiler)
     return path

@@ -1,4 +1,4 @@
-// Work on several threads: prepended to every C++ file that build.py builds.
+// Runs work on several threads. build.py prepends this file to every C++ file that it builds.
 
 #include <atomic>
 #include <cstdint>
@@ -14,10 +14,10 @@ void* call(void* work) {
     return nullptr;
 }
 
-// Runs `work` on so many threads, this one among them; it takes its share from a counter, as any of them may come late.
-// Where no more threads are to be had, those that are there do it.
-// On Linux a new thread starts beside its maker as often as not, and then both take turns on one processor while another
-// idles (batches of 64 took 3.3 or 6.4 ms, by chance): so its attributes exclude that processor before it starts.
+// Runs `work` on `count` threads, including this one. `work` takes its items from a shared counter, because threads may
+// start late. If the system cannot start more threads, the existing ones do all the work.
+// On Linux a new thread often starts on its creator's processor. Then both share that processor while another one idles
+// (batches of 64 took 3.3 or 6.4 ms, by chance). So the thread attributes exclude that processor from the start.
 template <class Work>
 void on_threads(int64_t count, const Work& work) {
     std::vector<pthread_t> helpers;

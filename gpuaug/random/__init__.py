@@ -1,1 +1,1 @@
-"""Keyed random numbers: a pure function of (seed, epoch, sample, operation)."""
+"""Keyed random numbers: each number is a pure function of (seed, epoch, sample, operation)."""

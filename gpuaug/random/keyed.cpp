@@ -1,8 +1,8 @@
-// Philox 4x32-10 (Salmon et al., SC 2011) for a whole batch: what `uniforms` of keyed.py computes in numpy, bit for bit.
+// Philox 4x32-10 (Salmon et al., SC 2011) for a whole batch; bit-identical to the numpy code of `uniforms` in keyed.py.
 
 namespace {
 
-constexpr int LANES = 16;  // counters worked on together: the compiler makes vectors of them
+constexpr int LANES = 16;  // counters per iteration, so that the compiler can vectorise
 
 constexpr uint32_t M0 = 0xD2511F53u, M1 = 0xCD9E8D57u, W0 = 0x9E3779B9u, W1 = 0xBB67AE85u;
 
@@ -10,8 +10,8 @@ constexpr uint32_t M0 = 0xD2511F53u, M1 = 0xCD9E8D57u, W0 = 0x9E3779B9u, W1 = 0x
 
 // Four uniforms in [0, 1) for every block of every sample, multiples of 2**-24.
 //
-// keys: key words and number of each block, uint32 [3, blocks]; indices: int64 [batch]; repeats: int64 [batch] or null;
-// out: float32 [batch, blocks, 4].
+// keys: two key words and the number of each block, uint32 [3, blocks]; indices: int64 [batch];
+// repeats: int64 [batch] or null; out: float32 [batch, blocks, 4].
 extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int64_t* indices, const int64_t* repeats,
                                 int64_t batch, uint32_t epoch, float* out) {
     const int64_t all = batch * blocks;
@@ -19,7 +19,7 @@ extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int6
     for (int64_t start = 0; start < all; start += LANES) {
         uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES], k0[LANES], k1[LANES];
         const int64_t count = all - start < LANES ? all - start : LANES;
-        for (int lane = 0; lane < LANES; ++lane) {  // lanes beyond the last counter repeat it, and are not written
+        for (int lane = 0; lane < LANES; ++lane) {  // extra lanes repeat the last counter; their results are dropped
             const uint64_t index = static_cast<uint64_t>(indices[sample]);
             c0[lane] = static_cast<uint32_t>(index);
             c1[lane] = static_cast<uint32_t>(index >> 32);
@@ -43,7 +43,7 @@ extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int6
         }
         for (int64_t lane = 0; lane < count; ++lane) {
             float* to = out + 4 * (start + lane);
-            to[0] = static_cast<float>(c0[lane] >> 8) * 0x1p-24f;  // 24 bits: exact
+            to[0] = static_cast<float>(c0[lane] >> 8) * 0x1p-24f;  // 24 bits are exact in float32
             to[1] = static_cast<float>(c1[lane] >> 8) * 0x1p-24f;
             to[2] = static_cast<float>(c2[lane] >> 8) * 0x1p-24f;
             to[3] = static_cast<float>(c3[lane] >> 8) * 0x1p-24f;

@@ -1,13 +1,13 @@
 """Keyed randomness: everything random is a pure function of (seed, epoch, index, repeat, view, operation).
 
-The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A stream of
-numbers belongs to a name: the 64-bit key is a BLAKE2 hash of the scheme's version, the seed, the view, its copy and the
-operation. The counter holds who draws: index, epoch, repeat, and the number of the block of four values. So adding an
-operation, a view or a sample moves nothing that others draw.
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each named
+stream has a 64-bit key: a BLAKE2 hash of the scheme's version, the seed, the view, its copy and the operation. The
+counter holds the index, the epoch, the repeat and the number of the block of four values. So a new operation, view or
+sample does not change the random numbers of the others.
 
-A batch's uniforms come from keyed.cpp where there is a C++ compiler, else from numpy: the same bits, ten times as long.
+With a C++ compiler keyed.cpp computes a batch's uniforms, else numpy does: bit-identical, but ten times slower.
 
-No generator of torch, numpy or Python is read or moved, but by :func:`seed_of_call`.
+Only :func:`seed_of_call` uses a generator of torch, numpy or Python.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor
 from gpuaug.errors import ConfigError
 from gpuaug.native import build
 
-EPOCHS = 2**32  # an epoch's number has one counter word
-VERSION = 1  # of the scheme; travels in loader states, because another scheme would draw other values
+EPOCHS = 2**32  # the counter has one 32-bit word for the epoch
+VERSION = 1  # of the scheme; saved in loader states, because another scheme draws other values
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers and key increments of the paper
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers; below, its key increments
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
@@ -44,7 +44,7 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A named row of random numbers: which view, which of its copies, which operation, and how many values."""
+    """A named sequence of random numbers: for which view, copy of the view and operation, and how many values."""
 
     view: str
     copy: int
@@ -63,9 +63,9 @@ def _hash(text: str) -> int:
 
 
 def seed_of_call() -> int:
-    """A seed from torch's default CPU generator, which moves by one draw.
+    """Draw a seed from torch's default CPU generator, which advances by one number.
 
-    Mixed with the rank and the number of the DataLoader worker: their generators may be in one state.
+    The seed includes the rank and the DataLoader worker's number, because their generators may have the same state.
     """
     value = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else os.environ.get("RANK", 0)
@@ -76,7 +76,7 @@ def seed_of_call() -> int:
 def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
     """Philox 4x32-10: four 32-bit words from four counter words and two key words, all in broadcastable uint64.
 
-    Equal to the known-answer vectors published with Random123.
+    The results match the test vectors published with Random123.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -91,15 +91,15 @@ def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint6
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
-    """Per block of four values: both key words, and the block's number within its stream; [3, blocks]."""
+    """For each block of four values: two key words and the block's number in its stream; [3, blocks]."""
     rows = [(*_key(seed, s), number) for s in streams for number in range(-(-s.count // 4))]
     return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled generator, or None where it cannot be compiled; logs once which and why."""
-    native = build.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="is numpy's, ten times as long")
+    """The compiled generator, or None if it cannot be compiled; logs the result and the reason once."""
+    native = build.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="runs in numpy, ten times slower")
     if native is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         native.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
@@ -113,14 +113,14 @@ def uniforms(
     """Uniform values in [0, 1) for every stream and sample, in one vectorised call.
 
     Args:
-        streams: what is needed; (view, copy, op) must be distinct.
+        streams: the streams to compute; (view, copy, op) must be distinct.
         seed: any integer.
         epoch: 0 <= epoch < 2**32.
-        indices: int64 [B], numbers of the samples in their source.
-        repeats: int64 [B] below 65536, how often the epoch yielded the index before; None: 0.
+        indices: int64 [B], the samples' numbers in their source.
+        repeats: int64 [B] below 65536, how many times the epoch already yielded the index; None: 0.
 
     Returns:
-        (view, copy, op) to float32 [B, count], multiples of 2**-24.
+        a dictionary from (view, copy, op) to float32 [B, count], multiples of 2**-24.
 
     Raises:
         ConfigError: if the epoch does not fit into 32 bits.
@@ -147,21 +147,21 @@ def uniforms(
 
 
 def _counted(index: NDArray[np.uint64], epoch: int, extra: Any, key: Sequence[Any]) -> list[NDArray[np.uint64]]:
-    """Four words for every index: the counter holds the index, the epoch, and repeat and block as ``extra``."""
+    """Four words per index. The counter holds the index, the epoch and ``extra`` (the repeat and the block)."""
     return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)  # type: ignore[arg-type]
 
 
 def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch: int, out: Float) -> None:
-    """What keyed.cpp does, in numpy."""
+    """The same as keyed.cpp, in numpy."""
     k0, k1, number = keys.astype(np.uint64)[:, None, :]
     extra = number if repeats is None else number | (repeats.astype(np.uint64)[:, None] << np.uint64(16))
     for lane, word in enumerate(_counted(indices.astype(np.uint64)[:, None], epoch, extra, (k0, k1))):
-        out[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits: exact in float32
+        out[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits are exact in float32
     out *= np.float32(2.0**-24)
 
 
 def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:
-    """``count`` 64-bit values, a function of (name, seed, epoch, position): for the order of an epoch."""
+    """``count`` 64-bit values for the order of an epoch; each is a function of (name, seed, epoch, position)."""
     position = np.arange(start, start + count, dtype=np.uint64)
     low, high, _, _ = _counted(position, epoch, np.uint64(0), _key(seed, Stream("", 0, name, 1)))
     return (high << np.uint64(32)) | low
@@ -170,24 +170,24 @@ def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) ->
 def sample_keys(
     stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
 ) -> NDArray[np.int64]:
-    """One pair of 32-bit key words per sample, int64 [B, 2], for :func:`field` (per-pixel noise on the device)."""
+    """Two 32-bit key words per sample, int64 [B, 2], for :func:`field` (per-pixel noise on the device)."""
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
     again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
     extra = (again << np.uint64(16)) | np.uint64(0xFFFF)
     return np.stack(_counted(index, epoch, extra, _key(seed, stream))[:2], axis=1).astype(np.int64)
 
 
-_AT_ONCE = 2**21  # values: what is made on the way, 64-bit words above all, takes some 40 bytes each
+_AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take about 40 bytes per value
 
 
 def field(keys: Tensor, count: int) -> Tensor:
-    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``: a pure function of each sample's key.
+    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``, a pure function of each sample's key.
 
-    The same Philox in torch int64 arithmetic (a product wraps modulo 2**64, so its two halves are exact).
+    Computes Philox in torch's int64. Products wrap modulo 2**64, so both 32-bit halves are exact.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.
-        count: how many values per sample.
+        count: number of values per sample.
     """
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
         return torch.cat([field(some, count) for some in keys.split(rows)])
@@ -203,7 +203,7 @@ def field(keys: Tensor, count: int) -> Tensor:
 
 
 def normal_field(keys: Tensor, count: int) -> Tensor:
-    """Standard normal values, float32 ``[B, count]``, by Box-Muller from :func:`field`."""
+    """Standard normal values, float32 ``[B, count]``: the Box-Muller transform of :func:`field`."""
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
         return torch.cat([normal_field(some, count) for some in keys.split(rows)])
     half = -(-count // 2)

@@ -458,5 +458,5 @@ def test_images_too_small_for_an_operation_are_named(backend: str, op: Any, side
 @pytest.mark.parametrize("size", [float("nan"), [], "", "abc", {}, [1, 2, 3], (3,), 0, -1, 0.5, None, 2, True, (3, 4)])
 def test_a_kernel_has_a_middle(size: Any) -> None:
     blur = K.RandomGaussianBlur(kernel_size=size, sigma=(0.1, 2.0))
-    with pytest.raises(ConfigError, match="blur.kernel_size` must be odd and positive"):
+    with pytest.raises(ConfigError, match="blur.kernel_size`.* odd"):
         Augment(ops={"blur": blur})

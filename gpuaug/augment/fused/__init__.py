@@ -1,1 +1,1 @@
-"""The fused backend: a recipe as a few compiled kernels, on the CPU (C++) and on CUDA (Triton)."""
+"""The fused backend: runs a recipe in a few compiled kernels, on the CPU (C++) or on CUDA (Triton)."""

@@ -1,15 +1,15 @@
-"""``backend="fused"``: a whole recipe in one pass over the images.
+"""``backend="fused"``: runs a whole recipe in one pass over the images.
 
-takes: uint8 [B, H, W, 3] on the device, and per operation what was chosen for each sample.
-does: lowers the choices to one short program per sample (lower.py) and runs the programs: on the CPU in one compiled
-call (cpu.cpp), each image staying in cache from its uint8 pixels to the normalised output; on CUDA in a few Triton
-kernels (cuda.py). Without a C++ compiler, or without Triton, the whole recipe runs through Kornia (reference.py).
+takes: uint8 [B, H, W, 3] on the device, and the choices for each sample and operation.
+does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU one compiled call
+(cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA a few Triton
+kernels (cuda.py) run them. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
 gives: [B, 3, H, W].
 
-On every device a sample's pixels are the same bits in every batch, except through Kornia on CUDA (reference.py).
+On each device, a sample's pixels are bit-identical in every batch, except through Kornia on CUDA (reference.py).
 
-Because the program is data, another order, gate, policy or batch size compiles nothing. An operation without a lowering
-runs through Kornia between two such passes; the log says so once.
+The program is data. So another order, probability, policy or batch size needs no new compilation. An operation without
+fused steps runs through Kornia, between two fused passes. The log says so once.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
 
-_Output = tuple[Any, Any, torch.dtype, bool]  # the result is x * scale + shift per channel; its dtype; channels last
+_Output = tuple[Any, Any, torch.dtype, bool]  # scale, shift (per channel: x * scale + shift), dtype, channels last
 _BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
 
 
 class _Part(NamedTuple):
-    """Consecutive operations: either all lowered, or a single one that runs through Kornia."""
+    """Consecutive operations that all have fused steps, or a single operation that runs through Kornia."""
 
     numbers: tuple[int, ...]
     lowering: Lowering | None
 
 
 class FusedBackend:
-    """A recipe's operations in as few passes as they allow.
+    """Runs a recipe's operations in as few passes as possible.
 
     Args:
         ops: the prepared operations, in order.
-        normalize: has ``mean`` and ``std``, three values each in 0..1; applied at the end; None: nothing.
+        normalize: a module with ``mean`` and ``std``, three values each in 0..1. It is applied last; None: not at all.
     """
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
@@ -70,7 +70,7 @@ class FusedBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and memory format; arithmetic in float32, one cast."""
+        """uint8 [B, H, W, 3] to [B, 3, H, W]; computes in float32 and casts to ``dtype`` once, at the end."""
         library = native.library() if images.device.type == "cpu" else None
         kernels = _triton_kernels(images.device) if library is None else None
         if images.numel() and (library or kernels) is not None:
@@ -88,7 +88,7 @@ class FusedBackend:
         return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
     def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], compiled: Any, output: _Output) -> Tensor:
-        """One pass; ``compiled`` is the library of the CPU or the module of CUDA kernels."""
+        """Run one part; ``compiled`` is the CPU library or the module of CUDA kernels."""
         if part.lowering is None:
             (number,) = part.numbers
             x = reference.unit(x) if x.dtype == torch.uint8 else x
@@ -108,35 +108,35 @@ class FusedBackend:
         return compiled.launch(x, program, fields=fields, dtype=dtype, channels_last=channels_last)
 
 
-_no_triton: list[str] = []  # why, once Triton has failed
+_no_triton: list[str] = []  # the reasons, after Triton has failed
 
 
 def _triton_kernels(device: torch.device) -> Any:
-    """The module of CUDA kernels, or None: for another device, and where Triton cannot be imported or has failed."""
+    """The module of CUDA kernels. None for another device, or if Triton cannot be imported or has failed."""
     if device.type != "cuda" or _no_triton:
         return None
     try:
         from gpuaug.augment.fused import cuda as triton_kernels
-    except Exception as error:  # a library or a folder that Triton lacks, as well as Triton itself
+    except Exception as error:  # Triton, or a library or folder that Triton needs, is missing
         _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
 
 
 def _without_triton(why: str) -> None:
-    """Go on without Triton in this process; says so once."""
+    """Stop using Triton in this process; logs a warning once."""
     if not _no_triton:
         logger.warning(
-            "augment on cuda runs operation by operation, many times slower: Triton cannot run (%s). It needs gcc (or "
-            "CC) and Python's headers (python3-dev), libcuda.so.1 among the libraries of `ldconfig -p`, a folder to "
-            "write to (TRITON_CACHE_DIR), and a release that knows this GPU.",
+            "augment on cuda runs operation by operation, many times slower, because Triton cannot run (%s). Triton "
+            "needs gcc (or CC), Python's headers (python3-dev), libcuda.so.1 in the list of `ldconfig -p`, a writable "
+            "folder (TRITON_CACHE_DIR), and a Triton release that supports this GPU.",
             textwrap.shorten(why, 500),
         )
     _no_triton.append(why)
 
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
-    """The operations in runs; the last part is always a fused one, which also normalises and casts."""
+    """Split the operations into parts. The last part is always fused, because it also normalises and casts."""
     slots = [lowered_slots(op) for op in ops]
     alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str)]
     parts, first = [], 0
@@ -153,7 +153,7 @@ def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
 
 @lru_cache(maxsize=1024)
 def say(name: str, kind: str, why: str) -> None:
-    """Once, however many views and loaders have it."""
+    """Log the reason once, even if several views or loaders have the operation."""
     logger.info("`%s` (%s) runs through Kornia: %s", name, kind, why)
 
 
@@ -165,7 +165,7 @@ def _fields(
     device: torch.device,
     normal: Callable[[Tensor, int], Tensor] = normal_field,
 ) -> dict[int, Tensor]:
-    """Per column with noise, the values to add to its rows: float32 [rows, 3, H, W] on the device."""
+    """Noise to add, for each column with noise: float32 [rows, 3, H, W] on the device."""
     fields: dict[int, Tensor] = {}
     for column in lowering.columns:
         rows = np.flatnonzero(code[:, column.start] == Code.NOISE)
@@ -173,7 +173,7 @@ def _fields(
         for alternative in np.unique(choice).tolist():
             assert keys is not None
             own = np.flatnonzero(choice == alternative)
-            # keys and an index that are not on the device yet would be waited for
+            # non_blocking: an ordinary copy to the device would wait for it
             key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)
             module = lowering.ops[column.op].slots[column.slot][alternative]
             drawn = noise(module, key, size, normal)["gaussian_noise"]
@@ -186,7 +186,7 @@ def _fields(
 
 
 def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.int64], int, Tensor]]:
-    """The weights of the blurs, both directions in one row."""
+    """Blur weights per column: each row holds the weights in x, then those in y."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []
@@ -199,7 +199,7 @@ def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.
 
 
 def _affine(normalize: Any) -> tuple[Any, Any]:
-    """Normalization as ``x * scale + shift``."""
+    """Scale and shift for which normalization is ``x * scale + shift``."""
     if normalize is None:
         return _BETWEEN[:2]
     mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))

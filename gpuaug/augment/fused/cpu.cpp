@@ -1,11 +1,11 @@
-// One pass over a batch of images on the CPU: every image runs its own short program while it stays in cache.
+// Augments a batch of images on the CPU in one pass: each image runs its own short program while it stays in cache.
 //
-// Formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), in the order of its additions and
-// with its fused multiply-adds, so that most pixels have Kornia's bits and what jumps later (equalize, posterize) jumps
-// at the same pixels: to be compiled with -ffp-contract=off. With -ffinite-math-only a NaN gives some number, and no index
-// may come of a float without being bounded as a whole number. The codes and their arguments are listed in ops/entry.py.
-// An image is three float planes; consecutive pointwise operations run on blocks that fit the first level of cache, and
-// only statistics, neighbourhoods and changes of position send the image through a buffer.
+// The formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), with the same order of additions
+// and the same fused multiply-adds. So most pixels are bit-identical to Kornia's, and discontinuous operations (equalize,
+// posterize) jump at the same pixels. This needs -ffp-contract=off. With -ffinite-math-only a NaN gives any number, so an
+// index computed from a float must be clamped as an integer. ops/entry.py lists the codes and their arguments.
+// An image is three float planes. Consecutive pointwise operations run on blocks that fit the L1 cache. Only statistics,
+// neighbourhoods and warps need a buffer for the whole image.
 
 #include <algorithm>
 #include <atomic>
@@ -30,12 +30,12 @@ enum Code : int32_t {
 };
 
 constexpr int ARGS = 12;     // floats per operation
-constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the first level of cache
+constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the L1 cache
 constexpr int LANES = 16;
 
 struct Job {
     const void* src;         // uint8 [B, H, W, 3] or float [B, 3, H, W]
-    void* dst;               // [B, 3, H, W], or [B, H, W, 3] where channels_last
+    void* dst;               // [B, 3, H, W], or [B, H, W, 3] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
     const float* const* tables;  // [B, S]: float [3, H, W] for NOISE, [taps in x + taps in y] for BLUR, else null
@@ -54,14 +54,14 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float luma(float r, float g, float b, float wr, float wg, float wb) { return fma(b, wb, fma(g, wg, r * wr)); }
 inline float unit(float x) { return low(high(x, 0.0f), 1.0f); }
 
-// k / 255 correctly rounded without a division: 1 / 255 in two parts.
+// k / 255, correctly rounded without a division: multiplies by 1 / 255 in two parts.
 constexpr float BYTE_HIGH = 1.0f / 255.0f, BYTE_LOW = static_cast<float>(1.0 / 255.0 - static_cast<double>(1.0f / 255.0f));
 inline float byte_value(int k) {
     const float x = static_cast<float>(k);
     return fma(x, BYTE_HIGH, x * BYTE_LOW);
 }
 
-// 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]; vectorises, unlike powf.
+// 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]; the compiler can vectorise it, unlike powf.
 inline float power(float x, float gamma) {
     int32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -73,7 +73,7 @@ inline float power(float x, float gamma) {
     const float series = t * t2 * (0.66666667f + t2 * (0.4f + t2 * (0.28571429f + t2 * 0.22222222f)));
     const float lead = 2.0f * t;
     const float log2_fraction = 1.44269504f * lead + 1.44269504f * series;
-    // The exponent is kept apart, so that the product with gamma loses no bits of the fraction.
+    // The exponent is multiplied separately, so that the fraction keeps all its bits.
     const float whole = gamma * static_cast<float>(exponent);
     const float rounded = __builtin_floorf(whole + gamma * log2_fraction + 0.5f);
     const float f = (whole - rounded) + gamma * log2_fraction;
@@ -85,12 +85,12 @@ inline float power(float x, float gamma) {
     return x <= 0.0f ? (gamma == 0.0f ? 1.0f : 0.0f) : y;
 }
 
-struct Statistic {  // of one image, at one point of its program
+struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
     float minimum[3], maximum[3];
-    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 4 * 256);  // four of a channel, so that equal neighbours need not wait
+    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 4 * 256);  // four per channel: equal neighbours increment different ones
     std::vector<float> table = std::vector<float>(3 * 256);
-    bool flat[3] = {false, false, false};  // equalize leaves such a channel alone
+    bool flat[3] = {false, false, false};  // equalize does not change a flat channel
 
     void reset(int32_t code) {
         gray = 0.0;
@@ -108,7 +108,7 @@ struct Op {
 
 bool is_pointwise(int32_t code) { return code < SHARPNESS; }
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
-bool ignores_position(int32_t code) {  // a flip may be moved before it; blur and sharpness are symmetric
+bool ignores_position(int32_t code) {  // a later flip may run before such an operation; blur and sharpness are symmetric
     return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR);
 }
 bool keeps_outside(int32_t code) {  // operations of Kornia that do not clamp their input to [0, 1]
@@ -128,7 +128,7 @@ bool may_leave_unit(const Op& op, bool outside) {
     }
 }
 
-struct Block {  // where a block lies in its image: `rows` whole rows, or a piece of one
+struct Block {  // position of a block in its image: `rows` whole rows, or a part of one row
     int64_t y, x, rows, width;
 };
 
@@ -136,8 +136,8 @@ void clamp_block(float* __restrict p, int n) {
     for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
-// In sixths of a turn; Kornia's table of sextants in closed form. One division instead of five, equal within 1e-6. Colours
-// of 0..1 stay there without a clamp, as delta <= top <= 1.
+// The hue in sixths of a turn, in closed form instead of Kornia's table: one division instead of five, equal within 1e-6.
+// Colours in 0..1 stay in 0..1 without a clamp, because delta <= top <= 1.
 void hue(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float turn = turns * 6.0f;
     for (int i = 0; i < n; ++i) {
@@ -153,7 +153,7 @@ void hue(float turns, float* __restrict r, float* __restrict g, float* __restric
     }
 }
 
-// By bits: nested conditional expressions become jumps before the vectoriser sees them.
+// Selects by bit masks, because compilers turn nested conditional expressions into jumps before they vectorise.
 inline float pick(bool condition, float a, float b) {
     int32_t x, y;
     std::memcpy(&x, &a, 4);
@@ -164,8 +164,8 @@ inline float pick(bool condition, float a, float b) {
     return out;
 }
 
-// Kornia's arithmetic step by step, where a later operation jumps: a channel that stays on the grid of k / 255 must stay
-// there exactly.
+// Kornia's arithmetic step by step, used if a discontinuous operation follows: values k / 255 that the hue does not change
+// must stay exact.
 void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float circle = 6.283185307179586f, turn = turns * 2.0f * 3.141592653589793f;
     for (int i = 0; i < n; ++i) {
@@ -391,14 +391,14 @@ void finish(int32_t code, Statistic& stat, int64_t pixels) {
         stat.flat[c] = step == 0;
         if (step == 0) continue;
         int64_t sum = step / 2;
-        for (int k = 0; k < 256; ++k) {  // shifted by one, as Pillow's table
+        for (int k = 0; k < 256; ++k) {  // shifted by one, as in Pillow's table
             stat.table[c * 256 + k] = k == 0 ? 0.0f : static_cast<float>(std::min<int64_t>(sum / step, 255)) / 255.0f;
             sum += count[k];
         }
     }
 }
 
-// uint8 [n, 3] to three planes, from the last pixel on where MIRRORED. Compilers take three times as long for strided bytes.
+// uint8 [n, 3] to three planes; MIRRORED: in reverse order. Code that compilers make for strided bytes is three times slower.
 template <bool MIRRORED>
 void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     int i = 0;
@@ -409,7 +409,7 @@ void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restr
     const __m512i red = _mm512_mullo_epi32(MIRRORED ? _mm512_sub_epi32(last, lane) : lane, three);
     for (; i + 16 <= n; i += 16) {
         const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t{1} << 48) - 1, s + 3 * (MIRRORED ? n - 16 - i : i));
-        for (int c = 0; c < 3; ++c) {  // each byte to the low end of a lane
+        for (int c = 0; c < 3; ++c) {  // move each byte to the low end of a lane
             const __m512i from = _mm512_add_epi32(red, _mm512_set1_epi32(c));
             const __m512 x = _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x1111111111111111u, from, bytes));
             const __m512 low_part = _mm512_mul_ps(x, _mm512_set1_ps(BYTE_LOW));
@@ -423,7 +423,7 @@ void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restr
         const __m128i front = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));  // pixels 0..3 at bytes 0..11
         const __m128i back = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));  // pixels 4..7 at bytes 4..15
         const __m256i bytes = MIRRORED ? _mm256_set_m128i(front, back) : _mm256_set_m128i(back, front);
-        const int z = static_cast<int>(0xffffff00u);  // three bytes of zero above each value
+        const int z = static_cast<int>(0xffffff00u);  // three zero bytes above each value
         const __m256i red = MIRRORED ? _mm256_setr_epi32(z | 13, z | 10, z | 7, z | 4, z | 9, z | 6, z | 3, z)
                                      : _mm256_setr_epi32(z, z | 3, z | 6, z | 9, z | 4, z | 7, z | 10, z | 13);
         for (int c = 0; c < 3; ++c) {
@@ -442,7 +442,7 @@ void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restr
     }
 }
 
-// x * scale + shift into the output, past the caches: they hold nothing of it that would be read again.
+// Writes x * scale + shift to the output and bypasses the caches, because the output is not read again here.
 void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift) {
     int i = 0;
 #if defined(__AVX512F__)
@@ -451,7 +451,7 @@ void scale_out(const float* __restrict p, float* __restrict o, int n, float scal
             _mm512_stream_ps(o + i, _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(scale)), _mm512_set1_ps(shift)));
 #elif defined(__AVX2__)
     if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
-        for (; i + 16 <= n; i += 16)  // whole lines of cache
+        for (; i + 16 <= n; i += 16)  // whole cache lines
             for (int h = i; h < i + 16; h += 8)
                 _mm256_stream_ps(o + h, _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(p + h), _mm256_set1_ps(scale)), _mm256_set1_ps(shift)));
 #endif
@@ -475,7 +475,7 @@ void to_half(const float* __restrict s, uint16_t* __restrict d, int n) {
     }
 }
 
-// Index of a padded position, -1 for a zero. Borders: 0 constant, 1 reflect, 2 replicate, 3 circular.
+// Image index of a padded position; -1 means the value 0. Borders: 0 constant, 1 reflect, 2 replicate, 3 circular.
 int64_t border_index(int64_t i, int64_t size, int border) {
     if (i >= 0 && i < size) return i;
     switch (border) {
@@ -486,7 +486,7 @@ int64_t border_index(int64_t i, int64_t size, int border) {
     }
 }
 
-// Weighted sums of `taps` rows. Accumulators stay in registers over all taps, which compilers do not see by themselves.
+// Weighted sums of `taps` rows. The accumulators stay in registers over all taps; compilers do not do this themselves.
 template <typename Row>
 void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) {
     int64_t x = 0;
@@ -539,7 +539,7 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
     }
 }
 
-// What a thread needs besides its image; kept between calls, since fresh memory costs a page fault per 4 KB.
+// A thread's work memory; kept between calls, because fresh memory costs a page fault per 4 KB.
 struct Room {
     std::vector<float> first, second, extra, row;
     std::vector<int32_t> index;
@@ -550,10 +550,10 @@ struct Room {
     size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity()) * sizeof(float); }
 };
 
-// A forked process may find the flag set for ever by a thread it does not have; then it goes without.
+// In a forked process the flag may stay set forever, by a thread of the parent. Then each call allocates new memory.
 std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
 std::vector<std::unique_ptr<Room>>& rooms() {
-    static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never destroyed: threads may outlive static objects
+    static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never freed: threads may outlive static objects
     return *kept;
 }
 
@@ -577,14 +577,14 @@ void give_room(std::unique_ptr<Room> room) {
 
 struct Worker {
     const Job& job;
-    const int64_t H, W, pixels, apart;  // from plane to plane: not a multiple of 4 KB, which would make their addresses alias
+    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; not a multiple of 4 KB, to avoid aliasing
     Room& room;
     std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
     std::vector<int32_t>& index = room.index;
     std::vector<const float*>& lines = room.lines;
     Statistic &stat = room.stat, &stat_next = room.stat_next;
     std::vector<Op>& program = room.program;
-    const Op* jump = nullptr;  // the last operation that jumps; those before it must have Kornia's bits
+    const Op* jump = nullptr;  // the last discontinuous operation; all before it must be bit-identical to Kornia
 
     Worker(const Job& j, Room& r)
         : job(j), H(j.height), W(j.width), pixels(H * W), apart((pixels / LANES + 22) * LANES), room(r) {}
@@ -594,7 +594,7 @@ struct Worker {
         extra.resize(pixels + W);
         row.resize(W + kx);
         lines.resize(ky);
-        float* zero = extra.data() + pixels;  // the row outside a constant border
+        float* zero = extra.data() + pixels;  // a row of zeros, for a constant border
         std::fill(zero, zero + W, 0.0f);
         for (int c = 0; c < 3; ++c) {
             for (int64_t y = 0; y < H; ++y) {
@@ -650,7 +650,7 @@ struct Worker {
         return out;
     }
 
-    // Where the four taps of each pixel of a row begin, and their weights.
+    // For each pixel of a row: the offset of its four taps, and their weights.
     struct Range {
         float least, most_x, most_y;
     };
@@ -665,7 +665,7 @@ struct Worker {
             w1[x] = u * n;
             w2[x] = e * v;
             w3[x] = u * v;
-            // Once more as whole numbers: whatever the arithmetic did, no tap lies outside the buffer.
+            // Clamp again as integers: even after a NaN, no tap may lie outside the buffer.
             int32_t column = static_cast<int32_t>(ix), line = static_cast<int32_t>(iy);
             column = column < -1 ? -1 : column;
             column = column > width ? width : column;
@@ -676,7 +676,7 @@ struct Worker {
     }
 
 #if defined(__AVX512F__)
-    static __m512 lanes(const Pixel* image, const int32_t* o, int64_t tap) {  // of the pixels 0, 4, 8 and 12 behind o
+    static __m512 lanes(const Pixel* image, const int32_t* o, int64_t tap) {  // one tap of the pixels 0, 4, 8 and 12 of `o`
         const auto pixel = [image, tap](int32_t at) { return _mm_load_ps(reinterpret_cast<const float*>(image + at + tap)); };
         __m512 out = _mm512_castps128_ps512(pixel(o[0]));
         out = _mm512_insertf32x4(out, pixel(o[4]), 1);
@@ -693,9 +693,9 @@ struct Worker {
     }
 #endif
 
-    // src = a dst in coordinates of -1..1, bilinear. Padding: 0 zeros, 1 border, 2 reflection.
+    // Bilinear warp: source position = matrix `a` times output position, both in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
     void warp(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
-        const int64_t stride = W + 3;  // one zero before and two behind: a tap outside needs no test
+        const int64_t stride = W + 3;  // one zero before each row, two after: taps need no bounds check
         extra.resize(((H + 3) * stride + 1) * 4 + 4);
         Pixel* image = reinterpret_cast<Pixel*>((reinterpret_cast<uintptr_t>(extra.data()) + 15) & ~static_cast<uintptr_t>(15));
         const Pixel zero = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -744,7 +744,7 @@ struct Worker {
             return std::fmod(flips, 2.0f) == 0.0f ? rest + lowest : span - rest + lowest;
         };
         const float* ramp = job.ramps + ((projective ? 2 : 0) + (corners ? 1 : 0)) * (W + H);
-        // Back from -1..1 as torch's grid_sample does it.
+        // From -1..1 to pixels, as in torch's grid_sample.
         const float half_x = 0.5f * static_cast<float>(corners ? W - 1 : W), half_y = 0.5f * static_cast<float>(corners ? H - 1 : H);
         const float less = corners ? 0.0f : 0.5f;
         for (int64_t y = 0; y < H; ++y) {
@@ -767,7 +767,7 @@ struct Worker {
             float *dr = out.data() + y * W, *dg = dr + apart, *db = dg + apart;
             int64_t x = 0;
 #if defined(__AVX512F__)
-            // Sixteen pixels: lane l of part j is pixel 4 l + j, so that transposing each lane gives the channels in order.
+            // Sixteen pixels: lane l of part j is pixel 4 l + j, so a transpose within each lane gives the channels in order.
             for (; x + 16 <= W; x += 16) {
                 const int32_t* o = offset + x;
                 __m512 part[4];
@@ -795,7 +795,7 @@ struct Worker {
         }
     }
 
-    // Turns a buffered image, for a flip that cannot be moved to the load.
+    // Flips a buffered image, if the flip cannot be done while loading.
     void turn(int32_t code, std::vector<float>& v) {
         for (int c = 0; c < 3; ++c) {
             float* p = v.data() + c * apart;
@@ -847,10 +847,10 @@ struct Worker {
         for (int i = 0; i < n; ++i) o[3 * i] = narrow[0][i], o[3 * i + 1] = narrow[1][i], o[3 * i + 2] = narrow[2][i];
     }
 
-    // One sweep over the image: load, the operations [from, to), the statistic that the next one needs, store.
+    // One sweep over the image: load, run the operations [from, to), collect the statistic for the next operation, store.
     void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, int32_t wanted, bool& outside, bool keep, bool last) {
         const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
-        alignas(64) float scratch[3][BLOCK + LANES];  // not a power of two apart
+        alignas(64) float scratch[3][BLOCK + LANES];  // padded, so that the distance is not a power of two
         if (wanted) stat_next.reset(wanted);
         bool end_outside = outside;
         for (int64_t y = 0; y < H; y += rows)
@@ -915,7 +915,7 @@ struct Worker {
             if (op.code == HFLIP && commutes) mirror = !mirror;
             else if (op.code == VFLIP && commutes) upside = !upside;
             else {
-                // Colour does not care where a pixel is, so that a flip behind it costs nothing at the load.
+                // Colour operations ignore positions, so a later flip can be done while loading, at no cost.
                 commutes = commutes && ignores_position(op.code);
                 program.push_back(op);
             }
@@ -935,7 +935,7 @@ struct Worker {
             }
             const Op& next = program[end];
             const bool statistic = needs_statistic(next.code);
-            // Without work before it, a statistic reads the source again instead of filling the buffer.
+            // If no operation comes before a statistic, read the source again later instead of filling the buffer.
             const bool keep = !(statistic && end == pos && !buffered);
             if (keep) first.resize(3 * apart);
             if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? next.code : 0, outside, keep, false);
@@ -965,7 +965,7 @@ struct Worker {
     }
 };
 
-// A batch of output is fresh memory: in pages of 4 KB the kernel takes longer to map it than the work takes.
+// Output memory is fresh: with 4 KB pages the kernel needs longer to map it than the augmentation takes.
 void use_huge_pages(const Job& job) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(job.dst) + page - 1) & ~(page - 1);
@@ -987,11 +987,11 @@ extern "C" int gpuaug_augment(const Job* job) {
             Worker worker(*job, *room);
             for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
             give_room(std::move(room));
-        } catch (...) {  // only std::bad_alloc can come here
+        } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }
 #if defined(__AVX2__)
-        _mm_sfence();  // after scale_out
+        _mm_sfence();  // orders the streaming stores of scale_out
 #endif
     };
     use_huge_pages(*job);

@@ -1,6 +1,6 @@
-"""The fused program on the CPU: cpu.cpp, built once per machine by native/build.py.
+"""Runs the fused program on the CPU with cpu.cpp, which native/build.py compiles once per machine.
 
-Without a compiler :func:`library` gives None and says so; the recipe then runs through Kornia (reference.py).
+Without a compiler :func:`library` returns None and logs it. The recipe then runs through Kornia (reference.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gpuaug.native import build
 from gpuaug.native.buffers import outputs
 from gpuaug.random.keyed import Float
 
-_FLAGS = (*build.FLAGS, "-ffinite-math-only")  # minimum and maximum in one instruction: a fifth of `standard`'s time
+_FLAGS = (*build.FLAGS, "-ffinite-math-only")  # one-instruction min and max: saves a fifth of `standard`'s time
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Job(ctypes.Structure):
-    """``Job`` of cpu.cpp."""
+    """The struct ``Job`` of cpu.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("src", "dst", "code", "args", "tables", "ramps")),
@@ -45,15 +45,15 @@ def run(
     dtype: torch.dtype,
     channels_last: bool,
 ) -> Tensor:
-    """Every sample through its own program, on torch's number of threads.
+    """Run each sample's own program, on as many threads as torch uses.
 
     Args:
         library: from :func:`library`.
         images: uint8 [B, H, W, 3] or float32 [B, 3, H, W], CPU.
         code, args: from :meth:`gpuaug.augment.fused.lower.Lowering.program`.
-        tables: (rows, column, float32 [rows, n]) for the steps that read more than their arguments.
-        ramps: output positions for warps, see lower.py; unused where there are none.
-        scale, shift: the result [B, 3, H, W] is ``x * scale + shift`` per channel.
+        tables: (rows, column, float32 [rows, n]) for steps that need extra data: noise and blur.
+        ramps: output positions for warps, see lower.py; not used if the program has no warp.
+        scale, shift: per channel; the result [B, 3, H, W] is ``x * scale + shift``.
         dtype: of the result: float32, bfloat16 or float16.
         channels_last: memory format of the result.
     """
@@ -64,7 +64,7 @@ def run(
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
-    # a thread takes some 50 us to start and to end: less than 100,000 pixels are sooner done without it
+    # to start and end a thread takes about 50 us: below 100,000 pixels one thread is faster
     threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
     job = _Job(
         *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
@@ -73,13 +73,13 @@ def run(
         *(not whole, _DTYPES[dtype], channels_last, threads),
         *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
     )
-    if library.gpuaug_augment(ctypes.byref(job)):  # without the interpreter's lock
-        raise MemoryError(f"no memory for augmenting images of {height}x{width} pixels")
+    if library.gpuaug_augment(ctypes.byref(job)):  # ctypes releases the GIL
+        raise MemoryError(f"Out of memory while augmenting {height}x{width} images. Free memory or use smaller images.")
     return out
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled program, or None where it cannot be compiled; logs once which and why."""
+    """The compiled library, or None if it cannot be compiled; logs the result and the reason once."""
     source = Path(__file__).with_name("cpu.cpp")
     return build.load(source, name="augment", flags=_FLAGS, without="runs uncompiled, many times slower")

@@ -1,20 +1,20 @@
-"""The fused program on CUDA: hand-written Triton kernels that run another list of colour steps for every sample.
+"""Runs the fused program on CUDA: hand-written Triton kernels, with a separate list of colour steps for each sample.
 
-takes: uint8 [B, H, W, 3] (or float32 [B, 3, H, W]) on the device, and the program of every sample on the host.
-does: one upload; then per stretch of colours one kernel (two where a contrast needs the mean gray of the image at that
-point), reading the pixels once and writing them once; per blur two kernels, over the samples that have it; other steps
-through torch over the rows that have them. Nothing waits for the device.
+takes: uint8 [B, H, W, 3] (or float32 [B, 3, H, W]) on the device, and the uploaded program (cuda_steps.py).
+does: runs one kernel per stretch of colour steps, which reads and writes the pixels once. A contrast step needs the
+mean gray before it, from a second kernel. A blur takes two kernels over its samples. torch runs the other steps, on the
+rows that have them. No code here waits for the device.
 gives: [B, 3, H, W], normalised.
 
-A block of threads belongs to one sample, so that branching on its steps costs no divergence. What decides the speed is
-instructions, not bytes: a pixel of `standard` needs some hundred, and the device has time for as many while its bytes
-travel. So a thread takes 16 pixels (what is the same for all of them is done once), loads are 8 bytes and stores 16,
-clamps ride on the arithmetic (``.sat``), and nothing divides but the hue. test_triton_kernels.py compiles all
-of it ahead of time, without a GPU, and counts.
+A thread block works on one sample, so branches on the steps cause no divergence. Instructions limit the speed, not
+memory: a pixel of `standard` needs about a hundred, which take about as long as the transfer of its bytes. So a thread
+handles 16 pixels and shares the work that is equal for all of them, a load has 8 bytes and a store 16, clamps are part
+of the arithmetic (``.sat``), and only the hue divides. test_triton_kernels.py compiles the kernels ahead of time,
+without a GPU, and checks their instructions.
 
-CUDA graphs are not used: they need the input copied to and the output copied from memory of their own, four times the
-bytes of `standard`, and would save the launches of two or three kernels, some 30 µs of host time per batch, which a
-background thread spends.
+CUDA graphs are not used. They would copy the input and output to and from their own memory, four times the bytes of
+`standard`. They would save only two or three kernel launches per batch: about 30 µs of host time, in a background
+thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
 from gpuaug.augment.ops.entry import ARGS, Code
 
-BLOCK = 1024  # pixels per program: 224 x 224 is 49 of them, 96 x 96 is 9
-WARPS = 2  # so 16 pixels per thread
-TILE = (64, 32)  # rows and columns that a blur's program takes at a time
+BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, of 96 x 96 takes 9
+WARPS = 2  # 64 threads, so 16 pixels per thread
+TILE = (64, 32)  # rows and columns per Triton program of a blur
 BLUR_WARPS = 8
 
 _MULTIPLY: tl.constexpr = tl.constexpr(int(Code.MULTIPLY))
@@ -48,11 +48,11 @@ _GAMMA: tl.constexpr = tl.constexpr(int(Code.GAMMA))
 _SHUFFLE: tl.constexpr = tl.constexpr(int(Code.SHUFFLE))
 _ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
-# 1/255 in two parts: a byte times the first is exact, so the sum is rounded once, and is byte / 255 to the last bit.
+# 1/255 in two parts: a byte times the first is exact. So the sum is rounded once, and equals byte / 255 exactly.
 _PART_1: tl.constexpr = tl.constexpr(257 / 65536)
 _PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
-_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are whole numbers, so that their order changes nothing
+_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are integers, so their order does not matter
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, as both products are
+    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, because both products are exact
     return part * _REST + part
 
 
@@ -107,7 +107,7 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(code, a, r, g, b, loose, p, width, mean):  # type: ignore[no-untyped-def]
-    """One step on the pixels ``p`` of an image; formulas of cpu.cpp. ``loose``: colours may lie outside 0..1."""
+    """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
     if (loose != 0) & (code != _GRAY) & (code != _INVERT) & (code != _SHUFFLE) & (code != _ERASE):
         r, g, b = _unit(r), _unit(g), _unit(b)
@@ -175,7 +175,7 @@ def _step(code, a, r, g, b, loose, p, width, mean):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Byte ``K`` of 8 as a number in 0..1: put into the bits of 2^23 it makes 2^23 + byte."""
+    """Byte ``K`` of 8 as a number in 0..1. Put into the low bits of the float 2^23, the byte gives 2^23 + byte."""
     word = low if K < 4 else high
     bits = ((word >> (8 * (K % 4))) & 255) | 0x4B000000
     return _value(bits.to(tl.float32, bitcast=True))
@@ -183,7 +183,7 @@ def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _in_a_row(x0, x1, x2, x3, x4, x5, x6, x7, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Eight blocks [n] as one [8 n], in which element k of all of them lies together."""
+    """Interleave eight blocks [n] into one [8 n]: element 0 of all eight, then element 1, and so on."""
     if BACKWARDS:
         x0, x1, x2, x3, x4, x5, x6, x7 = x7, x6, x5, x4, x3, x2, x1, x0
     even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
@@ -193,7 +193,7 @@ def _in_a_row(x0, x1, x2, x3, x4, x5, x6, x7, BACKWARDS: tl.constexpr):  # type:
 
 @triton.jit
 def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Groups of 8 pixels, 24 bytes in three words of two halves, as red, green and blue."""
+    """Red, green and blue of groups of 8 pixels: 24 bytes, in three words of two halves each."""
     r = _in_a_row(
         _byte(low0, high0, 0), _byte(low0, high0, 3), _byte(low0, high0, 6), _byte(low1, high1, 1),
         _byte(low1, high1, 4), _byte(low1, high1, 7), _byte(low2, high2, 2), _byte(low2, high2, 5), BACKWARDS,
@@ -211,7 +211,7 @@ def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  
 
 @triton.jit
 def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of pixels of the flipped image. KIND 0: float32 planes; 1: bytes; 2: bytes by eights, width % 8 == 0."""
+    """Load a block of the flipped image. KIND 0: float32 planes; 1: bytes; 2: words of 8 bytes, width % 8 == 0."""
     pixels = height * width
     if KIND == 2:
         group = block * (N // 8) + tl.arange(0, N // 8)
@@ -254,7 +254,7 @@ def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.con
 def _mean_kernel(  # type: ignore[no-untyped-def]
     src, code, args, flips, sums, height, width, first, last, steps, KIND: tl.constexpr, N: tl.constexpr
 ):
-    """Adds the gray that a sample's contrast sees to ``sums``: int64 [B], in units of 2^-24."""
+    """Add the gray of each sample before its contrast step to ``sums``: int64 [B], in units of 2^-24."""
     sample, block = tl.program_id(1), tl.program_id(0)
     place = last
     erased = 0
@@ -265,7 +265,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         if number == _ERASE:
             erased = 1
     if place < last:
-        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # the mean of a mirrored image is that of the image
+        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # a flip does not change the mean
         r, g, b = _load(src, sample, block, flip, height, width, KIND, N)
         p = block * N + tl.arange(0, N)
         loose = 1 if KIND == 0 else 0
@@ -280,7 +280,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _apart(x):  # type: ignore[no-untyped-def]
-    """A block [8 n] as eight [n]; what `_in_a_row` put together."""
+    """Split a block [8 n] into eight [n]; the inverse of `_in_a_row`."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0] // 8, 2, 2, 2)))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -293,7 +293,7 @@ def _apart(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of pixels. LAYOUT 0: planes; 1: channels last; 2: channels last by eights, width % 8 == 0."""
+    """Store a block. LAYOUT 0: planes; 1: channels last; 2: channels last in groups of 8, width % 8 == 0."""
     pixels = height * width
     p = block * N + tl.arange(0, N)
     mask = p < pixels
@@ -308,7 +308,7 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
         tl.store(base + p * 3, r, mask)
         tl.store(base + p * 3 + 1, g, mask)
         tl.store(base + p * 3 + 2, b, mask)
-    else:  # 24 neighbours of a group of pixels, as three times eight
+    else:  # the 24 values of 8 pixels, in three stores of 8
         r0, r1, r2, r3, r4, r5, r6, r7 = _apart(r)
         g0, g1, g2, g3, g4, g5, g6, g7 = _apart(g)
         b0, b1, b2, b3, b4, b5, b6, b7 = _apart(b)
@@ -323,11 +323,11 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     src, dst, mid, code, args, flips, sums, places, ends, height, width, first, last, steps,
     KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, BLUR: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
+    """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    With ``BLUR`` samples whose ``places`` are not negative go there in ``mid``, float32 [n, 3, H, W], without ``ends``.
+    With ``BLUR``, a sample whose place is >= 0 goes to that row of ``mid`` (float32 [n, 3, H, W]), without ``ends``.
     """
-    # From the last sample: what the mean kernel has read at its end is still in the cache.
+    # Start with the last sample: the mean kernel has read it last, so its pixels are still in the cache.
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     if KIND == 2 or LAYOUT == 2:
         width = tl.multiple_of(width, 8)
@@ -356,7 +356,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Where a position up to one image outside of 0..size-1 is read, and whether it counts (border 0: not outside)."""
+    """Map a position to 0..size-1 (from up to one image outside); also whether it counts (border 0: only inside)."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
@@ -367,10 +367,10 @@ def _border(i, size, border):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _blurred(plane, y, x, height, width, taps, ratio, border, VERTICAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [R, C] of a plane, blurred one way; ``y`` [R, 1] and ``x`` [1, C] are its positions."""
+    """Blur a tile [R, C] of a plane in one direction; ``y`` [R, 1] and ``x`` [1, C] are its positions."""
     inside = (y < height) & (x < width)
     value = tl.load(plane + y * width + x, inside, 0.0)
-    # exp(-d^2 / 2 sigma^2) for d = 1, 2, ...: each is the one before times a factor, which shrinks by ratio^2
+    # weights exp(-d^2 / 2 sigma^2), d = 1, 2, ...: weight *= factor, and factor *= ratio^2
     weight, factor, total = 1.0, ratio, 1.0
     for d in range(1, taps // 2 + 1):
         weight = weight * factor
@@ -395,7 +395,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a channel of a sample, one way: rows of ``src`` to planes, then columns of those with ``ends``."""
+    """Blur a tile of one channel of a sample: first rows of ``src``; if VERTICAL, columns, and apply ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -425,7 +425,7 @@ def _uniforms(words):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _philox(seed, position):  # type: ignore[no-untyped-def]
-    """Value ``position`` of a sample's stream, as uint32: one word of the block of four that it is in."""
+    """Value ``position`` of a sample's stream, as uint32: one word of a Philox block of four."""
     block = (position // 4).to(tl.uint32)
     zero = block * 0
     w0, w1, w2, w3 = tl.philox(seed, block, zero, zero, zero)
@@ -435,13 +435,13 @@ def _philox(seed, position):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Normal noise: ``keys`` int64 [B, 2] to ``dst`` float32 [B, count]; half = (count + 1) // 2."""
+    """Write normal noise from ``keys`` int64 [B, 2] to ``dst`` float32 [B, count]; half = (count + 1) // 2."""
     row = tl.program_id(1)
     at = tl.program_id(0) * N + tl.arange(0, N)
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
-    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # half a turn off: within 2^-20.9 there
+    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # -pi..pi: cos and sin within 2^-20.9
     to = dst + row.to(tl.int64) * count
     tl.store(to + at, -radius * _cos(angle), mask)
     tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))
@@ -451,8 +451,8 @@ def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """Launch a kernel.
 
     Raises:
-        CannotRunError: whatever Triton raised: errors of its own, of the compiler it runs, of its folders, of libcuda.
-        torch.AcceleratorError: the device's own error, from now on that of every call.
+        CannotRunError: for every error of Triton, its C compiler, its folders or libcuda.
+        torch.AcceleratorError: for an error of the device; every later call on the device raises it too.
     """
     try:
         kernel[grid](*args, enable_fp_fusion=True, **constants)
@@ -460,12 +460,12 @@ def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
             raise
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises what is wrong with the device, which Triton calls a RuntimeError
+            torch.cuda.synchronize(device)  # raises a device error, for which Triton raises RuntimeError
         raise CannotRunError(f"{type(error).__name__}: {error}") from error
 
 
 def normal_field(keys: Tensor, count: int) -> Tensor:
-    """:func:`gpuaug.random.keyed.normal_field` in one kernel: the same integers, and floats within 1e-5."""
+    """:func:`gpuaug.random.keyed.normal_field` in one kernel: equal integers, and floats within 1e-5."""
     values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
     half = -(-count // 2)
     grid = (triton.cdiv(half, BLOCK), len(keys))
@@ -489,7 +489,7 @@ def launch(
 
     for number, part in enumerate(program.parts):
         stretch, last = part.stretch, number == len(program.parts) - 1
-        final = last and (stretch.blur or not stretch.rest)  # a kernel of ours writes the result
+        final = last and (stretch.blur or not stretch.rest)  # a Triton kernel, not torch, writes the result
         y, ends = out if final else planes(batch), program.ends[final]
         kind = 0
         if x.dtype == torch.uint8:

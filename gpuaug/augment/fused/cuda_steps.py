@@ -1,6 +1,6 @@
-"""How CUDA runs the program of a batch: which columns share a Triton kernel, and in torch the steps that have none.
+"""Plans the program of a batch on CUDA: which columns share a Triton kernel. Steps without a kernel run in torch.
 
-Torch runs a step over the rows that have it, by Kornia's formulas. Nothing waits for the device.
+Torch runs a step on the rows that have the step, by Kornia's formulas. No code here waits for the device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from gpuaug.augment.ops.entry import Code
 from gpuaug.random.keyed import Float, Int
 
-_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11)}  # arguments that must be equal within a call
+_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11)}  # indices of arguments that must be equal within a call
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
-POINTS = frozenset(range(Code.HFLIP, Code.ERASE + 1))  # the points kernel has all of this range
+POINTS = frozenset(range(Code.HFLIP, Code.ERASE + 1))  # steps that `_points_kernel` runs
 
 
 class CannotRunError(Exception):
-    """Triton cannot compile, load or launch a kernel here; nothing is wrong with the device."""
+    """Triton cannot compile, load or launch a kernel here, but the device works."""
 
 
 class Group(NamedTuple):
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
-    """The steps in a column, ``code`` int32 [B] and ``args`` float32 [B, ARGS]; only those that a sample has."""
+    """Group the rows of one column (``code`` int32 [B], ``args`` float32 [B, ARGS]) by step and static arguments."""
     made = []
     for number in np.unique(code[code != Code.NONE]):
         step, rows = Code(number), np.flatnonzero(code == number)
@@ -47,7 +47,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last) whose colours run in one kernel, and the other steps of the last column, which follow."""
+    """Columns [first, last): one kernel runs their point steps, then ``rest`` runs the last column's other steps."""
 
     first: int
     last: int
@@ -56,12 +56,12 @@ class Stretch(NamedTuple):
 
     @property
     def blur(self) -> bool:
-        """Whether what follows is a Triton kernel."""
+        """Whether ``rest`` is only blurs, which have a Triton kernel."""
         return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
 
 
 def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
-    """The program of a batch as few kernels; only steps that some sample has count."""
+    """Split the program of a batch into as few stretches as possible, given the steps that the samples have."""
     made: list[Stretch] = []
     first, contrasts, erased = 0, np.zeros(len(code), dtype=bool), False
 
@@ -72,7 +72,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # One mean per kernel and sample; flips happen at the load, before an erased rectangle.
+        # A kernel has one mean per sample and flips at the load. So a flip after an erasure needs a new kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
@@ -84,13 +84,13 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
 
 class Part(NamedTuple):
-    """A stretch, and what its kernels read, on the device."""
+    """A stretch and its kernels' inputs on the device."""
 
     stretch: Stretch
-    flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down
-    sums: Tensor  # int64 [B], zero: where the gray of a contrast is added up
-    places: Tensor  # int32 [B]: place among the blurred samples, -1 for others
-    rows: list[Tensor]  # of a blur int32 [n], the blurred samples; else int32 per group of `rest`
+    flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down, 3 both
+    sums: Tensor  # int64 [B], zeros: the sums of gray for contrast steps
+    places: Tensor  # int32 [B]: position among the blurred samples, or -1
+    rows: list[Tensor]  # blur: one int32 [n], the blurred samples; else one int32 tensor per group of `rest`
 
 
 class Program(NamedTuple):
@@ -99,7 +99,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each: of a part in between, and of the last
+    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: of all parts but the last; of the last
     ramps: Tensor
 
 
@@ -107,7 +107,7 @@ def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
     device: torch.device,
 ) -> Program:  # fmt: skip
-    """The program in one copy; the sums are zeros in it, so that nothing has to be launched for them."""
+    """Copy the program to the device in one copy. The zeros of ``sums`` are in it, which saves kernel launches."""
     split = stretches(code, args)
     ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
     arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
@@ -131,14 +131,14 @@ def upload(
 
 
 def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[Tensor]:
-    """float32 and int32 arrays to the device in one copy (pinned and asynchronous for CUDA)."""
-    # Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise, and
-    # where an array begins would depend on the batch.
+    """Move float32 and int32 arrays to the device in one copy (pinned and asynchronous for CUDA)."""
+    # Each array starts at a multiple of 16 bytes. Otherwise its alignment would depend on the batch, and Triton would
+    # compile a kernel again for each alignment.
     sizes = [-(-a.size // 4) * 4 for a in arrays]
     packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     for a, part in zip(arrays, packed.split(sizes), strict=True):
         part.numpy()[: a.size] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
-    parts = packed.to(device, non_blocking=True).split(sizes)  # the caching host allocator keeps `packed` until copied
+    parts = packed.to(device, non_blocking=True).split(sizes)  # torch reuses `packed` only after the copy
     return [
         (p.view(torch.float32) if a.dtype == np.float32 else p)[: a.size].view(a.shape)
         for p, a in zip(parts, arrays, strict=True)
@@ -149,9 +149,9 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
-    """A group's step; ``x`` float32 [B, 3, H, W] is used up. ``a`` and ``rows`` are the column's, on the device.
+    """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: float32 [rows, 3, H, W], where the step is noise. ``ramps``: from :func:`lower.warp_ramps`.
+    ``field``: for noise, float32 [rows, 3, H, W]. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
     """
     from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 
@@ -160,7 +160,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     if group.code is Code.NOISE:
         assert field is not None
         y = y + field
-    elif group.code is Code.BLUR:  # beside other steps in its column, so without a kernel
+    elif group.code is Code.BLUR:  # other steps share its column, so the blur kernel is not used
         *taps, border = (int(v) for v in group.static)
         across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
         y = filter2d_separable(y, across, down, _BORDERS[border])

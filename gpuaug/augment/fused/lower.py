@@ -1,8 +1,10 @@
-"""The program of a batch: the steps of every sample, which the fused backend executes in one pass.
+"""Writes the program of a batch: the steps of every sample, which the fused backend executes in one pass.
 
-takes: prepared operations, and what was chosen for each sample (numpy, on the host).
-does: looks up the steps of every module in its entry (augment/ops), and writes their arguments.
+takes: prepared operations, and the choices for each sample (numpy, on the host).
+does: looks up the steps of each module in its entry (augment/ops) and writes the arguments of the steps.
 gives: ``code`` int32 [B, S] and ``args`` float32 [B, S, ARGS]: the steps of each sample, in order.
+
+A slot is one position in an operation, where each sample takes one of several alternatives or none.
 """
 
 from __future__ import annotations
@@ -23,22 +25,22 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """Where the steps of one slot stand in the program: the slot's alternatives, and the columns they share."""
+    """One slot in the program: its alternatives, and the columns that hold the steps of the chosen alternative."""
 
     op: int
     slot: int
     alternatives: tuple[Steps, ...]
     start: int
     width: int
-    table: NDArray[np.int32]  # [alternatives + 1, width]: codes per choice; the last row, for choice -1, is empty
+    table: NDArray[np.int32]  # [alternatives + 1, width]: codes per choice; choice -1 is the last row, all NONE
 
 
 class Lowering:
-    """Turns the choices for consecutive operations into the program of every sample.
+    """Turns the choices for consecutive operations into one program per sample.
 
     Args:
-        ops: prepared operations, all of whose modules have steps.
-        slots: per operation, what :func:`lowered_slots` gave.
+        ops: prepared operations; every module in them has steps.
+        slots: for each operation, the result of :func:`lowered_slots`.
     """
 
     def __init__(self, ops: list[Prepared], slots: list[list[tuple[Steps, ...]]]) -> None:
@@ -56,7 +58,7 @@ class Lowering:
         self.steps = at
 
     def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
-        """``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS], zero where nothing is done."""
+        """``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; zeros mean no step."""
         code = np.empty((batch, self.steps), dtype=np.int32)
         args = np.zeros((batch, self.steps, ARGS), dtype=np.float32)
         everything = np.arange(batch)
@@ -69,8 +71,8 @@ class Lowering:
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Every alternative for every sample, then one of them picked: fewer calls than rows of each. The slots of
-            # a jitter share factors and differ in the step: written once.
+            # Compute every alternative for all samples, then pick one per sample. This needs fewer calls than handling
+            # each alternative's rows separately. The slots of a color jitter share `params`: compute them once.
             if id(params) not in values:
                 stacked = np.zeros((len(params), batch, column.width, ARGS), dtype=np.float32)
                 for alternative, a in enumerate(column.alternatives):
@@ -82,7 +84,7 @@ class Lowering:
 
 
 def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
-    """The steps of the alternatives of every slot of an operation, or the reason why it has none."""
+    """For each slot, the steps of its alternatives. If the operation cannot be fused: the reason, as text."""
     if op.seeded is not None:
         return op.seeded
     slots = []
@@ -99,7 +101,7 @@ def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
 
 
 def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
-    """Replace the arguments of warps by matrices from output to input coordinates in -1..1; Kornia's bits."""
+    """Replace the arguments of warps by matrices from output to input coordinates in -1..1, bit-identical to Kornia."""
     sample, step = np.nonzero(code == Code.WARP)
     warps = args[sample, step]
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
@@ -116,7 +118,7 @@ def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
 
 
 def _affine(values: Tensor, size: Size) -> Tensor:
-    """Matrices in pixels, float32 [n, 3, 3], from columns as ops/geometry.py writes them; Kornia's bits."""
+    """Pixel matrices float32 [n, 3, 3] from the columns of ops/geometry.py. The result is bit-identical to Kornia's."""
     angle, scale_x, scale_y = (-values[:, 0]).deg2rad(), values[:, 1], values[:, 2]
     x, y = (torch.full_like(angle, (n - 1) / 2) for n in size[::-1])
     cos, sin, zero, one = angle.cos(), angle.sin(), torch.zeros_like(angle), torch.ones_like(angle)
@@ -131,7 +133,7 @@ def _affine(values: Tensor, size: Size) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _normalized(size: Size, corners: bool) -> tuple[Tensor, Tensor]:
-    """float32 [1, 3, 3] from pixels to -1..1, and back."""
+    """Two matrices float32 [1, 3, 3]: from pixels to -1..1, and the inverse."""
     from kornia.geometry.conversions import normal_transform_pixel
 
     to = normal_transform_pixel(*size, dtype=torch.float32, align_corners=corners)
@@ -140,7 +142,10 @@ def _normalized(size: Size, corners: bool) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=16)
 def warp_ramps(size: Size) -> Float:
-    """Output positions in -1..1, float32 [2, 2, W + H]: affine or projective, align_corners; all x, then all y."""
+    """Output positions in -1..1, float32 [2, 2, W + H].
+
+    Axis 0: affine, projective. Axis 1: align_corners False, True. Axis 2: all x, then all y.
+    """
     from kornia.geometry.grid import create_meshgrid
 
     ramps = np.zeros((2, 2, size[1] + size[0]), dtype=np.float32)
@@ -155,14 +160,14 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """The value by which Kornia divides a homography: the magnitude nearest to 1 in its range."""
+    """Kornia's divisor of a homography: 1, clamped between its smallest non-zero and its largest magnitude."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)
 
 
 def _inverse(m: Tensor) -> Tensor:
-    """3x3 inverses by cross products of the columns, as Kornia takes them."""
+    """Inverses of 3x3 matrices by cross products of the columns, as in Kornia."""
     a, b, c = m.unbind(-1)
     rows = [torch.linalg.cross(p, q, dim=-1) for p, q in ((b, c), (c, a), (a, b))]
     return torch.stack(rows, dim=-2) / (a * rows[0]).sum(-1)[..., None, None]

@@ -1,4 +1,4 @@
-"""What gpuaug knows of Kornia's operations: one entry per class, one file per family."""
+"""Descriptions of Kornia's operations: one entry per class, one file per family of operations."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.
 
 
 def by_class(table: Mapping[str, Any], op: Any) -> Any:
-    """The row of a Kornia operation in a table keyed by the names of Kornia's classes.
+    """Look up a Kornia operation in a table whose keys are the names of Kornia's classes.
 
-    None for other modules, and for subclasses: a subclass may draw and compute anything.
+    Returns None for other modules and for subclasses, because a subclass may draw and compute anything.
     """
     kind = type(op)
     return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
 
 
 def entry_of(op: Any) -> Entry | None:
-    """The entry of an operation's exact class; None where there is none."""
+    """The entry of an operation's exact class, or None."""
     return by_class(ENTRIES, op)
 
 
 def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> dict[str, Tensor]:
-    """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); {} for most.
+    """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); most have none: {}.
 
     ``normal`` draws standard normal values as :func:`gpuaug.random.keyed.normal_field` does.
     """

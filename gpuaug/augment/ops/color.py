@@ -1,4 +1,4 @@
-"""Operations on colours."""
+"""Entries for operations that change colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpuaug.random.keyed import Float, Int, scale
 # --- ColorJitter and ColorJiggle
 
 ORDERS = np.array(list(itertools.permutations(range(4))), dtype=np.int64)  # [24, 4]
-_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # as `order` numbers the steps
+_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # in the numbering of `order`
 _SAMPLERS = ("brightness_sampler", "contrast_sampler", "saturation_sampler", "hue_sampler")
 _NEUTRAL = (1, 1, 1, 0)
 _JITTER = (Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.HUE)
@@ -27,24 +27,24 @@ _uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia 
 
 
 def _idle(op: Any) -> list[bool]:
-    """Per step, whether its factor can only be neutral; Kornia skips such a step too."""
+    """For each step, whether its factor is always neutral. Kornia skips such a step, and so does the program."""
     return [range_of(op, sampler) == (n, n) for sampler, n in zip(_SAMPLERS, _NEUTRAL, strict=True)]
 
 
 def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     count, rule = _uniform_factors(op)
-    nudged: dict[str, tuple[Any, Any]] = {}  # factor to (neutral value, what replaces it)
+    nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # smaller than any hue that changes a pixel
-    if hsv and saturation[0] != saturation[1]:  # in HSV, so that 1 is not quite the identity
+    if hsv and saturation[0] != saturation[1]:  # in HSV a factor of 1 is not exactly the identity
         towards = saturation[0] if saturation[0] < 1 else np.float32(2)
         nudged["saturation_factor"] = (1, np.nextafter(np.float32(1), towards, dtype=np.float32))
     return count, partial(_nudged, rule=rule, nudged=nudged)
 
 
 def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, Any]]) -> Params:
-    """Factors of the rule, moved off neutral: Kornia skips a step only where all factors of a batch are neutral."""
+    """Replace neutral factors by nearby values, because Kornia skips a step only if the whole batch is neutral."""
     params = rule(u, size)
     for name, (neutral, instead) in nudged.items():
         values = params[name]
@@ -53,16 +53,16 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
 
 
 def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
-    """Without a given ``order`` every sample has its own.
+    """Without a fixed ``order``, each sample gets its own order; with one, return None.
 
-    Four slots, each offering the four steps as modules of one step: the same bits as one module with the whole order.
+    Each of four slots offers the four steps as one-step modules: bit-identical to one module that runs all four.
     """
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)  # all idle: the input is still clamped
+    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)  # if all are idle, the input is still clamped
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
 
@@ -70,7 +70,7 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
 def _ordered(
     u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Factors for the samples whose first uniform is below ``p``, and one of ``orders`` for each."""
+    """Factors and one of ``orders`` for each sample. A sample is chosen if its first uniform is below ``p``."""
     params = factors(u[:, 1:], size)
     number = (u[:, order_column] * np.float32(len(orders))).astype(np.int64)
     choice = orders[number]
@@ -85,7 +85,7 @@ def _jitter_steps(op: Any, *, hsv: bool) -> Steps | None:
         return None
     idle = _idle(op)
     steps = [k for k in order if not idle[k]]
-    if not steps:  # what remains of it is the clamp
+    if not steps:  # only the clamp remains
         return steps_of(Code.ADD)
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -105,7 +105,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel; ``clipped``: only where the module clips its output."""
+    """A step with one argument per channel; ``clipped``: no steps if the module does not clip its output."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)
@@ -133,7 +133,7 @@ def _posterize(op: Any) -> tuple[int, Rule]:
 
 
 def _check_gamma(op: Any, key: str) -> None:
-    # Kornia checks only when it draws, and on a GPU its check ends the context.
+    # Kornia checks only when it draws, and on a GPU a failed check makes the CUDA context unusable.
     for name, (low, high) in ranges(op).items():
         if not 0 <= low <= high:
             raise ConfigError(f"`{key}` must draw `{name}` from 0 <= low <= high. Found: ({low}, {high}).")
@@ -145,7 +145,7 @@ def _temperature(u: Float, size: Size, *, drawn: tuple[Any, Any]) -> Params:
 
 def _planckian(op: Any) -> Steps | None:
     table = op.pl.cpu().numpy().astype(np.float32)[:, [0, 0, 1]]
-    table[:, 1] = 1  # green stays
+    table[:, 1] = 1  # green is unchanged
     return _each(Code.MULTIPLY, lambda params: table[params["idx"]])(op)
 
 
@@ -166,8 +166,8 @@ ENTRIES = {
     "RandomSolarize": Entry("pixels", step(Code.SOLARIZE, "thresholds", "additions")),
     "RandomPosterize": Entry("pixels", step(Code.POSTERIZE, "bits_factor"), _posterize),
     "RandomInvert": Entry("pixels", _invert),
-    # torch's `pow` rounds the last pixels of a stretch of memory differently, and where stretches end depends on the
-    # size of the batch (6e-8 in one of some hundred batches).
+    # torch's `pow` splits memory into chunks and rounds the last pixels of a chunk differently. The chunks depend on
+    # the batch size (a difference of 6e-8, in about one of a hundred batches).
     "RandomGamma": Entry(
         "pixels", step(Code.GAMMA, "gamma_factor", "gain_factor"), check=_check_gamma, one_by_one=True
     ),

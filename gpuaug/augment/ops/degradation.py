@@ -1,4 +1,4 @@
-"""Blurs, sharpness, noise, erasing, JPEG artefacts and snow."""
+"""Entries for blurs, sharpness, noise, erasing, JPEG artefacts and snow."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from gpuaug.augment.parameters import Params, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, scale
 
-_LEAST = {1: 1, 3: 0}  # border type: pixels an image needs beyond half the kernel: reflect 1, circular 0, others any
+_LEAST = {1: 1, 3: 0}  # border type to least image side, minus half the kernel: 1 reflect, 3 circular; others: any
 
 
 def _check_kernel(op: Any, key: str) -> None:
     given = op.flags["kernel_size"]
     sizes = tuple(given) if isinstance(given, list | tuple) else (given, given)
     if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sizes):
-        raise ConfigError(
-            f"`{key}.kernel_size` must be odd and positive, a whole number or two of them. Found: {given!r}."
-        )
+        raise ConfigError(f"`{key}.kernel_size` must be an odd, positive integer or two of them. Found: {given!r}.")
 
 
 def _gaussian(op: Any) -> Steps:
@@ -35,8 +33,8 @@ def _gaussian(op: Any) -> Steps:
         least = _LEAST.get(border)
         if least is not None and (size[1] < kx // 2 + least or size[0] < ky // 2 + least):
             raise ConfigError(
-                f"RandomGaussianBlur with `kernel_size` {(ky, kx)} needs images larger than half of it. Found: "
-                f"{size[0]}x{size[1]}. Choose a smaller kernel."
+                f"RandomGaussianBlur needs images larger than half its `kernel_size` {(ky, kx)}. Found: "
+                f"{size[0]}x{size[1]} pixels. Choose a smaller kernel."
             )
         arguments.write(out, params, size)
 
@@ -46,7 +44,7 @@ def _gaussian(op: Any) -> Steps:
 def _motion(op: Any) -> tuple[int, Rule] | None:
     kernel_size = setting(op, "kernel_size")
     if not isinstance(kernel_size, int):
-        return None  # a range of sizes: Kornia draws one size for the whole batch
+        return None  # a range of sizes: Kornia would draw one size for the whole batch
     count, rule = uniform_from("angle_factor", "direction_factor")(op)
     return count, partial(_motion_parameters, rule=rule, kernel_size=kernel_size)
 
@@ -63,7 +61,7 @@ def _write_sharpness(out: Float, params: Params, size: Size) -> None:
 
 def _erasing(op: Any) -> tuple[int, Rule]:
     ratios: tuple[Any, ...] | None = range_of(op, "ratio_sampler")
-    if ratios is None:  # a range around 1 is drawn in two halves
+    if ratios is None:  # if the range contains 1, Kornia uses two samplers: below 1 and above 1
         ratios = (*range_of(op, "ratio_sampler1"), range_of(op, "ratio_sampler2")[1])
     area, value = range_of(op, "scale_sampler"), float(setting(op, "value"))
     return 2 * len(ratios), partial(_erased_box, area=area, ratios=ratios, value=value)
@@ -72,7 +70,7 @@ def _erasing(op: Any) -> tuple[int, Rule]:
 def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[Any, ...], value: float) -> Params:
     height, width = size
     target = scale(u[:, 0], *area) * np.float32(height * width)
-    if len(ratios) == 3:  # low < 1 < high: a coin decides for wide or tall
+    if len(ratios) == 3:  # low < 1 < high: choose between the two ranges with equal probability
         wide, tall = scale(u[:, 1], ratios[0], ratios[1]), scale(u[:, 2], ratios[1], ratios[2])
         ratio = np.where(np.rint(u[:, 3]) != 0, wide, tall)
         at = 4
@@ -92,7 +90,7 @@ def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[An
 
 def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
     values = normal(keys, 3 * size[0] * size[1]).view(-1, 3, *size)
-    return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # as large as the batch
+    return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
 
 ENTRIES = {

@@ -1,8 +1,8 @@
-"""What an entry for a Kornia class consists of, and the parts that many entries share.
+"""Defines the entry of a Kornia class, and helpers that many entries share.
 
-Parameters follow Kornia's formulas: given the uniforms that Kornia would have drawn, they are the same to the last bit.
-Steps are the instructions of the fused backend. Their formulas are in fused/cpu.cpp, fused/cuda.py and
-fused/cuda_steps.py, and equal Kornia's.
+Parameters follow Kornia's formulas. From the same uniforms they are bit-identical to Kornia's.
+Steps are the instructions of the fused backend. Their formulas equal Kornia's and are in fused/cpu.cpp, fused/cuda.py
+and fused/cuda_steps.py.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ ARGS = 12  # float32 arguments of one step
 
 
 class Code(IntEnum):
-    """The steps; in brackets their arguments. Colours are clamped to 0..1 where Kornia clamps them."""
+    """The steps, with their arguments in brackets. Colours are clamped to 0..1 wherever Kornia clamps them."""
 
     NONE = 0
     HFLIP = 1
     VFLIP = 2
     MULTIPLY = 3  # (r, g, b)
     ADD = 4  # (r, g, b)
-    CONTRAST = 5  # (factor), around the mean gray of the image at this point
+    CONTRAST = 5  # (factor), around the image's mean gray before this step
     SATURATION = 6  # (factor), towards gray
     SATURATION_HSV = 7  # (factor)
     HUE = 8  # (turns)
-    GRAY = 9  # (weights of r, g, b, 1 where they can leave 0..1)
+    GRAY = 9  # (weights of r, g, b; 1 if the result can leave 0..1, else 0)
     SOLARIZE = 10  # (threshold, addition)
     POSTERIZE = 11  # (bits)
     INVERT = 12  # (maximum)
     GAMMA = 13  # (gamma, gain)
-    SHUFFLE = 14  # (source of r, of g, of b)
+    SHUFFLE = 14  # (source channel of r, of g, of b)
     ERASE = 15  # (x, y, width, height, value)
-    NOISE = 16  # (); adds a field
+    NOISE = 16  # (); adds noise per pixel
     AUTOCONTRAST = 17  # (1: clamp)
     EQUALIZE = 18
     SHARPNESS = 19  # (factor)
     BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
-    WARP = 21  # (matrix row by row from output to input in -1..1, padding: SamplePadding, align_corners, projective)
+    WARP = 21  # (9 values of the output-to-input matrix in -1..1, padding: SamplePadding, align_corners, projective)
 
 
-Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros before
-Parameters = Callable[[Any], tuple[int, Rule]]  # a module to the number of uniforms and the rule
-Normal = Callable[[Tensor, int], Tensor]  # keys int64 [B, 2] and n to standard normal values float32 [B, n]
+Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
+Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
+Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,18 @@ def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: F
 
 def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
     low, high = np.array(list(ranges.values()), dtype=np.float32).reshape(-1, 2).T[:, :, None]
-    return len(ranges), partial(uniform, names=tuple(ranges), low=low, span=high - low)  # as torch's Uniform has them
+    return len(ranges), partial(uniform, names=tuple(ranges), low=low, span=high - low)  # float32, as torch's Uniform
 
 
 def all_uniform(op: Any) -> tuple[int, Rule]:
-    """Every parameter that Kornia draws is uniform, under Kornia's own name for it; many operations draw none."""
+    """A rule for operations whose parameters are all uniform, under Kornia's names; many operations draw none."""
     return _uniform(kornia_private.ranges(op))
 
 
 def uniform_from(*names: str) -> Parameters:
-    """Uniform parameters, in the order in which Kornia draws; ``x`` and ``x_factor`` come from Kornia's ``x_sampler``.
+    """Uniform parameters in the order in which Kornia draws; ``x`` and ``x_factor`` come from Kornia's ``x_sampler``.
 
-    Those for which the operation's settings have no sampler are missing.
+    Parameters without a sampler in the operation's settings are left out.
     """
 
     def parameters(op: Any) -> tuple[int, Rule]:
@@ -96,7 +96,7 @@ def uniform_from(*names: str) -> Parameters:
 
 
 def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters:
-    """What ``derive(u, size, rule=...)`` makes of the rule of other parameters."""
+    """Parameters that ``derive(u, size, rule=...)`` computes with the rule of ``parameters``."""
 
     def both(op: Any) -> tuple[int, Rule]:
         count, rule = parameters(op)
@@ -106,7 +106,7 @@ def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters
 
 
 def steps_of(code: Code, *arguments: str | float) -> Steps:
-    """One step; its arguments are parameters by name, or the same number for every sample."""
+    """One step. Each argument is a parameter's name, or a number that is the same for every sample."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         for column, argument in enumerate(arguments):
@@ -116,24 +116,24 @@ def steps_of(code: Code, *arguments: str | float) -> Steps:
 
 
 def step(code: Code, *arguments: str | float) -> Callable[[Any], Steps]:
-    """The same, for any settings of the module."""
+    """Like :func:`steps_of`, as a function of the module; the module's settings do not matter."""
     return lambda op: steps_of(code, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Everything that gpuaug knows of one Kornia class.
+    """Everything that gpuaug knows about one Kornia class.
 
     Attributes:
-        affects: what the operation does to a sample. ``pixels``: no pixel moves. ``matrix``: pixels move by Kornia's
-            ``compute_transformation``. ``field``: each pixel moves by an offset of its own.
-        steps: a module to its fused steps; None where its settings have none, then the module itself runs.
-        parameters: a module to the number of uniforms that a sample needs (without the gate), and the rule from them
-            to Kornia's parameters; None where settings of the module have no rule.
-        check: raises ConfigError for settings that would fail later; gets the module and its key in the configuration.
-        prepare: (name, module) to Prepared, for operations of more than one slot; None: one slot, as usual.
+        affects: what the operation changes. ``pixels``: values only. ``matrix``: pixels move by the matrix of
+            Kornia's ``compute_transformation``. ``field``: each pixel moves by its own offset.
+        steps: from a module to its fused steps. None: its settings have no fused form, so the module itself runs.
+        parameters: from a module to the number of uniforms per sample (without the one for ``p``), and the rule
+            that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
+        check: raises ConfigError for settings that would fail later. Arguments: the module, its configuration key.
+        prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
         noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
-        one_by_one: whether Kornia's module gets one image at a time, because its pixels depend on the batch otherwise.
+        one_by_one: pass one image at a time to Kornia's module, because otherwise its pixels depend on the batch.
     """
 
     affects: Literal["pixels", "matrix", "field"]

@@ -1,4 +1,4 @@
-"""Flips and other operations that move pixels by a matrix, and the elastic transform, which moves them by a field."""
+"""Entries for operations that move pixels: by a matrix (such as flips), or by a field (the elastic transform)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _perspective(op: Any) -> tuple[int, Rule]:
 
 def _perspective_parameters(u: Float, size: Size, *, distortion: float, basic: bool) -> Params:
     height, width = size
-    x, y = max(width - 1, 1), max(height - 1, 1)  # Kornia's corners of an image one pixel wide
+    x, y = max(width - 1, 1), max(height - 1, 1)  # if a side is one pixel, Kornia puts the corners at 0 and 1
     start = np.array([[0, 0], [x, 0], [x, y], [0, y]], dtype=np.float32)
     extent = np.array([width if width > 1 else 0, height if height > 1 else 0], dtype=np.float32)
     factor = np.float32(distortion) * extent / np.float32(2)
@@ -71,8 +71,8 @@ def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[st
 # --- steps
 
 _PADDINGS = ("ZEROS", "BORDER", "REFLECTION")
-# What an affine matrix is made of. fused/lower.py makes the matrices of a whole batch in one go: Kornia's functions
-# take 0.15 ms each, and the two slots of RandAugment have ten.
+# The parameters of an affine matrix. fused/lower.py computes all matrices of a batch in one call. Kornia would need one
+# call of 0.15 ms per operation, and RandAugment has ten such operations (five in each of two slots).
 _AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x", "shear_y")
 _IDENTITY = (0, 1, 1, 0, 0, 0, 0, 0, 0)
 
@@ -94,7 +94,7 @@ def _write_affine(out: Float, params: Params, size: Size, *, how: tuple[float, .
     if "scale" in params:
         out[:, 0, 1:3], out[:, 0, 3:5] = params["scale"], params["translations"]
     elif "degrees" in params:
-        out[:, 0, 0] = -params["degrees"]  # counter-clockwise, unlike the others
+        out[:, 0, 0] = -params["degrees"]  # counter-clockwise, unlike `angle`
     elif "times" in params:
         out[:, 0, 0] = -90 * np.rint(params["times"])
 

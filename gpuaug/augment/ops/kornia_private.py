@@ -1,7 +1,7 @@
-"""Every private attribute of Kornia that gpuaug reads or resets, as they are in Kornia 0.9.0.
+"""All access to private attributes of Kornia, as of Kornia 0.9.0. After an upgrade of Kornia, check this file first.
 
-Kornia keeps the ranges of an operation as samplers of a generator module (``_param_generator``), and names differ
-between operations. After an upgrade of Kornia, check this file first.
+Kornia stores an operation's ranges as samplers in a generator module (``_param_generator``). The names of the samplers
+differ between operations.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Range = tuple[Any, Any]  # np.float32: lowest and highest value of a sampler
 
 
 def setting(op: Any, name: str) -> Any:
-    """An attribute of the generator that draws an operation's parameters; None where it has no such attribute."""
+    """An attribute of the generator that draws an operation's parameters; None if the attribute does not exist."""
     return getattr(op._param_generator, name, None)
 
 
 def range_of(op: Any, sampler: str) -> Any:
-    """The Range of a sampler; None where the operation's settings draw no such value."""
+    """The Range of a sampler; None if the operation's settings need no such sampler."""
     return None if setting(op, sampler) is None else _range(setting(op, sampler))
 
 
 def ranges(op: Any) -> dict[str, Range]:
-    """Parameter name to range, in the order in which Kornia draws; for operations whose draws are all alike."""
+    """Parameter name to range, in the order in which Kornia draws; for operations that keep them in one dictionary."""
     return {name: _range(sampler) for name, sampler in (setting(op, "sampler_dict") or {}).items()}
 
 
@@ -34,23 +34,23 @@ def _range(sampler: Any) -> Range:
 
 
 def generator_values(op: Any) -> dict[str, Any]:
-    """All attributes of an operation's generator, its samplers among them; {} where it draws no parameters."""
+    """All attributes of an operation's generator, including its samplers; {} if the operation draws no parameters."""
     values = {} if op._param_generator is None else dict(vars(op._param_generator))
     return values | values.get("sampler_dict", {})
 
 
 def fixed_order(op: Any) -> Any:
-    """``order`` of a ColorJitter or ColorJiggle; None where the order is random, and for other operations."""
+    """``order`` of a ColorJitter or ColorJiggle; None if the order is random, and for other operations."""
     return getattr(op, "_fixed_order", None)
 
 
 def policy_parameter(operation: Any) -> tuple[Any, Any]:
-    """Of an operation of a policy: the parameter that has a magnitude, or None; the function from magnitude to it."""
+    """For a policy's operation: the name of its magnitude parameter or None, and the function that computes it."""
     return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
 
 
 def forget(module: nn.Module) -> None:
-    """Drop what a module keeps of a call: noise as large as the batch, matrices, the input of a lazy matrix."""
+    """Free what a module keeps after a call: noise as large as the batch, matrices, the input of a lazy matrix."""
     state = vars(module)
     names = ("_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot")
     state.update({name: None for name in names if name in state} | ({"_params": {}} if "_params" in state else {}))
