@@ -20,7 +20,7 @@ from gpuaug.native import build
 Pixels = NDArray[np.uint8]
 
 _TORCH = {
-    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # the `out` variant of what F.interpolate(antialias=True) calls
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # F.interpolate(antialias=True) calls this op
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
 _TASK = np.dtype(  # ``Task`` of resize.cpp

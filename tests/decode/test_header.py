@@ -209,7 +209,7 @@ def test_ppm(kind):
     data = f"{kind}\n# a comment\n37 21 # another\n255\n".encode() + bytes(samples)
     assert header.read(data) == Header("ppm", 21, 37)
     for wrong, text in (
-        (data[:-1], "takes"),
+        (data[:-1], "needs"),
         (data.replace(b"255", b"65535"), "up to 65535"),
         (data.replace(b"37", b"xx"), "broken header"),
         (f"{kind} 1 1{'#' * 5000}".encode(), "broken header"),
