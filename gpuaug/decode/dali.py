@@ -94,7 +94,7 @@ class CpuPipeline:
         self._capacity = 0
 
     def run(self, plan: Plan) -> list[Pixels]:
-        """Per row, the pixels of its ``plan.union`` box: uint8 [height, width, 3]. They hold DALI's memory."""
+        """Per row, the pixels of its ``plan.union`` box: uint8 [height, width, 3]. The arrays hold DALI's memory."""
         if len(plan) > self._capacity:
             self._capacity = _capacity(plan)
             self._pipeline = self._build()
@@ -241,10 +241,7 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Load nvImageCodec without GPU codecs, which open a CUDA context on the current device to find a JPEG engine.
-
-    The parser and ``device=cpu`` need no CUDA context.
-    """
+    """Load nvImageCodec without GPU codecs: they open a CUDA context, which parser and ``device=cpu`` do not need."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

@@ -98,7 +98,7 @@ class Decode:
         checks.whole_number("max_bytes", self.max_bytes, 1)
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
         if not is_list or any(name not in CODECS for name in self.codecs):
-            raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
+            raise ConfigError(f"`codecs` must be a list of names from {', '.join(CODECS)}. Found: {self.codecs!r}.")
 
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
@@ -295,7 +295,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of rows with too many pixels after resizing, such as a long thin image whose short side grows."""
+        """Faults of rows with too many pixels after resizing, such as a long thin image resized by its shorter side."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.boxes], axis=0)
         faults = []

@@ -298,7 +298,7 @@ def _bmp(data: bytes) -> Header:
         width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
         (colors,) = struct.unpack_from("<I", data, 46)
         width, height = max(width, 0), abs(height)
-    pixels = 14 + size  # first offset where they may begin
+    pixels = 14 + size  # earliest offset of the pixels
     if bits <= 8:
         pixels += (colors or 1 << bits) * (3 if size == 12 else 4)
     dali_safe = (

@@ -51,8 +51,8 @@ _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 class Reader:
     """Reads batches in the order it is given, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault of its row. Images above 16 MiB may together take 2 GiB per batch; further
-    ones are faults too. Pixels from mapped files have no such limit, because whoever made the file chose their size.
+    An image above 512 MiB is a fault of its row. All images above 16 MiB in a batch may take 2 GiB together; the
+    others are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
 
     Args:
         source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.
@@ -88,7 +88,7 @@ class Reader:
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
         self._encode = _Encode(self.source, self._generation)
         self._workers: Workers | None = None
-        weakref.finalize(self, _advance, self._generation)  # at exit, before multiprocessing ends the workers
+        weakref.finalize(self, _advance, self._generation)  # runs at exit before multiprocessing ends the workers
 
     @property
     def pids(self) -> list[int]:
@@ -104,8 +104,8 @@ class Reader:
     ) -> Iterator[EncodedBatch]:
         """Yield one batch for each ``(indices, repeats, valid)``, in this order.
 
-        ``numbers`` maps these to the sample numbers to read, int64 [B]; None: ``indices``. With ``zero_copy``, without
-        workers, and if the source has ``zero_copy`` (its bytes stay valid and unchanged), bytes are not copied.
+        ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: ``indices``. ``zero_copy``
+        avoids copies if there are no workers and the source has ``zero_copy`` (its bytes stay valid and unchanged).
 
         An earlier iterator ends, in any thread. A sample that cannot be read (OSError, which includes connections and
         timeouts, or an error of gpuaug) is a Fault of its row, without bytes. If a retry may help, the sample is tried
@@ -166,7 +166,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # the workers' DataLoader keeps a reference to the first one, and so to its epoch
+            todo.close()  # the workers' DataLoader keeps the first generator, and so its epoch
             if not ended():
                 _advance(self._generation)  # workers skip batches requested ahead
 
