@@ -1,6 +1,6 @@
-"""DALI's pipelines, on the CPU and on CUDA; the only file that imports DALI and nvImageCodec.
+"""DALI's pipelines for the CPU and for CUDA. Only this file imports DALI and nvImageCodec.
 
-Both decode in stored coordinates and leave EXIF orientation to the caller.
+Both pipelines decode in stored coordinates. The caller applies EXIF orientation.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# Not PNG: DALI inflates all there is, 1 GiB out of 1 MB, and takes three times that in memory. Pillow inflates what the
-# image needs and stops; it costs 1.5 times the processor time (500 x 375, crop to 224).
+# Not PNG: DALI inflates all data in the file, for example 1 MB to 1 GiB, and needs three times that memory. Pillow
+# stops when the image is complete, but needs 1.5 times the CPU time (500 x 375, crop to 224).
 CODECS = frozenset({"jpeg", "webp", "bmp"})
-# DALI allocates at once, per thread and pipeline, what nvJPEG decodes in; these are its defaults. Twice the second is
-# pinned.
+# nvJPEG's buffers in bytes, which DALI allocates at the start per thread and pipeline. These are DALI's defaults. DALI
+# pins twice PINNED_PADDING.
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
-_loading = threading.Lock()  # held while codecs are loaded: an environment variable chooses them
+_loading = threading.Lock()  # held while codecs load, because an environment variable selects them
 
 
 def choose_backend(wanted: Backend) -> str:
-    """``dali`` or ``pillow``; ``auto`` is Pillow where DALI cannot be imported, and logs why.
+    """Return ``dali`` or ``pillow``. If DALI cannot be imported, ``auto`` logs why and chooses Pillow.
 
     Raises:
-        ConfigError: if DALI is wanted and cannot be imported.
+        ConfigError: if ``wanted`` is ``dali`` and DALI cannot be imported.
     """
     if wanted == "pillow":
         return wanted
@@ -56,7 +56,7 @@ def choose_backend(wanted: Backend) -> str:
     except (ImportError, OSError) as e:
         if wanted == "dali":
             raise ConfigError(
-                f"`backend` is 'dali' and it cannot be imported ({e}). Install nvidia-dali-cuda120, or use 'auto'."
+                f"`backend` is 'dali', but DALI cannot be imported ({e}). Install nvidia-dali-cuda120, or use 'auto'."
             ) from e
         log.info("decode with pillow: DALI cannot be imported (%s)", e)
         return "pillow"
@@ -64,21 +64,21 @@ def choose_backend(wanted: Backend) -> str:
 
 
 def accepts(data: bytes, header: Header) -> bool:
-    """Whether DALI's own parser reads in ``data`` what ``header`` says; 3 µs.
+    """Whether DALI's own parser finds the same size in ``data`` as ``header``; 3 µs.
 
-    DALI does not name a sample that it refuses while it sets up a batch, and its threads crash (SIGSEGV) on sample
-    types that it does not know. This check and `Header.dali_safe` leave it the images that it is known to decode.
+    If DALI refuses a sample while it sets up a batch, the error does not name the sample. DALI's threads crash
+    (SIGSEGV) on unknown pixel types. With this check and `Header.dali_safe`, DALI gets only images that it can decode.
     """
     try:
         stream = _code_stream()(data)
         same = stream.height == header.height and stream.width == header.width
-        return bool(same and stream.dtype.kind == "u")  # TypeError where it does not know the type
+        return bool(same and stream.dtype.kind == "u")  # TypeError if DALI does not know the pixel type
     except (RuntimeError, TypeError):
         return False
 
 
 def failed_sample(message: str) -> tuple[bool, int | None]:
-    """Whether an error's message is about decoding a sample, and the sample's number in the batch, if it is named."""
+    """Whether an error message is about decoding, and the sample's number in the batch if the message has it."""
     match = _FAILED_SAMPLE.search(message)
     return match is not None or "decoders.image" in message, int(match[1]) if match else None
 
@@ -86,7 +86,7 @@ def failed_sample(message: str) -> tuple[bool, int | None]:
 class CpuPipeline:
     """DALI on the CPU: decodes one box of each image."""
 
-    bytes_per_pixel = 12  # peak memory while an image is decoded, of its whole size
+    bytes_per_pixel = 12  # peak memory while decoding, per pixel of the whole image
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -94,14 +94,14 @@ class CpuPipeline:
         self._capacity = 0
 
     def run(self, plan: Plan) -> list[Pixels]:
-        """Per row uint8 [height, width, 3], its ``plan.union``; views that hold DALI's memory."""
+        """Per row, the pixels of its ``plan.union`` box: uint8 [height, width, 3]. The arrays hold DALI's memory."""
         if len(plan) > self._capacity:
             self._capacity = _capacity(plan)
             self._pipeline = self._build()
         self._pipeline.feed_input("encoded", plan.encoded)
         _feed(self._pipeline, np.int32, start=plan.union[:, :2], shape=plan.union[:, 2:])
         (regions,) = self._pipeline.run()
-        # Through DLPack, because DALI's arrays for numpy are read-only and would be copied for torch.
+        # Use DLPack: DALI's own numpy arrays are read-only, so torch would have to copy them.
         return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
 
     def _build(self) -> Any:
@@ -115,11 +115,11 @@ class CpuPipeline:
 class CudaPipeline:
     """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
 
-    Boxes are not decoded alone: nvImageCodec 0.9 crashes doing so on some GPUs. A pipeline is built for ``batch_size``
-    samples at least. ``operators="cpu"`` runs the same graph without a GPU, for tests.
+    It does not decode only the boxes, because nvImageCodec 0.9 then crashes on some GPUs. A pipeline is built for at
+    least ``batch_size`` samples. For tests, ``operators="cpu"`` runs the same graph without a GPU.
     """
 
-    bytes_per_pixel = 3  # only the pixels are counted
+    bytes_per_pixel = 3  # counts only the pixels
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Per view uint8 [n, H, W, 3], stored orientation, in torch's memory, on torch's current stream."""
+        """Per view uint8 [n, H, W, 3], not yet upright, in torch's memory, queued on torch's current stream."""
         key = tuple((b.interpolation, b.fill) for b in plan.boxes)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:
@@ -155,8 +155,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # If torch held DALI's memory by DLPack, DALI would free it after a cudaDeviceSynchronize in its own thread,
-        # which spins for as long as the training keeps the device busy.
+        # No DLPack here: DALI would free the shared memory after a cudaDeviceSynchronize in its own thread. That call
+        # spins as long as training keeps the device busy.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
@@ -173,7 +173,7 @@ class CudaPipeline:
             def slice_of(image: Any, start: str, shape: str, **more: Any) -> Any:
                 return fn.slice(image, start=fed(start), shape=fed(shape), axes=[0, 1], **more)
 
-            # fancy upsampling: within 1 of the CPU; without it within 4
+            # fancy upsampling: pixels differ from the CPU by at most 1; without it, by at most 4
             settings = {"device": self._operators, "jpeg_fancy_upsampling": True, **_rgb(types), **only_cuda}
             image = fn.decoders.image(fed("encoded", types.UINT8), **settings)
             interpolations = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
@@ -193,12 +193,12 @@ class CudaPipeline:
 
 
 def _capacity(plan: Plan) -> int:
-    """Batch size of a new pipeline: a power of two, at least 32, so that few batches need another one."""
+    """Batch size of a new pipeline: a power of two, at least 32, so that few batches need a larger pipeline."""
     return 1 << max(5, (len(plan) - 1).bit_length())
 
 
 def _feed(pipeline: Any, dtype: Any, **inputs: NDArray[Any]) -> None:
-    for name, rows in inputs.items():  # one array each: a list of rows costs DALI 4 µs of Python each
+    for name, rows in inputs.items():  # one array per input: a list of rows costs 4 µs of Python per row
         pipeline.feed_input(name, np.ascontiguousarray(rows, dtype=dtype))
 
 
@@ -207,10 +207,10 @@ def _rgb(types: Any) -> dict[str, Any]:
 
 
 def _pipeline(capacity: int, num_threads: int, device: int | None, graph: Callable[..., list[Any]]) -> Any:
-    """A pipeline, built, with the outputs of ``graph(fn, types, fed)``, where ``fed(name, dtype)`` is an input."""
+    """Build a pipeline with the outputs of ``graph(fn, types, fed)``; ``fed(name, dtype)`` declares an input."""
     from nvidia import dali
 
-    fn, types = cast(Any, dali.fn), cast(Any, dali.types)  # its stubs lack constants and operators' results
+    fn, types = cast(Any, dali.fn), cast(Any, dali.types)  # DALI's stubs lack constants and operators' results
 
     def fed(name: str, dtype: Any = types.INT32) -> Any:
         return fn.external_source(name=name, ndim=1, dtype=dtype)
@@ -224,7 +224,7 @@ def _pipeline(capacity: int, num_threads: int, device: int | None, graph: Callab
 
 
 def release_memory() -> None:
-    """Give the memory of pipelines that are gone back to the system."""
+    """Return the memory of deleted pipelines to the system."""
     from nvidia.dali import backend
 
     cast(Any, backend).ReleaseUnusedMemory()
@@ -232,7 +232,7 @@ def release_memory() -> None:
 
 @lru_cache(maxsize=1)
 def _code_stream() -> Any:
-    """nvImageCodec's parser, which DALI uses."""
+    """nvImageCodec's parser, which DALI uses too."""
     with _host_codecs():
         from nvidia.nvimgcodec import CodeStream
 
@@ -241,8 +241,7 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Leave out nvImageCodec's GPU codecs while its codecs are loaded: their search for a JPEG engine opens a CUDA
-    context on the current device, which the parser and ``device=cpu`` do not need."""
+    """Load nvImageCodec without GPU codecs: they open a CUDA context, which parser and ``device=cpu`` do not need."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

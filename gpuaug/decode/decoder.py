@@ -1,13 +1,13 @@
 """Encoded images to uint8 views on the device.
 
 takes: :class:`EncodedBatch`, then one :class:`Boxes` per view.
-does: reads headers first (true shapes, faults), then decodes each image once for all its views, crops and resizes.
+does: reads headers (true shapes, faults), decodes each image once for all its views, then crops and resizes.
 gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
 
-On the CPU, DALI decodes the smallest box that holds all views of an image and `resize` makes each view: DALI's own CPU
-resize is several times slower. On CUDA, DALI decodes (`mixed`), slices and resizes in one pipeline, and every view is
-copied into torch's memory. Pillow decodes what DALI does not, or everything where DALI is not installed. `header` reads
-the orientation and `plan` applies it, for every codec alike.
+On the CPU, DALI decodes the smallest box that holds all views of an image, and `resize` makes each view, because DALI's
+own CPU resize is several times slower. On CUDA, one DALI pipeline decodes (`mixed`), slices and resizes; then every
+view is copied into torch's memory. Pillow decodes the other images, or all images if DALI is not installed. For every
+codec, `header` reads the orientation and `plan` applies it.
 
 A sample's pixels never depend on the other samples of its batch. Nothing here is random.
 """
@@ -46,15 +46,16 @@ from gpuaug.native import buffers
 
 log = logging.getLogger("gpuaug")
 
-MAX_THREADS = 1024  # more is a typing error: each thread has a stack, and DALI makes them all at once
-_MAX_REBUILDS = 3  # of a pipeline per batch; an error of the device itself stays and comes up again
+MAX_THREADS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
+_MAX_REBUILDS = 3  # of the pipeline, per batch; an error of the device itself would repeat for ever
 
 _END_OF_JPEG = b"\xff\xd9"
-# Few bytes can claim many pixels. Above max(2**25, `max_pixels` / 4) pixels an image needs a byte for every 64, which a
-# JPEG of one colour has, so that no file below 1 MiB takes more than 2 s of a core. A pixel counts as its `effort`.
+# A small file can claim many pixels. An image with more than max(2**25, `max_pixels` / 4) pixels needs at least a byte
+# per 64 pixels. Even a JPEG of one colour has this. So no file below 1 MiB takes more than 2 s of a core. A pixel
+# counts `effort` times.
 _SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
-_MAX_SCANS = 12  # of the largest image; 0.6 ns a pixel and scan
-_ANCILLARY_BYTES = 65_536  # PNG chunks that do not affect pixels are left out when they have more bytes
+_MAX_SCANS = 12  # for an image of `max_pixels`; a scan costs 0.6 ns per pixel
+_ANCILLARY_BYTES = 65_536  # above this, PNG chunks that do not affect pixels are removed before decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +63,17 @@ class Decode:
     """Settings of the decoder.
 
     Args:
-        num_threads: of the host; None: the CPUs of this process, at most 8, shared between the ranks of a machine.
-            On CUDA nvImageCodec waits actively: each takes a core while it waits for a GPU that trains.
-        backend: ``auto`` is DALI where it can be imported, else Pillow.
-        hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. Its pixels differ slightly from those of the
-            CUDA cores and the split depends on the batch, so anything above 0 gives up bit equality.
-        max_pixels: an image whose header claims more pixels is a fault, before anything is allocated; so is an image of
-            more than a quarter of it that has less than a byte for 64 pixels.
-        max_bytes: bytes of memory for decoding. A batch that needs more is decoded in chunks; an image that needs more
+        num_threads: number of CPU threads. None: the CPUs of this process divided by the ranks on the machine, at most
+            8. On CUDA nvImageCodec's threads wait actively: each uses a core while it waits for a GPU that trains.
+        backend: ``auto`` is DALI if it can be imported, else Pillow.
+        hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
+            the CUDA cores, and the split depends on the batch. So above 0, results are no longer bit-identical.
+        max_pixels: an image whose header claims more pixels is a fault, before memory is allocated. An image with more
+            than a quarter of `max_pixels` is also a fault if it has less than one byte per 64 pixels.
+        max_bytes: memory limit for decoding. If a batch needs more, it is decoded in chunks; an image that needs more
             is decoded alone.
-        codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; others are faults. `raw` is
-            what `gpuaug pack` writes: pixels after a header with their size.
+        codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; other images are faults.
+            `gpuaug pack` writes `raw`: a header with the size, then the pixels.
 
     Raises:
         ConfigError: if a setting is outside its range.
@@ -97,17 +98,18 @@ class Decode:
         checks.whole_number("max_bytes", self.max_bytes, 1)
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
         if not is_list or any(name not in CODECS for name in self.codecs):
-            raise ConfigError(f"`codecs` must be a list out of {', '.join(CODECS)}. Found: {self.codecs!r}.")
+            raise ConfigError(f"`codecs` must be a list of names from {', '.join(CODECS)}. Found: {self.codecs!r}.")
 
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
     ) -> Decoder:
-        """A decoder for ``cpu`` or ``cuda``; ``auto`` is CUDA where there is a device, and is logged.
+        """Open a decoder for ``cpu`` or ``cuda``. ``auto`` is CUDA if there is a device; the choice is logged.
 
         Args:
-            device: where views arrive; ``cuda`` is LOCAL_RANK's device where that is set, else torch's current one.
-            accept_truncated: decode a JPEG without its end as far as it goes, instead of reporting a fault.
-            batch_size: samples of a usual batch; on CUDA pipelines are built for it, even if the first one is smaller.
+            device: the device of the views. ``cuda``: LOCAL_RANK's device if this variable is set, else torch's current
+                device.
+            accept_truncated: decode the part that a truncated JPEG still has, instead of reporting a fault.
+            batch_size: usual batch size. On CUDA, pipelines are built for it, even if the first batch is smaller.
         """
         chosen = machine.choose_device(device)
         return Decoder(self, chosen, accept_truncated=accept_truncated, batch_size=batch_size)
@@ -116,14 +118,14 @@ class Decode:
 class Decoder:
     """Decodes batches to uint8 views on one device; made by :meth:`Decode.open`.
 
-    One thread may read headers while another one decodes.
+    One thread may read headers while another thread decodes.
 
     Attributes:
-        device: where views arrive.
+        device: the device of the views.
         backend: ``dali`` or ``pillow``.
-        num_threads: of the host.
-        rescued: samples that DALI refused and Pillow decoded.
-        truncated: samples without their end that were decoded as far as they go.
+        num_threads: number of CPU threads.
+        rescued: number of samples that DALI refused and Pillow decoded.
+        truncated: number of truncated JPEGs that were accepted.
     """
 
     def __init__(
@@ -146,13 +148,13 @@ class Decoder:
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
-        """True shapes and certain faults, from the headers alone; no pixel is decoded."""
+        """Read shapes and faults from the headers, without decoding pixels."""
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         faults, replaced = [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
-        for row, encoded in enumerate(batch.images):  # 10 µs a sample, as a JPEG's header has to be walked
+        for row, encoded in enumerate(batch.images):  # 10 µs per sample: a JPEG header is a list of segments
             if row in unread:
                 continue
             try:
@@ -171,43 +173,43 @@ class Decoder:
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, boxes: Sequence[Boxes]
     ) -> tuple[list[Tensor], list[Fault]]:
-        """Every view of every image, each image decoded once.
+        """Decode each image once and make all its views.
 
         On CUDA the work is queued on torch's current stream of the device.
 
         Args:
             batch: encoded images.
             headers: :meth:`read_headers` of this batch.
-            boxes: one per view, B rows each; rows of bad samples are not used.
+            boxes: one entry per view, B rows each; rows of bad samples are not used.
 
         Returns:
-            uint8 [B, H, W, 3] per view on the device, zero where a row is bad; and the faults of decoding.
+            uint8 [B, H, W, 3] per view on the device, with bad rows zero; and the decoding faults.
 
         Raises:
             ConfigError: if a box is not inside its image.
-            GpuaugError: if the decoder is closed, or DALI fails again and again.
+            GpuaugError: if the decoder is closed, or DALI fails repeatedly.
         """
         if not boxes:
             return [], []
         return self._decode(len(batch), Plan.of(batch, headers, boxes))
 
     def full(self, batch: EncodedBatch, headers: HeaderInfo) -> list[Tensor]:
-        """Whole oriented images, uint8 [height, width, 3] on the device; [0, 0, 3] where a row is bad.
+        """Decode whole upright images, uint8 [height, width, 3] on the device; a bad row is [0, 0, 3].
 
         Raises:
-            ConfigError: if they take more than `max_bytes` together.
+            ConfigError: if the images together take more than `max_bytes`.
         """
         size = int((headers.height * headers.width).sum()) * 3
         if size > self.settings.max_bytes and len(batch) > 1:
             raise ConfigError(
                 f"`decode.max_bytes` must hold the {len(batch)} whole images, {size} bytes. Found: "
-                f"{self.settings.max_bytes}. Raise it, or take fewer samples."
+                f"{self.settings.max_bytes}. Raise `decode.max_bytes`, or take fewer samples."
             )
         zero = np.zeros((len(batch), 2), dtype=np.int32)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
         plan = Plan.of(batch, headers, [Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))])
         images = [torch.zeros((0, 0, 3), dtype=torch.uint8, device=self.device)] * len(batch)
-        for k, row in enumerate(plan.rows.tolist()):  # one by one, as a plan's canvases have one size
+        for k, row in enumerate(plan.rows.tolist()):  # one by one: all images of a plan get one output size
             alone = plan.take(np.array([k]))
             h, w = sizes[row].tolist()
             boxes = [replace(alone.boxes[0], size=(h, w))]
@@ -217,9 +219,9 @@ class Decoder:
         return images
 
     def close(self) -> None:
-        """Give back threads and DALI's memory; the decoder cannot be used afterwards."""
+        """Free threads and DALI's memory. The decoder cannot be used afterwards."""
         self._closed = True
-        free = self._lock.acquire(timeout=5.0)  # wait for a thread that still decodes, unless it hangs
+        free = self._lock.acquire(timeout=5.0)  # wait for a thread that is still decoding, but not for ever
         try:
             self._pool.shutdown(wait=free)
             if self._dali is not None and free:
@@ -232,8 +234,8 @@ class Decoder:
     # -- headers --
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
-        """One image's header, its decoder, and the bytes that are decoded in place of its own, if any."""
-        if raw := header.read_raw(encoded.data):  # its pixels are not copied
+        """One image's header, its route, and repaired bytes to decode instead of its own, or None."""
+        if raw := header.read_raw(encoded.data):  # without a copy of the pixels
             return *self._check_header(b"", raw), None
         data = original = encoded.tobytes()
         try:
@@ -249,7 +251,7 @@ class Decoder:
         return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
 
     def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
-        """The header with the size that its decoder finds, and the decoder; HeaderError beyond the limits."""
+        """Check the limits. Return the header, completed by Pillow if needed, and the route; else HeaderError."""
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
@@ -264,14 +266,14 @@ class Decoder:
         work = pixels * info.effort
         if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)) and codec != "raw":
             raise HeaderError(
-                f"{name} in {len(data)} bytes: so many pixels need a byte for every "
-                f"{_PIXELS_PER_BYTE // info.effort}, or `decode.max_pixels` of {4 * work}"
+                f"{name} has only {len(data)} bytes: an image this large needs a byte for every "
+                f"{_PIXELS_PER_BYTE // info.effort} pixels. To accept it, raise `decode.max_pixels` to {4 * work}"
             )
         if info.scans > 1 and info.scans * pixels > _MAX_SCANS * max_pixels:
-            raise HeaderError(f"{name} in {info.scans} scans is too much work")
+            raise HeaderError(f"{name} with {info.scans} scans is too much work. Raise `decode.max_pixels`")
         if info.bits > 8 and not self._deep_logged:
             self._deep_logged = True
-            log.info("decode scales images of more than 8 bits to 8, the largest value that can be stored to 255")
+            log.info("decode scales images with more than 8 bits to 8 bits: the largest possible value becomes 255")
         if codec == "raw":
             return info, Route.RAW
         if self.backend != "dali" or codec not in dali.CODECS or not info.dali_safe:
@@ -281,11 +283,11 @@ class Decoder:
     # -- pixels --
 
     def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Views and faults of a batch of ``count`` rows; rows that are not in the plan are zero."""
-        # DALI takes a stream without its device, and uses the current device.
+        """Views and faults of a batch of ``count`` rows; rows outside the plan are zero."""
+        # DALI does not read the device from a stream. It uses the current device.
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
-                raise GpuaugError("This decoder was closed. Open another one with `Decode.open`.")
+                raise GpuaugError("This decoder is closed. Open a new decoder with `Decode.open`.")
             too_large = self._too_large(plan)
             plan = plan.take(np.flatnonzero(~np.isin(plan.rows, [fault.row for fault in too_large])))
             decode = self._on_device if isinstance(self._dali, dali.CudaPipeline) else self._on_host
@@ -293,18 +295,18 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of rows whose resized box has too many pixels: a long thin image, its shorter side resized."""
+        """Faults of rows with too many pixels after resizing, such as a long thin image resized by its shorter side."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.boxes], axis=0)
         faults = []
         for k in np.flatnonzero(pixels > most).tolist():
             h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
-            reason = f"resizing {h}x{w} takes more than `decode.max_pixels` ({most})"
+            reason = f"resizing {h}x{w} gives more pixels than `decode.max_pixels` ({most})"
             faults.append(decode_fault(int(plan.rows[k]), plan.encoded[k], reason))
         return faults
 
     def _on_host(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Views resized on the CPU, then moved to the device."""
+        """Resize views on the CPU, then move them to the device."""
         shapes = [(count, *b.size, 3) for b in plan.boxes]
         if self.device.type == "cuda":
             images = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for shape in shapes]
@@ -314,7 +316,7 @@ class Decoder:
         failed: list[int] = []
         for part, regions in self._by_dali(plan, failed):
             self._paint(part, regions, canvases)
-            del regions  # before the next chunk is decoded
+            del regions  # free memory before the next chunk is decoded
         rest = _left(plan, failed)
         raw = rest.take(np.flatnonzero(rest.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
@@ -325,7 +327,7 @@ class Decoder:
         return [buffers.to_device(x, self.device) for x in images], faults
 
     def _on_device(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Views by DALI's pipeline for CUDA; the rows that it does not decode come from the host."""
+        """Make views with DALI's CUDA pipeline; the CPU makes the rows that DALI does not decode."""
         images: list[Tensor] = []
         failed: list[int] = []
 
@@ -338,7 +340,7 @@ class Decoder:
 
         for part, views in self._by_dali(plan, failed):
             if len(part) == count and (part.orientation == 1).all():
-                return views, []  # the whole batch as the pipeline gives it
+                return views, []  # the pipeline decoded the whole batch: no copy needed
             for value in np.unique(part.orientation):
                 k = np.flatnonzero(part.orientation == value)
                 at = buffers.to_device(torch.from_numpy(k), self.device)
@@ -351,9 +353,9 @@ class Decoder:
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Make ``canvases[view][row]`` of the plan's rows out of their ``regions``, the pixels of ``plan.union``.
+        """Resize ``regions``, each row's pixels of ``plan.union``, into ``canvases[view][row]``.
 
-        With ``alone`` use this thread only, which is one of several that paint.
+        With ``alone``, use only the calling thread, because other threads call this method too.
         """
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self._each)
         for view, (boxes, canvas) in enumerate(zip(plan.boxes, canvases, strict=True)):
@@ -374,7 +376,7 @@ class Decoder:
         )
 
     def _by_dali(self, plan: Plan, failed: list[int]) -> Iterator[tuple[Plan, Any]]:
-        """Decode the rows that DALI accepts, chunk by chunk; adds to ``failed`` the rows that it cannot decode."""
+        """Decode the rows for DALI, chunk by chunk. Add rows that DALI cannot decode to ``failed``."""
         pending, rebuilds = self._chunks(plan)[::-1], 0
         while pending:
             part = pending.pop()
@@ -383,16 +385,16 @@ class Decoder:
                 result = self._dali.run(part)
             except RuntimeError as e:
                 if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)  # raises an error of the device itself: no sample is to blame
+                    torch.cuda.synchronize(self.device)  # raises if the device itself failed
                 message = pillow.last_line(str(e))
                 of_decoding, k = dali.failed_sample(str(e))
                 if not of_decoding:
                     if rebuilds == _MAX_REBUILDS:
                         raise GpuaugError(f"DALI failed while decoding on {self.device}: {message}") from e
                     rebuilds += 1
-                    log.warning("decode: DALI's pipeline failed and is built again: %s", message)
+                    log.warning("decode: DALI's pipeline failed and is rebuilt. Cause: %s", message)
                     self._dali = None
-                    with suppress(RuntimeError):  # it has failed already
+                    with suppress(RuntimeError):  # a failed pipeline may fail here again
                         dali.release_memory()
                     self._dali = self._new_pipeline()
                     pending.append(part)
@@ -400,23 +402,23 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # no sample is named: out of memory, say
-                    log.info("decode of %d images again in halves: %s", len(part), message)
+                if k is None or k >= len(part):  # the error names no sample, for example if memory ran out
+                    log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names one sample only. Halves, so that a batch of bad samples costs log2(B) decodes, not B.
+                # DALI names only one sample. Use halves: a batch of bad samples then costs log2(B) decodes, not B.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
             del result
 
     def _chunks(self, plan: Plan) -> list[Plan]:
-        """The rows for DALI, in groups that are decoded one after the other."""
+        """The rows for DALI, in chunks that are decoded one after another."""
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(plan.route == Route.DALI), plan.stored.prod(axis=1)
-        if isinstance(self._dali, dali.CudaPipeline):  # a pipeline has one canvas size, and swapped rows theirs
+        if isinstance(self._dali, dali.CudaPipeline):  # one output size per run; swapped rows need another
             groups = [rows[~plan.swapped[rows]], rows[plan.swapped[rows]]]
         else:
             groups = np.array_split(rows, num_parts(len(rows), 3 * int(pixels[rows].sum()), self.num_threads))
@@ -443,7 +445,7 @@ class Decoder:
         return [fault for fault in faults if fault is not None]
 
     def _each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
-        """Call ``work(k)`` for every k of `rows`; one task per thread, as one per row would cost 30 µs each."""
+        """Call ``work(k)`` for every k of `rows`, with one task per thread, because a task costs 30 µs."""
 
         def share(first: int) -> None:
             resize.one_by_one(rows[first :: self.num_threads], work)
@@ -455,10 +457,10 @@ class Decoder:
 
 
 def _without_broken_engine(settings: Decode) -> Decode:
-    """The settings, without the JPEG engine if `gpuaug doctor` found it broken on this machine."""
+    """Switch the JPEG engine off if `gpuaug doctor` found it broken on this machine."""
     if machine.verdict("hardware") is not False:
         return settings
-    log.warning("decode with hardware_load=0: the JPEG engine failed the test of `gpuaug doctor` here")
+    log.warning("decode with hardware_load=0: the JPEG engine failed the test of `gpuaug doctor` on this machine")
     return replace(settings, hardware_load=0.0)
 
 
@@ -470,6 +472,6 @@ def _threads() -> int:
 
 
 def _left(plan: Plan, failed: list[int]) -> Plan:
-    """The rows that DALI has not decoded; those in ``failed`` count as refused."""
+    """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
     route = np.where(np.isin(plan.rows, failed), Route.REFUSED, plan.route).astype(np.int8)
     return replace(plan, route=route).take(np.flatnonzero(route != Route.DALI))

@@ -1,7 +1,7 @@
-"""What stands in front of the pixels: codec, stored size and orientation, from the encoded bytes in pure Python.
+"""Reads codec, stored size and orientation from image headers, in pure Python.
 
-Sizes are known before any decoder allocates, and orientation is read the same way for JPEG, PNG and WebP. A JPEG costs
-about 5 µs.
+So sizes are known before a decoder allocates memory, and orientation is read the same way for JPEG, PNG and WebP. A
+JPEG costs about 5 µs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
 
-# "raw" is this project's own: magic, height and width as uint32 (little-endian), then height * width * 3 bytes of RGB
+# "raw" is gpuaug's own format: magic, height and width as uint32 (little-endian), then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
 _RAW = b"\x89gpuaug\n"
 
@@ -26,12 +26,12 @@ _SIGNATURES = re.compile(
 )
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_JUNK = 65_536  # bytes that are no marker, and markers, that a JPEG may have before its first scan
-_CHUNKS = 131_072  # of a PNG: 1 GB in the 8 kB pieces that libpng writes
-_SCANS = 256  # of a JPEG: encoders write about ten; each scan costs a pass over the whole image
-_PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # of a PNG, that decide its pixels
-_PROFILE = b"Raw profile type exif\0"  # ImageMagick's way to keep EXIF in a PNG: hexadecimal text
-_PROFILE_BYTES = 65_536  # of it; orientation stands in front
+_JUNK = 65_536  # limit of marker bytes and bytes outside segments before the first scan of a JPEG
+_CHUNKS = 131_072  # limit for a PNG: 1 GB in the 8 kB chunks that libpng writes
+_SCANS = 256  # limit for a JPEG: encoders write about ten; each scan costs a pass over the whole image
+_PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
+_PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
+_PROFILE_BYTES = 65_536  # limit of the text that is read; orientation is near its start
 _PPM = re.compile(rb"P([56])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"\s")
 _BMP_HEADERS = {12, 40, 52, 56, 64, 108, 124}
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15 without DHT, JPG, DAC
@@ -39,28 +39,28 @@ _ALONE = frozenset(range(0xD0, 0xD9)) | {0x01}  # RST0..7, SOI, TEM: markers wit
 
 
 class HeaderError(ValueError):
-    """The bytes are not a whole image of a known codec; the text says what was found."""
+    """The bytes are not a complete image of a known codec. The message says what is wrong."""
 
 
 class TruncatedError(HeaderError):
-    """A JPEG whose header is whole and whose end is missing; with an end marker it decodes as far as it goes."""
+    """A JPEG with a complete header but no end. With an end marker added, decoders decode the part that exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an encoded image says about itself.
+    """Header fields of an encoded image.
 
     Attributes:
         codec: one of `CODECS`.
-        height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, which are left to their decoder.
-        orientation: EXIF's 1..8; 1 where there is none or it is no such number.
-        dali_safe: False for what DALI is not known to decode as Pillow does: animations, whose first frame they choose
-            differently; chunks longer than the file, for which DALI allocates; JPEGs that are not baseline, extended
-            or progressive of 8 bits; BMPs that are compressed, have masks, 16 bits, or too little of anything.
-        scans: how often the pixels are passed over; more than 1 for progressive JPEGs.
-        bits: of a sample; TIFF and JPEG 2000 are left to their decoder.
-        effort: processor time of a pixel, in that of an 8-bit PNG.
-        ancillary: bytes of PNG chunks that decide no pixel.
+        height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
+        orientation: EXIF's 1..8; 1 if it is missing or invalid.
+        dali_safe: False if DALI may not decode the image as Pillow does. Animations: DALI chooses another first frame.
+            Chunks longer than the file: DALI allocates their claimed size. JPEGs: only baseline, extended and
+            progressive ones of 8 bits are safe. BMPs: compression, masks, 16 bits or missing bytes are unsafe.
+        scans: passes over the pixels; more than 1 for progressive JPEGs.
+        bits: bits per sample; for TIFF and JPEG 2000 only Pillow reads them.
+        effort: CPU time per pixel, relative to an 8-bit PNG.
+        ancillary: bytes of PNG chunks that do not affect pixels.
     """
 
     codec: str
@@ -75,45 +75,45 @@ class Header:
 
 
 def sniff(data: bytes) -> str | None:
-    """Codec by the first bytes, None where they are of none of `CODECS`."""
+    """The codec, from the first bytes; None if it is not in `CODECS`."""
     match = _SIGNATURES.match(data)
     return match and match.lastgroup
 
 
 def read(data: bytes) -> Header:
-    """Header of an encoded image.
+    """Read the header of an encoded image.
 
     Raises:
-        HeaderError: empty, unknown, broken, or certainly truncated.
+        HeaderError: if the image is empty, unknown, broken, or certainly truncated.
     """
     if not data:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
     if codec is None:
-        raise HeaderError(f"not an image of a known codec: {len(data)} bytes beginning with {data[:8]!r}")
+        raise HeaderError(f"not an image of a known codec: {len(data)} bytes, which begin with {data[:8]!r}")
     parser = _PARSERS.get(codec)
     try:
         return parser(data) if parser else Header(codec, 0, 0)
     except (struct.error, IndexError):
-        raise HeaderError(f"{codec} header cut short: {len(data)} bytes") from None
+        raise HeaderError(f"{codec} header is truncated: {len(data)} bytes") from None
 
 
 def raw_header(height: int, width: int) -> bytes:
-    """What stands before uint8 [height, width, 3] to make "raw" of it, `RAW_HEADER` bytes."""
+    """The header of a "raw" image, `RAW_HEADER` bytes; the uint8 [height, width, 3] pixels follow."""
     return _RAW + struct.pack("<II", height, width)
 
 
 def read_raw(data: memoryview) -> Header | None:
-    """Header of an image that is "raw", None where it is something else; reads no pixel and copies none.
+    """Read the header of a "raw" image, without touching its pixels. None for other codecs.
 
     Raises:
-        HeaderError: if it has not the bytes that its size needs.
+        HeaderError: if the number of bytes does not match the size.
     """
     return read(data) if data[: len(_RAW)] == _RAW else None  # type: ignore[arg-type]
 
 
 def exif_orientation(data: bytes) -> int | None:
-    """Orientation 1..8 out of an EXIF block (with or without its ``Exif`` prefix), None where there is none."""
+    """Orientation 1..8 from an EXIF block (with or without the ``Exif`` prefix); None if it is missing."""
     start = 0
     while data.startswith(b"Exif\0\0", start) and start < 12:
         start += 6
@@ -127,7 +127,7 @@ def exif_orientation(data: bytes) -> int | None:
         for entry in range(at + 2, at + 2 + 12 * entries, 12):
             tag, kind, count = struct.unpack_from(order + "HHI", data, entry)
             if tag == 0x0112:
-                if count != 1 or kind not in (3, 4):  # SHORT, as the standard says, or LONG
+                if count != 1 or kind not in (3, 4):  # SHORT (the standard) or LONG
                     return None
                 (value,) = struct.unpack_from(order + "HI"[kind - 3], data, entry + 8)
                 return value if 1 <= value <= 8 else None
@@ -137,7 +137,7 @@ def exif_orientation(data: bytes) -> int | None:
 
 
 def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
-    """EXIF decides; XMP is asked where EXIF says nothing, as Pillow does."""
+    """Orientation from EXIF; if EXIF has none, from XMP, like Pillow."""
     if exif is not None and (value := exif_orientation(exif)) is not None:
         return value
     if xmp is not None and (match := _XMP_ORIENTATION.search(xmp)) and 1 <= int(match[1]) <= 8:
@@ -163,7 +163,7 @@ def _jpeg(data: bytes) -> Header:
         if marker in _ALONE:
             continue
         if marker == 0xD9:
-            raise HeaderError("jpeg that ends before its first scan")
+            raise HeaderError("jpeg ends before its first scan")
         length = data[at] << 8 | data[at + 1]
         if marker in _FRAMES:
             if frame is not None:
@@ -179,18 +179,18 @@ def _jpeg(data: bytes) -> Header:
             break
         at += max(length, 2)
         if at >= len(data):
-            raise HeaderError(f"jpeg cut short in its header: {len(data)} bytes")
+            raise HeaderError(f"jpeg header is truncated: {len(data)} bytes")
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the box would not miss it
+    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the box would not notice
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
         scans = data.count(b"\xff\xda", at - 2)
         if scans > _SCANS:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
-        if marker > 0xC8:  # arithmetic coding: a scan takes twice the time
+        if marker > 0xC8:  # arithmetic coding takes twice the time per scan
             scans *= 2
     dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8
     return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits)
@@ -198,7 +198,7 @@ def _jpeg(data: bytes) -> Header:
 
 def _png(data: bytes) -> Header:
     if data[12:16] != b"IHDR":
-        raise HeaderError("png without IHDR in front")
+        raise HeaderError("png does not begin with an IHDR chunk")
     width, height = struct.unpack_from(">II", data, 16)
     bits = data[24]
     exif = xmp = profile = None
@@ -222,7 +222,7 @@ def _png(data: bytes) -> Header:
 
 
 def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
-    """Chunks of a PNG up to IEND, or of a WebP: kind, where its content begins, how long it is, where it ends."""
+    """Yield (kind, content start, content length, chunk end) for each chunk of a PNG (up to IEND) or WebP."""
     for _ in range(_CHUNKS):
         if at + 8 > len(data):
             return
@@ -240,7 +240,7 @@ def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int,
 
 
 def png_pixels(data: bytes) -> bytes:
-    """The PNG without chunks that decide no pixel: readers inflate texts and profiles to 1,000 times their bytes."""
+    """Remove PNG chunks that do not affect pixels: readers inflate texts and profiles to 1,000 times their size."""
     pieces = (data[at - 8 : end] for kind, at, _, end in _chunks(data, "png", 8) if kind in _PIECES)
     return data[:8] + b"".join(pieces)
 
@@ -253,7 +253,7 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _unhexed(profile: bytes) -> bytes | None:
-    """The block in a raw profile: a line of its kind and one of its length, then hexadecimal lines."""
+    """The EXIF block of a raw profile: a line with its kind, a line with its length, then hexadecimal lines."""
     text = b"".join(profile[:_PROFILE_BYTES].split(b"\n")[3:])
     try:
         return bytes.fromhex(text[: len(text) // 2 * 2].decode("ascii"))
@@ -280,12 +280,12 @@ def _webp(data: bytes) -> Header:
     height = int.from_bytes(data[27:30], "little") + 1
     exif = xmp = None
     dali_safe = not flags & 0x02
-    for kind, at, length, end in _chunks(data, "webp", 12):  # EXIF and XMP stand after the pixels
+    for kind, at, length, end in _chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
         if kind == b"EXIF" and flags & 0x08:
             exif = data[at : at + length]
         elif kind == b"XMP " and flags & 0x04:
             xmp = data[at : at + length]
-        dali_safe &= end <= len(data) + 1  # DALI allocates what a chunk claims, 4 GB for a file of 1 kB
+        dali_safe &= end <= len(data) + 1  # DALI allocates the size that a chunk claims: 4 GB for a 1 kB file
     return Header("webp", height, width, _oriented(exif, xmp), dali_safe)
 
 
@@ -298,7 +298,7 @@ def _bmp(data: bytes) -> Header:
         width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
         (colors,) = struct.unpack_from("<I", data, 46)
         width, height = max(width, 0), abs(height)
-    pixels = 14 + size  # where they begin at the earliest
+    pixels = 14 + size  # earliest offset of the pixels
     if bits <= 8:
         pixels += (colors or 1 << bits) * (3 if size == 12 else 4)
     dali_safe = (
@@ -309,15 +309,15 @@ def _bmp(data: bytes) -> Header:
         and offset >= pixels
         and len(data) >= offset + (width * bits + 31) // 32 * 4 * height
     )
-    effort = 8 if compression in (1, 2) else 1  # run lengths: Pillow decodes them in Python
+    effort = 8 if compression in (1, 2) else 1  # run-length encoding, which Pillow decodes in Python
     return Header("bmp", height, width, dali_safe=dali_safe, effort=effort)
 
 
 def _gif(data: bytes) -> Header:
-    """The screen, enlarged to the first frame, as Pillow and browsers show it."""
+    """Size of the GIF's screen, enlarged if the first frame is larger, like Pillow and browsers."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    inside = False  # an extension, which ends with an empty block
+    inside = False  # inside an extension, which ends with an empty block
     for _ in range(_CHUNKS):
         kind = data[at]
         if inside:
@@ -340,16 +340,16 @@ def _ppm(data: bytes) -> Header:
         raise HeaderError("ppm with a broken header")
     kind, width, height, most = (int(text) for text in match.groups())
     if most != 255:
-        raise HeaderError(f"ppm with samples up to {most}: only 255 is decoded")
+        raise HeaderError(f"ppm with a maximum value of {most}: only 255 is supported")
     if len(data) - match.end() < (needed := height * width * (3 if kind == 6 else 1)):
-        raise HeaderError(f"ppm of {height}x{width} takes {needed} bytes, and has {len(data) - match.end()}")
+        raise HeaderError(f"ppm of {height}x{width} needs {needed} bytes of pixels. Found: {len(data) - match.end()}")
     return Header("ppm", height, width)
 
 
 def _raw(data: bytes) -> Header:
     height, width = struct.unpack_from("<II", data, len(_RAW))
     if len(data) != (needed := RAW_HEADER + height * width * 3):
-        raise HeaderError(f"raw of {height}x{width} takes {needed} bytes, and has {len(data)}")
+        raise HeaderError(f"raw of {height}x{width} must have {needed} bytes. Found: {len(data)}")
     return Header("raw", height, width)
 
 

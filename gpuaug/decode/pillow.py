@@ -1,4 +1,4 @@
-"""Images that DALI does not decode, by Pillow; the only file that imports Pillow for decoding."""
+"""Pillow decodes the images that DALI does not. Only this file imports Pillow for decoding."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from gpuaug.decode import header
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import Pixels
 
-# codec to the name of Pillow's plugin, where it is not the codec's own with a capital
+# codec to the name of Pillow's plugin, if that is not the capitalised codec
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
 
 
 def bytes_per_pixel(data: bytes) -> int:
-    """Peak memory while an image is decoded; WebP has several canvases. The first 12 bytes are enough."""
+    """Peak decoding memory per pixel; WebP needs several canvases. ``data``: at least the first 12 bytes."""
     return 21 if header.sniff(data) == "webp" else 13
 
 
 def size_and_bits(data: bytes, codec: str) -> tuple[int, int, int]:
-    """Stored height, width and bits of a sample, for codecs whose header only Pillow reads; nothing is decoded."""
+    """Stored height, width and bits per sample, for codecs whose headers only Pillow reads. No pixel is decoded."""
     image = _open(data, codec)
     return image.height, image.width, _bits(image)
 
 
 def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
-    """A box of the first frame.
+    """Decode a box of the first frame.
 
     Args:
         data: the encoded image.
         size: stored (height, width), as its header says.
         box: (top, left, height, width), in stored coordinates.
-        max_pixels: the most that an image may have.
+        max_pixels: limit for the whole image.
 
     Returns:
         uint8 [h, w, 3], RGB, not oriented.
 
     Raises:
-        HeaderError: unless the whole image decodes, to the size that its header says.
+        HeaderError: if the whole image does not decode, or its size differs from ``size``.
     """
     codec = header.sniff(data) or "image"
     image = _open(data, codec)
@@ -52,12 +52,12 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
         bits = _bits(image)
         image.load()
         if image.size != (size[1], size[0]):
-            raise HeaderError(f"{codec} of {image.height}x{image.width} that claims {size[0]}x{size[1]}")
-        # Transparency is dropped, as DALI drops it; Pillow would warn about it.
+            raise HeaderError(f"{codec} of {image.height}x{image.width}, but its header says {size[0]}x{size[1]}")
+        # Drop transparency, like DALI. Otherwise Pillow warns.
         image.info.pop("transparency", None)
         if (h, w) != tuple(size):
             image = image.crop((x, y, x + w, y + h))
-        if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion cuts everything above 255 to white
+        if image.mode.startswith("I"):  # 16 bits; Pillow's conversion clips values above 255
             white = (1 << bits) - 1
             gray = (np.asarray(image).astype(np.uint32) * 255 + white // 2) // white
             return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
@@ -69,34 +69,34 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 
 
 def last_line(text: str) -> str:
-    """An error's last telling line, at most 200 characters."""
+    """The last useful line of an error message, at most 200 characters."""
     lines = [s.strip() for s in text.splitlines() if s.strip() and "no longer valid" not in s]
     return lines[-1][:200] if lines else "no message"
 
 
 def _open(data: bytes, codec: str) -> Any:
-    """The image, not yet decoded; HeaderError if Pillow cannot read it, or its samples are not those of an image."""
-    # Not by `Image.open`: it compares sizes with a process-wide limit, where `max_pixels` belongs to one decoder, and
-    # tries every codec that Pillow knows. GIF, WebP and TIFF still apply that limit, 179 million pixels.
+    """Open an image without decoding it. HeaderError if it cannot be read, or its samples are not supported."""
+    # Not `Image.open`: it applies a process-wide size limit, but `max_pixels` belongs to one decoder. It also tries
+    # every codec that Pillow knows. GIF, WebP and TIFF still apply that limit, 179 million pixels.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))
     except Exception as e:  # Pillow raises many types for damaged bytes
-        raise HeaderError(f"{codec} that cannot be opened: {type(e).__name__}: {last_line(str(e))}") from e
+        raise HeaderError(f"{codec} cannot be opened: {type(e).__name__}: {last_line(str(e))}") from e
 
     channels = len(image.getbands())
-    if codec == "tiff":  # Pillow shows the first ones
+    if codec == "tiff":  # Pillow reports only the first channels
         channels = max(image.tag_v2.get(277, 1), len(image.tag_v2.get(258, ())))
     if channels > 4:
-        raise HeaderError(f"{codec} of {channels} channels: an image has 1 to 4")
+        raise HeaderError(f"{codec} of {channels} channels: 1 to 4 are supported")
     if image.mode == "F" or (image.mode == "I" and codec != "png"):  # Pillow below 11 opens 16-bit PNGs as I
         kind = "floating-point" if image.mode == "F" else "signed or 32-bit"
-        raise HeaderError(f"{codec} of {kind} numbers: images have 8 or 16 bits, unsigned")
+        raise HeaderError(f"{codec} of {kind} numbers: only unsigned 8-bit and 16-bit numbers are supported")
     return image
 
 
 def _bits(image: Any) -> int:
-    """Bits of a sample, of an image that Pillow has opened."""
+    """Bits per sample of an image that Pillow has opened."""
     if hasattr(image, "tag_v2"):
         return int(image.tag_v2.get(258, (1,))[0])
     return 16 if image.mode.startswith("I") else 8

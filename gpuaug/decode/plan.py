@@ -1,4 +1,4 @@
-"""What the stages of decoding share: headers of a batch, the rows to decode and the boxes needed, EXIF orientation."""
+"""Data that the decoding stages share: headers of a batch, rows to decode, boxes, and EXIF orientation."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from gpuaug.errors import ConfigError
 
 Pixels = NDArray[np.uint8]
 
-# The CPU decodes a batch in parts of this size per thread, and makes a part's views before it decodes the next one.
-# DALI allocates the pixels of a part in one piece, of another size each time, and malloc keeps several of those: whole
-# batches of 30 MiB grow to 250 MiB after 50 batches and 450 after 300, parts to 60 to 90, in the same processor time
-# (64 files of 700 x 525).
+# Chunk size per thread on the CPU. The decoder decodes one chunk and makes its views before it decodes the next chunk.
+# DALI allocates each chunk's pixels in one block, with a new size each time, and malloc keeps several old blocks.
+# Measured with 64 files of 700 x 525 (30 MiB per batch): whole batches hold 250 MiB after 50 batches and 450 MiB after
+# 300; chunks hold 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 
 
 class Route(IntEnum):
-    """Which decoder a row takes."""
+    """The decoder of a row."""
 
-    BAD = 0  # none: the row has a fault
+    BAD = 0  # no decoder: the row has a fault
     DALI = 1
     PILLOW = 2
     REFUSED = 3  # Pillow, because DALI refused it
-    RAW = 4  # none: the bytes are the pixels
+    RAW = 4  # no decoder: the bytes are the pixels
 
 
 @dataclass(frozen=True)
 class HeaderInfo:
-    """What the headers of a batch say; rows are samples.
+    """Header information of a batch. Each row is a sample.
 
     Attributes:
-        height, width: int64 [B], after orientation; 0 where the sample cannot be decoded.
+        height, width: int64 [B], after orientation; 0 if the sample cannot be decoded.
         orientation: int64 [B], EXIF's 1..8.
-        faults: the rows that cannot be decoded, without those that could not be read.
+        faults: rows that cannot be decoded. Rows that could not be read are not listed here.
         route: int8 [B], the :class:`Route` of each row.
-        replaced: row to the bytes that are decoded in place of the sample's: a JPEG with the end marker that it lacked,
-            a PNG without long texts and profiles.
+        replaced: row number to repaired bytes, which are decoded instead of the sample's bytes: a JPEG with its missing
+            end marker added, or a PNG without long texts and profiles.
     """
 
     height: Int64
@@ -56,17 +56,17 @@ class HeaderInfo:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows of a batch to decode, and the part of each image that is needed.
+    """The rows of a batch to decode, and the region needed of each image.
 
     Attributes:
-        rows: int64 [n], numbers in the batch.
+        rows: int64 [n], row numbers in the batch.
         route: int8 [n], the :class:`Route` of each row.
         encoded: n uint8 arrays, views into the packed buffer or into mapped files.
         orientation: int64 [n].
         stored: int64 [n, 2], height and width before orientation.
         union: int32 [n, 4], the smallest box that holds the boxes of all views, before orientation.
-        boxes: per view, n rows, after orientation.
-        parts: per view int32 [n, 4], its box before orientation.
+        boxes: one entry per view, each with n rows, after orientation.
+        parts: one entry per view, int32 [n, 4]: the view's boxes before orientation.
     """
 
     rows: Int64
@@ -80,7 +80,7 @@ class Plan:
 
     @classmethod
     def of(cls, batch: EncodedBatch, headers: HeaderInfo, boxes: Sequence[Boxes]) -> Plan:
-        """The plan for all rows of a batch that can be decoded; ``boxes`` has B rows for each view, one at least."""
+        """Plan all rows that can be decoded. ``boxes`` has one entry per view (at least one), each with B rows."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -94,7 +94,7 @@ class Plan:
             k = int((~inside).argmax())
             raise ConfigError(
                 f"A crop's boxes must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
-                f"an image of {h[k]}x{w[k]}. Clip them in the crop's `boxes`."
+                f"an image of {h[k]}x{w[k]}. Clip them in the crop's `boxes()` method."
             )
         images = batch.images
         return cls(
@@ -113,11 +113,11 @@ class Plan:
 
     @property
     def swapped(self) -> NDArray[np.bool_]:
-        """bool [n], rows whose stored height is the width of the oriented image."""
+        """bool [n], True if orientation swaps height and width."""
         return self.orientation > 4
 
     def take(self, keep: Int64) -> Plan:
-        """The plan for some of its rows."""
+        """A plan for the rows at positions ``keep`` of this plan."""
         arrays = {name: getattr(self, name)[keep] for name in ("rows", "route", "orientation", "stored", "union")}
         return Plan(
             **arrays,
@@ -127,12 +127,12 @@ class Plan:
         )
 
     def raw_region(self, k: int) -> Pixels:
-        """The pixels of ``union`` of row ``k``, whose bytes are pixels, where they are."""
+        """Row ``k``'s pixels inside its ``union`` box, as a view without a copy. Only for rows with `Route.RAW`."""
         (h, w), (y, x, height, width) = self.stored[k].tolist(), self.union[k].tolist()
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
-        """A view's part of every row, oriented; ``regions`` holds each row's pixels of ``union``."""
+        """One view's region of every row, upright. ``regions`` holds the pixels of each row's ``union`` box."""
         corner = self.parts[view][:, :2] - self.union[:, :2]
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
         rows = zip(regions, edges, self.orientation.tolist(), strict=True)
@@ -144,12 +144,12 @@ def _take_boxes(boxes: Boxes, rows: Int64) -> Boxes:
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:
-    """Number of parts in which the CPU decodes ``samples`` images whose pixels have ``size`` bytes together."""
+    """Number of chunks in which the CPU decodes ``samples`` images with ``size`` bytes of pixels in total."""
     return max(1, min(samples // (SAMPLES_PER_THREAD * threads), int(size // (BYTES_PER_THREAD * threads))))
 
 
 def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
-    """Rows in groups of at most `max_bytes`, where a row has ``sizes[row]`` bytes; a larger row is a group alone."""
+    """Split rows into groups of at most `max_bytes`. A row has ``sizes[row]`` bytes; a larger row is a group alone."""
     groups: list[Int64] = []
     while len(rows):
         count = max(1, int(np.searchsorted(np.cumsum(sizes[rows]), max_bytes, side="right")))
@@ -163,14 +163,14 @@ def decode_fault(row: int, encoded: Pixels, reason: str) -> Fault:
     return Fault(row, "decode", reason, len(encoded), encoded[:16].tobytes())
 
 
-# -- orientation: the oriented image is the stored one flipped, then transposed for the numbers above 4 --
+# -- orientation: flip the stored image; if the EXIF number is above 4, also transpose the result --
 
-_FLIP_Y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 0], dtype=bool)  # by EXIF's number 1..8
+_FLIP_Y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 0], dtype=bool)  # index: EXIF number 1..8
 _FLIP_X = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=bool)
 
 
 def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
-    """Boxes [n, 4] of oriented images in coordinates of the stored ones, whose (height, width) are ``size`` [n, 2]."""
+    """Convert boxes [n, 4] of upright images to stored coordinates. ``size`` [n, 2]: stored (height, width)."""
     swap = (orientation > 4)[:, None]
     corner = np.where(swap, box[:, 1::-1], box[:, :2])
     extent = np.where(swap, box[:, :1:-1], box[:, 2:])
@@ -179,7 +179,7 @@ def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
 
 
 def _oriented(image: Pixels, orientation: int) -> Pixels:
-    """A stored image or a part of it, uint8 [h, w, 3], oriented; a view."""
+    """An upright view of a stored image or region, uint8 [h, w, 3]."""
     if orientation == 1:
         return image
     image = image[:: -1 if _FLIP_Y[orientation] else 1, :: -1 if _FLIP_X[orientation] else 1]
@@ -187,7 +187,7 @@ def _oriented(image: Pixels, orientation: int) -> Pixels:
 
 
 def oriented_batch(images: Tensor, orientation: int) -> Tensor:
-    """Stored images uint8 [n, h, w, 3] of one orientation, oriented."""
+    """Flip and transpose stored images uint8 [n, h, w, 3], which all have the same EXIF orientation, to upright."""
     dims = [d for d, flip in ((1, _FLIP_Y), (2, _FLIP_X)) if flip[orientation]]
     images = images.flip(dims) if dims else images
     return images.transpose(1, 2) if orientation > 4 else images

@@ -1,9 +1,9 @@
-// Antialiased resizing of parts of uint8 images [h, w, 3], each onto its place of a canvas: bit for bit what torch's
-// upsample_{bilinear,bicubic}2d_aa do with uint8, whose weights are 16-bit integers (UpSampleKernel.cpp, after
-// Pillow-SIMD). Columns first, rounded to uint8, then rows. Read by resize.py.
+// Antialiased resizing of regions of uint8 images [h, w, 3], each to its position on a canvas. Bit-identical to torch's
+// upsample_{bilinear,bicubic}2d_aa on uint8, whose weights are 16-bit integers (UpSampleKernel.cpp, after Pillow-SIMD).
+// The columns are resized first and rounded to uint8, then the rows. resize.py loads this file.
 //
-// Columns: one byte permutation (AVX-512 VBMI) collects two neighbouring pixels for each of up to five outputs, so that
-// a multiply-add serves fifteen of sixteen lanes. Rows of the result are made when they are first needed, in cache.
+// Columns: one byte permutation (AVX-512 VBMI) collects two neighbouring pixels for each of up to five outputs. So a
+// multiply-add uses fifteen of sixteen lanes. Intermediate rows are computed when first needed, so they stay in cache.
 
 #include <algorithm>
 #include <atomic>
@@ -24,11 +24,11 @@
 
 struct Task {
     const uint8_t* src;          // first pixel of the part
-    int64_t row, column;         // bytes to the pixel below, to the pixel beside; negative where it is mirrored
+    int64_t row, column;         // bytes to the pixel below, and to the pixel on the right; negative if mirrored
     uint8_t* canvas;             // uint8 [canvas_height, canvas_width, 3], contiguous
-    int32_t height, width;       // of the part
-    int32_t to_height, to_width; // what it is resized to
-    int32_t top, left;           // where its corner lands in the canvas; negative: cropped away
+    int32_t height, width;       // size of the part
+    int32_t to_height, to_width; // size after resizing
+    int32_t top, left;           // position of its corner on the canvas; negative: cropped
     int32_t canvas_height, canvas_width;
     int32_t fill, cubic;
 };
@@ -37,7 +37,7 @@ struct Task {
 
 namespace {
 
-constexpr int LANES = 16, GROUP = 5, WINDOW = 64;  // outputs of a group: fifteen lanes; bytes that a permutation reads
+constexpr int LANES = 16, GROUP = 5, WINDOW = 64;  // GROUP: outputs (fifteen lanes); WINDOW: bytes per permutation
 
 double weight(double x, bool cubic) {
     x = std::fabs(x);
@@ -48,9 +48,9 @@ double weight(double x, bool cubic) {
     return 0.0;
 }
 
-// Which inputs make an output, with what weights, along one axis; for outputs first <= i < last.
+// Input pixels and weights of each output along one axis, for outputs first <= i < last.
 struct Axis {
-    int taps = 0;  // weights per output, even
+    int taps = 0;  // weights per output, an even number
     int precision = 0;
     std::vector<int32_t> start, size;
     std::vector<int16_t> weights;
@@ -67,7 +67,7 @@ struct Axis {
         exact.assign((last - first) * taps, 0.0);
         std::vector<double> other(taps);
         double largest = 0.0;
-        for (int64_t i = 0; i < out; ++i) {  // all of them: the largest weight decides how all are rounded
+        for (int64_t i = 0; i < out; ++i) {  // all outputs, because the largest weight decides the rounding
             const bool kept = i >= first && i < last;
             double* w = kept ? exact.data() + (i - first) * taps : other.data();
             const double center = scale * (static_cast<double>(i) + 0.5);
@@ -95,17 +95,17 @@ struct Axis {
     }
 };
 
-struct alignas(64) Pair {  // of inputs, for the outputs of a group
+struct alignas(64) Pair {  // two neighbouring inputs for each output of a group
     uint8_t index[64];
     int16_t weight[32];
 };
 
 struct Group {
-    int64_t from, to;  // bytes in a row of the part, and of the result
+    int64_t from, to;  // byte offset in a row of the part, and of the result
     int32_t pairs, first;
 };
 
-struct Memory {  // grows, and is not filled: a vector would write zeros first
+struct Memory {  // only grows; not initialised, as a vector would be
     std::unique_ptr<uint8_t[]> bytes;
     int64_t size = 0;
 
@@ -150,7 +150,7 @@ struct Worker {
                         p.weight[lane * 2] = across.weights[static_cast<int64_t>(k) * across.taps + 2 * t];
                         p.weight[lane * 2 + 1] = across.weights[static_cast<int64_t>(k) * across.taps + 2 * t + 1];
                     }
-                // never a byte behind the row: a mapped file ends there
+                // never read past the row: a mapped file may end there
                 const int64_t there = std::clamp<int64_t>(width * 3 - (groups.back().from + t * 6), 0, WINDOW);
                 masks.push_back(there == WINDOW ? ~0ull : (1ull << there) - 1);
             }
@@ -167,7 +167,7 @@ struct Worker {
             __m512i sum[N];
             for (int r = 0; r < N; ++r) {
                 sum[r] = half;
-                __builtin_prefetch(in[r] + g.from + ahead);  // harmless wherever it points
+                __builtin_prefetch(in[r] + g.from + ahead);  // safe for any address
             }
             for (int t = 0; t < g.pairs; ++t) {
                 const Pair& p = pairs[g.first + t];
@@ -178,14 +178,14 @@ struct Worker {
                     sum[r] = _mm512_add_epi32(sum[r], _mm512_madd_epi16(_mm512_maskz_permutexvar_epi8(low, index, x), w));
                 }
             }
-            for (int r = 0; r < N; ++r) {  // what is written beyond the group is its neighbour's, which comes next
+            for (int r = 0; r < N; ++r) {  // the next group overwrites the bytes written past this one
                 const __m512i x = _mm512_max_epi32(_mm512_sra_epi32(sum[r], shift), zero);
                 _mm_storeu_si128(reinterpret_cast<__m128i*>(out[r] + g.to), _mm512_cvtusepi32_epi8(x));
             }
         }
     }
 
-    // One row of the result out of `n` pairs of rows `from`; weights two and two.
+    // Computes one row of the result from `n` pairs of rows `from`, with one pair of weights each.
     static void mixed(const uint8_t* const* from, const int32_t* weights, int n, int precision, uint8_t* to, int64_t bytes) {
         const __m512i zero = _mm512_setzero_si512(), half = _mm512_set1_epi32(1 << (precision - 1));
         const __m128i shift = _mm_cvtsi32_si128(precision);
@@ -237,7 +237,7 @@ struct Worker {
             group(w);
         }
         down.make(h, task.to_height, task.cubic, from_y, from_y + high);
-        const int64_t stride = (wide * 3 + 2 * WINDOW - 1) / WINDOW * WINDOW;  // room for what is read and written beyond
+        const int64_t stride = (wide * 3 + 2 * WINDOW - 1) / WINDOW * WINDOW;  // room for reads and writes past the row
         rows.resize(h * stride);
         int64_t made = down.start[0];
         lines.resize(down.taps);
@@ -276,7 +276,7 @@ struct Worker {
 
 extern "C" int gpuaug_resize_fast() { return FAST; }
 
-// Resizes `count` tasks; `memory` is that of all their canvases. Returns 1 where memory runs out.
+// Resizes `count` tasks. `memory` holds all their canvases. Returns 1 if memory runs out.
 extern "C" int gpuaug_resize(const Task* tasks, int64_t count, uint8_t* memory, int64_t bytes, int32_t threads) {
 #if FAST
     std::atomic<int64_t> next{0};
@@ -285,12 +285,12 @@ extern "C" int gpuaug_resize(const Task* tasks, int64_t count, uint8_t* memory, 
         try {
             Worker worker;
             for (int64_t i = next++; i < count; i = next++) worker.run(tasks[i]);
-        } catch (...) {  // only std::bad_alloc can come here
+        } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }
     };
 #if defined(MADV_HUGEPAGE)
-    // fresh memory of a batch: in pages of 4 KB the kernel takes as long to map it as the rest takes
+    // Huge pages: mapping a new batch in pages of 4 KB takes as long as the resizing itself.
     const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
     const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(page - 1);
     if (end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);

@@ -1,6 +1,6 @@
-"""Parts of uint8 images resized onto their canvases: resize.cpp where the processor has AVX-512 VBMI, else torch.
+"""Resizes regions of uint8 images onto canvases: with resize.cpp if the CPU has AVX-512 VBMI, else with torch.
 
-Both are ``F.interpolate(antialias=True)`` on uint8, which is Pillow's resize, bit for bit.
+Both are bit-identical to ``F.interpolate(antialias=True)`` on uint8, and so to Pillow's resize.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpuaug.native import build
 Pixels = NDArray[np.uint8]
 
 _TORCH = {
-    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # what F.interpolate(antialias=True) calls, with `out`
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # F.interpolate(antialias=True) calls this op
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
 _TASK = np.dtype(  # ``Task`` of resize.cpp
@@ -39,7 +39,7 @@ def one_by_one(rows: Sequence[int], work: Work) -> None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled resizing, or None where there is no compiler or the processor lacks the instructions."""
+    """The compiled resize.cpp, or None if there is no compiler or the CPU lacks AVX-512 VBMI."""
     built = build.load(Path(__file__).with_name("resize.cpp"), name="resize", without="is torch's, half as fast")
     if built is None or not built.gpuaug_resize_fast():
         return None
@@ -57,15 +57,15 @@ def views(
     threads: int,
     each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
-    """Every part resized and laid on its canvas where its box says.
+    """Resize every part to ``boxes.resized`` and put it at ``boxes.offset`` on its canvas.
 
     Args:
-        parts: n parts uint8 [h, w, 3] of images, any strides from row to row and pixel to pixel.
-        boxes: n rows; its ``box`` is not used.
+        parts: n regions of images, uint8 [h, w, 3], with any strides between rows and between pixels.
+        boxes: n rows; ``boxes.box`` is not used.
         canvases: uint8 [B, H, W, 3], contiguous.
-        rows: int64 [n], canvas of each part.
-        threads: to use.
-        each: calls ``work(k)`` for many k, where torch resizes.
+        rows: int64 [n], canvas number of each part.
+        threads: number of threads of resize.cpp.
+        each: calls ``work(k)`` for many k, if torch resizes.
     """
     compiled = library()
     if compiled is None:
@@ -84,12 +84,12 @@ def views(
     tasks["top"], tasks["left"] = boxes.offset.T
     tasks["H"], tasks["W"], tasks["fill"], tasks["cubic"] = H, W, boxes.fill, boxes.interpolation == "bicubic"
     arguments = tasks.ctypes.data, len(tasks), canvases.ctypes.data, canvases.nbytes, threads
-    if compiled.gpuaug_resize(*arguments):  # without the interpreter's lock
-        raise MemoryError(f"no memory for resizing {len(parts)} images")
+    if compiled.gpuaug_resize(*arguments):  # releases the GIL
+        raise MemoryError(f"out of memory while resizing {len(parts)} images")
 
 
 def _place(canvas: Pixels, part: Pixels, boxes: Boxes, k: int) -> None:
-    """One view: ``part`` uint8 [h, w, 3] resized by torch, and laid on the canvas where its box says."""
+    """Resize ``part``, uint8 [h, w, 3], with torch and put it at its offset on the canvas."""
     (h, w), (y, x) = boxes.resized[k].tolist(), boxes.offset[k].tolist()
     H, W = boxes.size
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
@@ -110,7 +110,7 @@ def _place(canvas: Pixels, part: Pixels, boxes: Boxes, k: int) -> None:
 def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
     """``F.interpolate(antialias=True)`` on uint8; 11,000 images/s to 224 on one thread."""
     part = np.require(part, requirements=["C", "W"])  # Pillow's arrays are read-only, which torch warns about
-    if min(part.strides) < 0:  # of one row, mirrored: numpy calls that contiguous
+    if min(part.strides) < 0:  # a mirrored part of one row, which numpy counts as contiguous
         part = part.copy()
     source = torch.from_numpy(part).permute(2, 0, 1)[None]
     target = torch.from_numpy(out).permute(2, 0, 1)[None]

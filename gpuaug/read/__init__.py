@@ -1,1 +1,1 @@
-"""The order of an epoch, and workers that read encoded bytes in that order."""
+"""The order of an epoch, and workers that read encoded bytes in this order."""

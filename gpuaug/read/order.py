@@ -1,8 +1,8 @@
-"""The order of an epoch, a rank's share of it, and the position in it.
+"""The sample order of an epoch, the share of each rank, and the position in the order.
 
-An order is a function of (seed, epoch) and the source, never of ranks, workers or batch size. All ranks hold the same
-order and take turns: from position ``start`` on, rank r of R takes r, r + R, r + 2R, … So after k steps the ranks
-together have consumed ``start .. start + k * batch_size * R``, and any other number of ranks can go on from there.
+An order depends on seed, epoch and source, never on ranks, workers or batch size. All ranks hold the same order and
+take turns: from position ``start`` on, rank r of R takes r, r + R, r + 2R, … So after k steps the ranks together have
+consumed ``start .. start + k * batch_size * R``. Any other number of ranks can continue at this position.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from gpuaug.source.index import occurrences, outside, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
 
-_CHUNK = 1 << 16  # values per call of the generator: 21 ms for 1.28 million, against 300 ms in one call
+_CHUNK = 1 << 16  # values per generator call: 1.28 million take 21 ms, but 300 ms in a single call
 
 
 class Order(Protocol):
-    """Decides which samples an epoch has and in which order; ``repr`` says all that decides it."""
+    """Decides which samples an epoch has, and their order. ``repr`` must contain all settings of the order."""
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Numbers of active samples of ``source``, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
+        """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        A number may come again.
+        The numbers are of active samples of ``source``: not excluded, and in its subset. A number may be repeated.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A new permutation of the active samples every epoch.
+    """A new permutation of the active samples in each epoch.
 
-    Samples are sorted by a random value that belongs to their number, so leaving one out moves no other past another.
+    Samples are sorted by a random value of their number. So if one is left out, the others keep their order.
     """
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Every active number once, int64 ``[len(source)]``; another permutation for every ``seed`` and ``epoch``."""
+        """Each active number once, int64 ``[len(source)]``; a new permutation for each ``seed`` and ``epoch``."""
         numbers = _numbers(source)
         values = _values("order", seed, epoch, int(numbers[-1]) + 1 if len(numbers) else 0)
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
@@ -57,7 +57,7 @@ class Shuffle:
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """The position after sample ``after`` in ``order``, int64 ``[n]``, the order of ``seed`` and ``epoch``.
 
-        ``after`` itself may have been excluded since.
+        Sample ``after`` itself may be excluded by now.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -69,23 +69,23 @@ class Sequential:
     """The active samples in the order of the source."""
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Every active number once, ascending, int64 ``[len(source)]``; ``seed`` and ``epoch`` change nothing."""
+        """Each active number once, ascending, int64 ``[len(source)]``; ``seed`` and ``epoch`` have no effect."""
         return torch.from_numpy(_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``, whatever ``seed`` and ``epoch`` are.
+        """The position after sample ``after`` in ``order``, int64 ``[n]``; ``seed`` and ``epoch`` have no effect.
 
-        ``after`` itself may have been excluded since.
+        Sample ``after`` itself may be excluded by now.
         """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
 
 class Weighted:
-    """As many samples as the source has, drawn with replacement in proportion to weights.
+    """Draws ``len(source)`` samples with replacement, with probabilities proportional to weights.
 
     Args:
-        weights: ``class``: every class equally often; else one weight >= 0 per sample of the source, as a sequence or
-            a FILE (.npy, .json, or text with one number per line).
+        weights: ``class`` draws every class equally often. Otherwise one weight >= 0 per sample of the source, as a
+            sequence or a FILE (.npy, .json, or text with one number per line).
     """
 
     def __init__(self, weights: str | os.PathLike[str] | Sequence[float] | Tensor = "class") -> None:
@@ -112,13 +112,13 @@ class Weighted:
         return f"Weighted(weights={'class' if self.weights is None else _digest(self.weights)})"
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Numbers with repetition, int64 ``[len(source)]``; others for every ``seed`` and ``epoch``."""
+        """Sample numbers with repeats, int64 ``[len(source)]``; new ones for each ``seed`` and ``epoch``."""
         numbers = _numbers(source)
         bounds = np.cumsum(self._weights(source, numbers))
         if not bounds.size or bounds[-1] <= 0:
-            raise ConfigError("`order.weights` must be above 0 for one sample at least. Found: all are 0.")
+            raise ConfigError("`order.weights` must be above 0 for at least one sample. Found: all are 0.")
         u = (_values("weighted", seed, epoch, len(numbers)) >> np.uint64(11)) * 2.0**-53
-        # right: a sample of weight 0 has no interval; the product may round up to the last bound
+        # side="right": weight 0 gives an empty interval. The product may round up to the last bound.
         last = np.searchsorted(bounds, bounds[-1], side="left")
         return torch.from_numpy(numbers[np.minimum(np.searchsorted(bounds, u * bounds[-1], side="right"), last)])
 
@@ -127,12 +127,12 @@ class Weighted:
             labels = getattr(source, "labels", None)
             if labels is None:
                 raise ConfigError(
-                    "`order=weighted` with `order.weights=class` needs a source whose labels are known without reading "
-                    f"it. Found: {source!r}. Give a FILE of weights, one per sample."
+                    "`order=weighted` with `order.weights=class` needs a source that knows its labels without reading "
+                    f"the samples. Found: {source!r}. Give a FILE with one weight per sample."
                 )
             own = labels.numpy()[numbers]
             if own.min(initial=0) < 0:
-                raise SourceError(f"labels must be >= 0 to weight by class. Found: {own.min()}.")
+                raise SourceError(f"`order.weights=class` needs labels >= 0. Found: {own.min()}.")
             return 1.0 / np.bincount(own)[own]
         if len(self.weights) == len(numbers):
             return self.weights
@@ -148,8 +148,8 @@ class Weighted:
 class Repeated:
     """Repeated augmentation (arXiv:1901.09335, arXiv:1902.05509) in epochs of the usual length, as DeiT and timm do it.
 
-    A new permutation every epoch, each sample ``repeats`` times in a row, cut after as many as the source has: an
-    epoch shows one ``repeats``-th of the samples, and neighbouring ranks get copies of the same ones.
+    Each epoch has a new permutation with each sample ``repeats`` times in a row, cut to ``len(source)``. So an epoch
+    shows one ``repeats``-th of the samples, and neighbouring ranks get copies of the same samples.
     """
 
     repeats: int = 3
@@ -158,7 +158,7 @@ class Repeated:
         checks.whole_number("order.repeats", self.repeats, 1, 0xFFFF)
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Numbers with repetition, int64 ``[len(source)]``; others for every ``seed`` and ``epoch``."""
+        """Sample numbers with repeats, int64 ``[len(source)]``; new ones for each ``seed`` and ``epoch``."""
         once = Shuffle().order(seed, epoch, source)
         return once[: -(-len(once) // self.repeats)].repeat_interleave(self.repeats)[: len(once)]
 
@@ -166,20 +166,20 @@ class Repeated:
 class Sampler:
     """The order of a torch Sampler, or of any iterable of positions 0 .. len(source) - 1.
 
-    So that an epoch can be resumed, its draws are a function of (seed, epoch) and of the seed of its own generator: the
-    global generators of torch, numpy and Python are seeded for it and given back their state.
+    To make epochs resumable, the order depends only on seed, epoch and the initial seed of the sampler's own generator:
+    the global generators of torch, numpy and Python are seeded before the sampler runs and restored afterwards.
     """
 
     def __init__(self, sampler: Iterable[int]) -> None:
         kind, ranks = type(sampler).__name__, getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
             raise ConfigError(
-                "`order` must give the whole epoch: gpuaug shares it among the ranks. Found: "
+                "`order` must give the whole epoch, because gpuaug splits it between the ranks. Found: "
                 f"{kind} with num_replicas={ranks}. Use `order=shuffle`."
             )
         if isinstance(sampler, Iterator):
             raise ConfigError(
-                "`order` must give an order for every epoch, and an iterator has only one. Found: "
+                "`order` must give a new order for every epoch, but an iterator runs only once. Found: "
                 f"{kind}. Pass a Sampler, or a list."
             )
         self.sampler = sampler
@@ -191,7 +191,7 @@ class Sampler:
         return f"Sampler({type(self.sampler).__qualname__}, seed={self._own_seed})"
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """What the sampler yields, as numbers of the source, int64 ``[M]``."""
+        """Run the sampler and convert its positions to sample numbers, int64 ``[M]``."""
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
@@ -214,7 +214,7 @@ class Sampler:
             positions = np.zeros((0, 0))
         if positions.ndim != 1 or positions.dtype.kind not in "iu":
             raise ConfigError(
-                "`order` must yield single positions; gpuaug makes the batches. Found: "
+                "`order` must yield single positions, because gpuaug makes the batches. Found: "
                 f"{kind} yields {type(yielded[0]).__name__}."
             )
         if wrong := outside(positions, len(numbers)):
@@ -223,10 +223,10 @@ class Sampler:
 
 
 def adapt(order: Any) -> Order:
-    """An order out of ``shuffle``, ``sequential``, an order of this module, or a torch Sampler.
+    """Make an order from ``shuffle``, ``sequential``, an order of this module, or a torch Sampler.
 
     Raises:
-        ConfigError: if it is none of them.
+        ConfigError: if ``order`` is something else.
     """
     if isinstance(order, str) and order in ("shuffle", "sequential"):
         return Shuffle() if order == "shuffle" else Sequential()
@@ -242,7 +242,7 @@ def adapt(order: Any) -> Order:
 
 
 def describe(order: Order) -> str:
-    """What a fingerprint says of an order; of one without a ``repr`` of its own only the class."""
+    """An order's entry in a fingerprint: its ``repr``, or only the class if it defines no ``repr``."""
     own = type(order).__repr__ is not object.__repr__
     return repr(order) if own else f"{type(order).__module__}.{type(order).__qualname__}"
 
@@ -252,7 +252,7 @@ class Ordered:
 
     Attributes:
         indices: int64 ``[M]``, numbers in the source.
-        repeats: int64 ``[M]``, how often each number came before.
+        repeats: int64 ``[M]``, how often each number occurred earlier in the epoch.
     """
 
     def __init__(self, indices: Tensor) -> None:
@@ -263,19 +263,19 @@ class Ordered:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the order, which tells epochs apart whose orders have the same settings."""
+        """Hash of the order. It tells epochs apart if the settings of their orders are equal."""
         return _digest(self.indices.numpy())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
-    """The batches of one rank in what remains of an epoch from ``start`` on.
+    """The batches of one rank, from position ``start`` to the end of an epoch.
 
-    Each is ``(indices, repeats, valid)``: int64 ``[b]``, int64 ``[b]``, bool ``[b]``, on the CPU.
+    Each batch is ``(indices, repeats, valid)``: int64 ``[b]``, int64 ``[b]``, bool ``[b]``, on the CPU.
 
-    ``last`` says what becomes of samples that do not fill a batch on every rank. ``uneven``: all come, ranks may differ
-    by one sample, and so by one batch. ``drop``: left out; all ranks have the same number of full batches. ``pad``: all
-    come, and full batches are made with samples from the beginning of the epoch, ``valid`` False.
+    ``last`` decides about the last samples, which do not fill a batch on every rank. ``uneven``: use them; ranks may
+    differ by one sample, and so by one batch. ``drop``: leave them out; all ranks have the same number of full batches.
+    ``pad``: use them, and fill the batches with samples from the beginning of the epoch, where ``valid`` is False.
     """
 
     epoch: Ordered = field(kw_only=False)
@@ -293,20 +293,20 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
 
     @property
     def remaining(self) -> int:
-        """Samples from ``start`` on, over all ranks."""
+        """Number of samples from ``start`` on, over all ranks."""
         return len(self.epoch) - self.start
 
     def __len__(self) -> int:
-        """Batches of this rank from ``start`` on."""
+        """Number of batches of this rank from ``start`` on."""
         full, rest = divmod(self.remaining, self.batch_size * self.world_size)
         return full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
 
     def __getitem__(self, k: Any) -> Any:
-        """Batch ``k`` of this rank, counted from ``start``; a list of batches for a slice."""
+        """Batch ``k`` of this rank, counted from ``start``; for a slice, a list of batches."""
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(len(self)))]
         if not 0 <= k < len(self):
-            raise IndexError(f"this epoch has batches 0 .. {len(self) - 1} from sample {self.start} on. Found: {k}.")
+            raise IndexError(f"`k` must be a batch 0 .. {len(self) - 1} from position {self.start} on. Found: {k}.")
         total, step = len(self.epoch), self.batch_size * self.world_size
         begin = self.start + self.rank + k * step
         end = begin + step if self.last == "pad" else min(begin + step, total)
@@ -314,12 +314,12 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
-        if again[-1]:  # augmented anew: numbered after every occurrence in the epoch itself
+        if again[-1]:  # pads get higher numbers than all repeats of the epoch, so their augmentation differs
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 
     def position(self, k: int) -> int:
-        """Samples of the epoch that all ranks together have consumed after ``k`` steps from ``start``."""
+        """Number of the epoch's samples that all ranks together have consumed after ``k`` steps from ``start``."""
         return self.start + min(k * self.batch_size * self.world_size, self.remaining)
 
 

@@ -1,4 +1,4 @@
-"""Items made ahead of their consumer by a thread, bounded by their number or their bytes."""
+"""A thread that produces items ahead of their consumer, up to a number of items or bytes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from gpuaug.native.buffers import mapped
 
 T = TypeVar("T")
 
-LOW = 0.75  # share of the bound in bytes below which the buffer is filled again
+LOW = 0.75  # share of the byte limit; the buffer is refilled when it holds less
 END: Any = object()
 
 
 class Producer(Iterator[T]):
-    """Runs an iterator in a thread, ahead of whoever takes the items.
+    """Runs an iterator in a thread, ahead of the consumer.
 
-    Items come in order. An exception arrives in its turn, with its own type. The thread does not refer to this object:
-    it ends when this object is garbage.
+    Items come in order. An exception of the iterator is raised after the items before it, with its own type. The thread
+    holds no reference to this object, so the thread ends when this object is garbage-collected.
 
     Args:
-        items: the iterator. The thread closes it in the end, if it has a ``close``.
-        name: of the thread.
-        count: items that may wait beside the one being made; with 0 the next one is begun when the last was taken.
-            None: no bound.
-        max_bytes: for :class:`EncodedBatch` items, the bytes that may wait; after that the buffer is filled again below
-            75 % of them. A larger batch waits alone. Waiting batches are copied into private memory. None: no bound.
-        device: the current device of the thread, if it is CUDA. A new thread's is the first one, whoever uses it.
+        items: the iterator. At the end the thread calls its ``close``, if it has this method.
+        name: name of the thread.
+        count: number of items that may wait while the next item is produced. 0: the next item is started when the last
+            item is taken. None: no limit.
+        max_bytes: limit of waiting bytes, for :class:`EncodedBatch` items. A full buffer is refilled when it is below
+            75 % of the limit. A larger batch waits alone. Waiting batches are copied to private memory. None: no limit.
+        device: if CUDA, it becomes the thread's current device, which is otherwise the first CUDA device.
 
-    The thread starts at :meth:`start`, or when the first item is asked for.
+    The thread starts at :meth:`start`, or when the first item is requested.
 
     >>> list(Producer(iter([1, 2, 3]), name="numbers", count=1))
     [1, 2, 3]
@@ -57,12 +57,12 @@ class Producer(Iterator[T]):
 
     @property
     def waiting(self) -> int:
-        """Items that wait."""
+        """Number of waiting items."""
         return len(self._buffer.items)
 
     @property
     def bytes_waiting(self) -> int:
-        """Bytes of the items that wait; 0 without ``max_bytes``."""
+        """Bytes of the waiting items; 0 without ``max_bytes``."""
         return self._buffer.bytes
 
     def start(self) -> None:
@@ -78,11 +78,11 @@ class Producer(Iterator[T]):
         return item
 
     def close(self) -> None:
-        """Drop what waits, and let the thread end after the item that it is making."""
+        """Drop waiting items. The thread ends after its current item."""
         self._buffer.stop()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread to end, at most ``timeout`` seconds; True if it has."""
+        """Wait at most ``timeout`` seconds for the thread to end; True if it has ended."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, timeout))
             return not self._thread.is_alive()
@@ -90,7 +90,7 @@ class Producer(Iterator[T]):
 
 
 class _Buffer:
-    """The items that wait, and how the thread ended: all that a thread and its consumer share."""
+    """Waiting items and the thread's error: all state that the thread shares with its consumer."""
 
     def __init__(self, count: int | None, max_bytes: int | None) -> None:
         self.count, self.max_bytes = count, max_bytes
@@ -102,7 +102,7 @@ class _Buffer:
         self._changed = threading.Condition()
 
     def fill(self, items: Iterator[Any], device: torch.device | None) -> None:
-        """What the thread runs. It keeps no reference to an item that it has handed over."""
+        """Run in the thread. It keeps no reference to items in the buffer."""
         try:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -128,17 +128,17 @@ class _Buffer:
                 close()
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait until ``ready()``; False if nobody wants another item."""
+        """Wait until ``ready()``; False if the buffer was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or ready())
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free and count them, before the item is copied: the bound holds at any time."""
+        """Wait until ``size`` bytes are free, and count them before the copy, so that the limit always holds."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)
-            # below the low mark there is room for an item of a usual size; a larger one waits on
+            # below LOW there is room for an item of usual size; a larger item waits for more
             if self._wait(lambda: not self.bytes or self.bytes + size <= limit):
                 self.bytes += size
 
@@ -159,7 +159,7 @@ class _Buffer:
         raise StopIteration
 
     def stop(self) -> None:
-        """Drop the items and wake whoever waits."""
+        """Drop the items and wake all waiting threads."""
         with self._changed:
             self.stopped, self.bytes = True, 0
             self.items.clear()
@@ -167,14 +167,14 @@ class _Buffer:
 
 
 def buffered(batches: Iterator[EncodedBatch], *, max_bytes: int) -> Producer[EncodedBatch]:
-    """Encoded batches read ahead, up to ``max_bytes``, so that storage may stall for a while without anyone waiting."""
+    """Read encoded batches ahead, up to ``max_bytes``, so that short stalls of the storage do not delay training."""
     return Producer(batches, name="gpuaug-ahead", max_bytes=max_bytes)
 
 
 def private_copy(batch: EncodedBatch) -> EncodedBatch:
-    """The same batch in private memory, not in the workers' shared memory, which is small in most containers.
+    """Copy a batch to private memory, because the workers' shared memory is small in most containers.
 
-    Its memory returns to the system as soon as it is freed. malloc would keep it.
+    The copy's memory returns to the system as soon as it is freed; malloc would keep it.
     """
     size = batch.data.nbytes
     data = mapped(size) if size else torch.empty(0).byte()

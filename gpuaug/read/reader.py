@@ -1,8 +1,8 @@
-"""Encoded bytes of whole batches, read by workers that never decode.
+"""Reads encoded bytes of whole batches, in workers that never decode.
 
-A batch travels as one tensor in shared memory: offsets, pickled labels and faults, and bytes one after the other. So it
-costs one segment and one file descriptor, whatever its size, and the message about it is too short to be torn by a
-dying worker.
+A batch travels as one tensor in shared memory: offsets, pickled labels and faults, then all images. So each batch needs
+one memory segment and one file descriptor. The message that announces it is so short that a dying worker cannot leave
+half of it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 log = logging.getLogger("gpuaug")
 
 TIMEOUT = 120.0  # seconds
-PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; storage over a network stumbles
+PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; network storage sometimes fails briefly
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 LONGEST_REASON = 500  # characters
-EXAMPLES = 4  # samples that are asked for the kind of labels, where a first batch has none
+EXAMPLES = 4  # samples to read for the type of labels, if the first batch has no known label
 
 _MISSING: Any = object()  # stands for the label of a sample that failed
 _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...]]  # bytes, labels, faults
@@ -51,14 +51,13 @@ _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 class Reader:
     """Reads batches in the order it is given, in worker processes that live for many epochs.
 
-    An image of more than 512 MiB, or of more than 16 MiB that the 2 GiB for such images in a batch do not hold beside
-    the others, is a fault of its row. Pixels out of mapped files are under no such bound: their size is that of their
-    maker.
+    An image above 512 MiB is a fault of its row. All images above 16 MiB in a batch may take 2 GiB together; the
+    others are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
 
     Args:
-        source: see :mod:`gpuaug.source`; pickled into every worker, where the start method is not fork.
-        num_workers: processes; 0 reads in this one.
-        timeout: seconds to wait for a batch of the workers; ``math.inf`` waits for ever.
+        source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.
+        num_workers: number of processes; 0 reads in this process.
+        timeout: seconds to wait for a batch from the workers; ``math.inf`` waits for ever.
         prefetch_factor: batches that each worker reads ahead.
         start_method: fork, forkserver or spawn; None: Python's default.
     """
@@ -81,19 +80,19 @@ class Reader:
                 f"`timeout` must be a number of seconds above 0; `.inf` waits for ever. Found: {timeout!r:.200}."
             )
         if num_workers == 0 and timeout not in (TIMEOUT, float("inf")):
-            log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process, and waits", timeout)
+            log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process and waits", timeout)
         self.source = adapt(source)
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
-        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # of iterators; workers see it
-        self._lock = threading.RLock()  # held while waiting for a batch; ending a generation needs no lock
+        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # iterator number, shared
+        self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
         self._encode = _Encode(self.source, self._generation)
         self._workers: Workers | None = None
-        weakref.finalize(self, _advance, self._generation)  # at exit, before multiprocessing ends the workers
+        weakref.finalize(self, _advance, self._generation)  # runs at exit before multiprocessing ends the workers
 
     @property
     def pids(self) -> list[int]:
-        """Processes that read now; [] without workers, and before the first batch."""
+        """Process ids of the workers; [] without workers, or before the first batch."""
         return [] if self._workers is None else self._workers.pids
 
     def batches(
@@ -103,26 +102,26 @@ class Reader:
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         zero_copy: bool = False,
     ) -> Iterator[EncodedBatch]:
-        """One batch for each ``(indices, repeats, valid)``, in this order.
+        """Yield one batch for each ``(indices, repeats, valid)``, in this order.
 
-        ``numbers`` gives what the source is asked for, int64 [B], where that is not ``indices``. With ``zero_copy`` and
-        without workers, a source with ``zero_copy`` (its bytes stay valid and unchanged) has them copied nowhere.
+        ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: ``indices``. ``zero_copy``
+        avoids copies if there are no workers and the source has ``zero_copy`` (its bytes stay valid and unchanged).
 
-        An iterator that was begun before ends, in whatever thread it is. A sample that cannot be read (OSError, which
-        includes connections and timeouts, and this project's own errors; after three tries where it may help) is a
-        Fault of its row, without bytes.
+        An earlier iterator ends, in any thread. A sample that cannot be read (OSError, which includes connections and
+        timeouts, or an error of gpuaug) is a Fault of its row, without bytes. If a retry may help, the sample is tried
+        up to three times.
 
         Raises:
-            ReadError: if a worker dies or nothing arrives in time. The next call starts new workers.
-            SourceError: if the source gives something else than ``(bytes, label)``, or cannot be pickled.
-            Exception: what else the source raises, with its own type.
+            ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
+            SourceError: if the source does not give ``(bytes, label)``, or cannot be pickled.
+            Exception: any other exception of the source, with its own type.
         """
         _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
         return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
 
     def close(self) -> None:
-        """End the workers, and the iterator under way; a later call of ``batches`` starts new ones."""
+        """End the workers and the current iterator. A later call of ``batches`` starts new workers."""
         _advance(self._generation)
         with self._lock:
             self._stop()
@@ -135,7 +134,7 @@ class Reader:
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
         asked: deque[_Order] = deque()
-        # a source with `prefetch` gets the samples of a worker's next batch with each batch: workers take turns
+        # With each batch, a source with `prefetch` gets the samples of the worker's next batch. Workers take turns.
         lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
         def tasks() -> Generator[Task, None, None]:
@@ -148,7 +147,7 @@ class Reader:
             while known:
                 yield generation, known.popleft(), None
 
-        # no self: the workers hold this, and the reader holds them
+        # no reference to self: the workers hold `ended`, and the reader holds the workers
         ended = partial(_is_over, self._generation, generation)
         todo, begun = tasks(), False
         try:
@@ -167,14 +166,14 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # the workers' DataLoader keeps the first one, which would keep its epoch
+            todo.close()  # the workers' DataLoader keeps the first generator, and so its epoch
             if not ended():
-                _advance(self._generation)  # workers skip what was asked ahead
+                _advance(self._generation)  # workers skip batches requested ahead
 
     def _next(
         self, todo: Iterator[Task], ended: Callable[[], bool], asked: Sequence[_Order], *, begin: bool
     ) -> _Packed | None:
-        """The next batch of the workers, which start or go on with ``todo`` to ``begin``; None if it has ended."""
+        """The workers' next batch; None at the end. ``begin``: first start the workers, or give them ``todo``."""
         try:
             if begin and self._workers is not None:
                 self._workers.restart(todo, ended)
@@ -188,14 +187,14 @@ class Reader:
                     prefetch_factor=self.prefetch_factor,
                     start_method=self.start_method,
                 )
-            # without workers: another thread has closed the reader
+            # no workers: another thread has closed the reader
             message = None if self._workers is None else next(self._workers, None)
         except EndedError:
             return None
         except SilentError as silent:
             self._stop(kill=True)
             first = asked[0][0].tolist()[:1] if asked else []
-            at = [f" The batch that is missing begins with sample {i} ({self.source.key(i)!r})." for i in first]
+            at = [f" The missing batch begins with sample {i} ({self.source.key(i)!r})." for i in first]
             raise ReadError(f"{silent}{''.join(at)}") from None
         except BaseException:
             self._stop(kill=True)  # an interrupted wait may have lost a batch
@@ -211,22 +210,22 @@ class Reader:
 
 
 def _advance(generation: Tensor) -> None:
-    generation.numpy()[0] += 1  # by numpy: it may be made, or ended, in torch.inference_mode
+    generation.numpy()[0] += 1  # numpy can change it inside and outside torch.inference_mode
 
 
 def _is_over(present: Tensor, generation: int) -> bool:
-    # by numpy: torch lets go of the interpreter's lock, and a daemon thread that wants it back while the interpreter
-    # ends aborts the process
+    # numpy, because torch releases the GIL. If a daemon thread reacquires the GIL while the interpreter ends, the
+    # process aborts.
     return int(present.numpy()[0]) != generation
 
 
 class _Encode:
-    """What workers run: numbers of samples in, one packed batch out. Pickled with the source into every worker."""
+    """Runs in workers: takes sample numbers, returns one packed batch. Pickled with the source for every worker."""
 
     def __init__(self, source: Source, generation: Tensor) -> None:
         self.source, self.generation = source, generation
         self._bounded = not getattr(source, "mapped", False)
-        self._like: Any = _MISSING  # a row of the labels of an earlier batch; None where samples have no label
+        self._like: Any = _MISSING  # one row of an earlier batch's labels; None if samples have no label
 
     def __getitem__(self, task: Task) -> _Packed | _Raised | None:
         generation, indices, after = task
@@ -241,12 +240,12 @@ class _Encode:
         except Exception as error:
             try:
                 data = pickle.dumps(error)
-            except Exception:  # it holds what cannot travel
+            except Exception:  # some attribute cannot be pickled
                 data = b""
             return data, "".join(traceback.format_exception(error))
 
     def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Samples:
-        """Bytes where they are, labels and faults of the samples ``indices``, int64 [B]."""
+        """Bytes (not copied), labels and faults of the samples ``indices``, int64 [B]."""
         numbers = indices.tolist()
         encoded: list[memoryview] = []
         labels: list[Any] = []
@@ -262,7 +261,7 @@ class _Encode:
         return encoded, self._labels(labels, numbers, stale), tuple(faults)
 
     def _unread(self, number: int) -> Any:
-        """Label of a sample that cannot be read, as far as the source knows it."""
+        """Label of a sample that cannot be read, if the source knows it."""
         label = getattr(self.source, "label", None)
         try:
             if callable(label):
@@ -272,7 +271,7 @@ class _Encode:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Label of any other sample: its kind is that of all."""
+        """Label of any other sample, because all labels have the same type."""
         active = self.source.indices
         numbers = np.arange(len(self.source)) if active is None else active.numpy()
         others = np.setdiff1d(numbers, failed)
@@ -283,7 +282,7 @@ class _Encode:
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
-        """Per sample its bytes and label, or the exception that makes it a fault."""
+        """Per sample: its bytes and label, or the exception for its fault. Retries if that may help."""
         items: list[Any] = [None] * len(numbers)
         rows, large = list(range(len(numbers))), 0  # bytes of large images
         for pause in PAUSES:
@@ -303,7 +302,7 @@ class _Encode:
         return items
 
     def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
-        """Per sample what the source gives, or the exception that makes it a fault."""
+        """Per sample: the item from the source, or the exception for its fault."""
         many = getattr(self.source, "read_many", None)
         if many is None:
             for number in numbers:
@@ -328,7 +327,7 @@ class _Encode:
         yield from items
 
     def _labels(self, labels: list[Any], numbers: list[int], stale: Callable[[], bool]) -> NDArray[Any] | None:
-        """int64 [B], float32 [B], float32 [B, K], or None; zero where a sample failed and its label is not known."""
+        """int64 [B], float32 [B], float32 [B, K], or None. Unknown labels of failed samples are zero."""
         present = [label is not _MISSING for label in labels]
         known = [label for label in labels if label is not _MISSING]
         values = None
@@ -343,12 +342,12 @@ class _Encode:
         return filled
 
 
-_Packed = tuple[Tensor, int, int]  # one piece of memory, its images, and bytes of its pickled labels and faults
-_Raised = tuple[bytes, str]  # a pickled exception, and its traceback
+_Packed = tuple[Tensor, int, int]  # one memory block, number of images, bytes of the pickled labels and faults
+_Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
 def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[Fault, ...]) -> _Packed:
-    """One piece of memory: offsets int64 [B + 1], labels and faults, images. Empties ``encoded``."""
+    """Copy into one memory block: offsets int64 [B + 1], labels and faults, images. Empties ``encoded``."""
     rest = pickle.dumps((labels, faults))
     offsets = _offsets(encoded)
     blob = _memory(offsets.nbytes + len(rest) + int(offsets[-1]))
@@ -356,7 +355,7 @@ def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[
     rows = len(encoded)
     pieces: list[Any] = [offsets.tobytes(), rest, *encoded][::-1]
     encoded.clear()
-    while pieces:  # one by one: the bytes of a batch are in memory once
+    while pieces:  # one by one, freeing each, so that a batch is in memory only once
         piece = pieces.pop()
         target[begin : begin + len(piece)] = piece
         begin += len(piece)
@@ -364,7 +363,7 @@ def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[
 
 
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
-    """Fields of an EncodedBatch: views into the one piece, which lives as long as any of them; labels are copied."""
+    """Fields of an EncodedBatch. All but the labels are views into the block and keep it alive."""
     begin = 8 * (rows + 1)
     labels, faults = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {
@@ -376,7 +375,7 @@ def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
 
 
 def _views(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[Fault, ...]) -> dict[str, Any]:
-    """Fields of an EncodedBatch whose images stay where they are, in the memory of a source with ``zero_copy``."""
+    """Fields of an EncodedBatch whose images stay in the memory of a source with ``zero_copy``."""
     return {
         "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
         "offsets": torch.from_numpy(_offsets(encoded)),
@@ -391,13 +390,13 @@ def _offsets(encoded: list[memoryview]) -> NDArray[np.int64]:
 
 
 def _raised(data: bytes, text: str) -> BaseException:
-    """The source's exception with its own type, the worker's traceback as a note; RuntimeError if it cannot travel."""
+    """The source's exception, with the worker's traceback as a note; RuntimeError if it cannot be pickled."""
     error: BaseException
     try:
         error = pickle.loads(data)
-    except Exception:  # its constructor takes other arguments, or only the worker can import its class
+    except Exception:  # constructor with other arguments, or a class that only the worker can import
         error = RuntimeError("the source raised an exception that cannot be pickled")
-    error.add_note(f"raised in a worker that reads:\n{text}")
+    error.add_note(f"raised in a reading worker:\n{text}")
     return error
 
 
@@ -406,7 +405,7 @@ def _may_pass(item: Any) -> bool:
 
 
 def _checked(item: Any, number: int) -> tuple[memoryview, Any]:
-    """Bytes and label of what a source gave."""
+    """Bytes and label of an item from a source; SourceError if the item is something else."""
     kind = type(item).__name__
     if isinstance(item, tuple | list) and len(item) == 2:
         data, label = item
@@ -420,13 +419,13 @@ def _checked(item: Any, number: int) -> tuple[memoryview, Any]:
             pass
         kind = f"({type(data).__name__}, {type(label).__name__})"
     raise SourceError(
-        f"`source[{number}]` must give (bytes, label), the bytes as they stand in the file: images are decoded on the "
-        f"device. Found: {kind}."
+        f"`source[{number}]` must give (bytes, label) with the undecoded bytes of the file, because the loader decodes "
+        f"them. Found: {kind}."
     )
 
 
 def _label_array(labels: list[Any]) -> NDArray[Any] | None:
-    """int64 [n], float32 [n] or float32 [n, K]; None where all labels are."""
+    """int64 [n], float32 [n] or float32 [n, K]; None if all labels are None."""
     if all(label is None for label in labels):
         return None
     try:
@@ -443,7 +442,7 @@ def _label_array(labels: list[Any]) -> NDArray[Any] | None:
 
 
 def _memory(size: int) -> Tensor:
-    """uint8 [size], in a worker in shared memory, so that sending it copies nothing."""
+    """uint8 [size]; a worker uses shared memory, so that sending needs no copy."""
     if get_worker_info() is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     try:

@@ -356,7 +356,7 @@ def test_ppm(decoder):
         data = encode(photograph().convert(mode), "PPM")
         assert data.startswith(kind)
         assert (whole(decoder, data) == by_pillow(data)).all()
-        assert "takes" in only_fault(decoder, data[:-1])
+        assert "needs" in only_fault(decoder, data[:-1])
 
 
 def lossless(gray: np.ndarray) -> bytes:
@@ -761,17 +761,17 @@ def claims(form: str, side: int, mode: str = "RGB", **options) -> bytes:
             lambda: hostile.png(4000, 4000, zlib.compress(bytes(4000 * (1 + 4000 * 8)), 9), depth=16, color=6),
             "every 16",
         ),
-        (lambda: hostile.bmp(8, compression=1, height=10, width=2**24, body=b"\0\2\xff\xff" * 1500), "every 8,"),
-        (lambda: hostile.bmp(4, compression=2, height=4000, width=4000, body=b"\0\0" * 4000), "every 8,"),
+        (lambda: hostile.bmp(8, compression=1, height=10, width=2**24, body=b"\0\2\xff\xff" * 1500), "every 8 "),
+        (lambda: hostile.bmp(4, compression=2, height=4000, width=4000, body=b"\0\0" * 4000), "every 8 "),
     ],
 )
 def test_few_bytes_cannot_make_much_work(decoder, make, least):
     """Some of these took 5 s, for every epoch; a larger `max_pixels` allows them all but run lengths."""
     data = make()
     reason = only_fault(decoder, data)
-    assert f"in {len(data)} bytes" in reason
+    assert f"{len(data)} bytes" in reason
     assert least in reason
-    assert "`decode.max_pixels` of " in reason
+    assert "`decode.max_pixels` to " in reason
     wanted = int(reason.rsplit(" ", 1)[1])
     larger = Decode(backend=decoder.backend, max_pixels=wanted).open("cpu")
     assert not larger.read_headers(pack([data])).faults
@@ -1150,7 +1150,7 @@ def test_a_pipeline_that_failed_is_built_again(failures, monkeypatch, caplog):
     assert not faults
     assert torch.equal(found[0], expected[0])
     assert decoder._dali is not first
-    assert caplog.text.count("built again") == failures
+    assert caplog.text.count("pipeline failed") == failures
 
 
 def test_a_webp_chunk_longer_than_its_file_allocates_nothing():
