@@ -61,7 +61,11 @@ TESTS = {  # test: title, status and advice if it fails
         SLOW,
         "torch.compile also needs a C++ compiler: apt-get install g++, or conda install cxx-compiler.",
     ),
-    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia. It needs no compiler, but is many times slower."),
+    "fused_cuda": (
+        "compiled on the GPU",
+        SLOW,
+        "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
+    ),
 }
 WITHOUT_DALI = ("compiler", "fused_cuda")
 
@@ -198,8 +202,8 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
         advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: install {DALI[12][0]}, or update the driver."
     elif dali_cuda != major and major in DALI:
         bad = NOTE
-        advice = "Both use the same driver and should work together. To be sure, install DALI for torch's CUDA version: pip "
-        advice += f"uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
+        advice = "Both use the same driver and should work together. To be sure, install DALI for torch's CUDA: "
+        advice += f"pip uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
     text = f"DALI for CUDA {dali_cuda}, torch for CUDA {torch_cuda}"
     value = {"dali": dali_cuda, "torch": torch_cuda, "driver": driver}
     return judged("DALI and torch", text, bad=bad, advice=advice, value=value)
@@ -268,8 +272,8 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
         "shared memory",
         f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free",
         bad=BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else None,
-        advice="Workers pass batches through /dev/shm. If /dev/shm is full, they die with a bus error. In Docker, start "
-        "with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise lower "
+        advice="Workers pass batches through /dev/shm. If /dev/shm is full, they die with a bus error. In Docker, "
+        "start with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise lower "
         "num_workers or batch_size, or set num_workers=0 to read without workers.",
         value=list(sizes),
     )
@@ -301,8 +305,9 @@ def cpus(count: int, quota: float | None) -> Finding:
         "CPUs",
         text,
         bad=SLOW if few < count else None,
-        advice="The default numbers of threads and workers follow the CPU count, not the limit. With too many, the kernel "
-        f"throttles all of them. Set decode.num_threads={threads} num_workers={workers}, and OMP_NUM_THREADS={threads}.",
+        advice="The default numbers of threads and workers follow the CPU count, not the limit. With too many, the "
+        f"kernel throttles all of them. Set decode.num_threads={threads} num_workers={workers} "
+        f"and OMP_NUM_THREADS={threads}.",
         value={"cpus": count, "quota": quota},
     )
 
@@ -418,7 +423,7 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
     """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result.
 
-    The last line of the output is the result, as JSON. After ``timeout`` seconds the process and its children are killed.
+    The last line of the output is the result, as JSON. After ``timeout`` seconds, process and children are killed.
     """
     # sys.path.append instead of PYTHONPATH, which would come before the standard library
     root = str(Path(__file__).parents[3])

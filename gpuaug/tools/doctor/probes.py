@@ -26,7 +26,7 @@ def main() -> None:
     """Run the test named on the command line, and print its result as the last line."""
     from gpuaug import machine
 
-    machine.verdicts = dict  # type: ignore[assignment]  # ignore stored results: they would switch off the feature under test
+    machine.verdicts = dict  # type: ignore[assignment]  # a stored result would switch off the feature under test
     good, text, value = TESTS[sys.argv[1]]()
     print(json.dumps({"good": good, "text": text, "value": value}), flush=True)
 
@@ -128,7 +128,8 @@ def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, k
             largest = max(largest, gap)
     rescued = f", but only Pillow could decode {decoder.rescued} of them" if decoder.rescued else ""
     decoder.close()
-    return not rescued, f"{len(images)} images differ from Pillow by at most {largest} levels{rescued}", {"largest": largest}
+    text = f"{len(images)} images differ from Pillow by at most {largest} levels{rescued}"
+    return not rescued, text, {"largest": largest}
 
 
 def _gap(decoded: Any, truth: Any) -> int:
@@ -145,14 +146,14 @@ def hardware() -> Answer:
     """Compare the GPU's JPEG engine with Pillow, then test its stream order. DALI does not report a missing engine."""
     if not _engine():
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
-        text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, H100 "
-        text += "and newer have one; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
+        text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, "
+        text += "H100 and newer have one; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
         return None, f"{text}. Found: {allowed or 'not set'}", None
     good, text, value = _decode("cuda", hardware=1.0, kind="jpeg 4")
     if good:
         good, text, value = _order(1.0, TOLERANCE)
     if good:
-        text += "; decode.hardware_load may be raised above 0; a pixel may then differ by about one level from batch to batch"
+        text += "; decode.hardware_load may be raised above 0; pixels may then vary by about one level between batches"
     return good, text, value
 
 
@@ -279,7 +280,8 @@ def workers() -> Answer:
         reader.close()
     value = {"default": default, **{method: method not in failures for method in methods}}
     if failures:
-        return False, "; ".join(f"workers fail with start_method={method}: {why}" for method, why in failures.items()), value
+        text = "; ".join(f"workers fail with start_method={method}: {why}" for method, why in failures.items())
+        return False, text, value
     return True, f"{', '.join(methods)}; the default is {default}", value
 
 
