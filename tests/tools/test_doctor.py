@@ -559,7 +559,7 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
         ("timeout=0", "`timeout` must be a number of seconds above 0"),
         ("timeout=soon", "`timeout` must be a number of seconds above 0"),
         ("fresh=maybe", "`fresh` must be true or false"),
-        ("json=/proc/none/d.json", "`json` must name a file"),
+        ("json=/proc/none/d.json", "`json` must be the path of a file"),
     ],
 )
 def test_mistakes_are_named(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
