@@ -1,4 +1,4 @@
-"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has a folder.
+"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has its own folder.
 
 Heavy modules are imported only when a command runs, so help and errors in names appear at once.
 """
@@ -113,11 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
     parser.add_argument("--at", metavar="PATH", help="path of the loader in NAME, e.g. train_data")
     parser.add_argument(
-        "--trust",
-        metavar="PREFIX",
-        action="append",
-        default=[],
-        help="allow `_target_` in modules that begin with PREFIX",
+        "--trust", metavar="PREFIX", action="append", default=[], help="allow `_target_` in modules named PREFIX*"
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser

@@ -1,4 +1,4 @@
-"""`gpuaug doctor`: whether this machine is fit for gpuaug, what each finding means, and what to do about it.
+"""`gpuaug doctor`: checks whether this machine can run gpuaug, explains each finding, and gives advice.
 
 Each test of :mod:`gpuaug.tools.doctor.probes` runs in its own process, because a test may crash or hang. Results of
 the tests in :data:`gpuaug.machine.VERDICTS` are stored for this machine and these package versions.
@@ -61,11 +61,7 @@ TESTS = {  # test: title, status and advice if it fails
         SLOW,
         "torch.compile also needs a C++ compiler: apt-get install g++, or conda install cxx-compiler.",
     ),
-    "fused_cuda": (
-        "compiled on the GPU",
-        SLOW,
-        "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
-    ),
+    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia: no compiler, but many times slower."),
 }
 WITHOUT_DALI = ("compiler", "fused_cuda")
 

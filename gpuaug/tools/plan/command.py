@@ -70,9 +70,7 @@ def main(request: Request) -> int:
         peak = _rehearse(request, run, here, seconds=settings.seconds)
         if peak is not None:
             run = replace(run, costs=peak.costs(loader, bound))
-        report.add(
-            "image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean of up to {settings.sample} images"
-        )
+        report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean over at most {settings.sample}")
         _report(report, run, here)
         few = run.costs.batches <= loader.prefetch + 2 and run.costs.batches < len(loader)
         text = f"{run.costs.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
