@@ -1,6 +1,6 @@
-"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has a folder.
+"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has its own folder.
 
-Nothing heavy is imported before a command runs, so that help and errors in names come at once.
+Heavy modules are imported only when a command runs, so help and errors in names appear at once.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ log = logging.getLogger("gpuaug")
 
 COMMANDS = {
     "train": "train a network on the loader: AMP, DDP under torchrun, checkpoint and resume",
-    "pack": "write a source once, resized: JPEG shards, or pixels that need no decoding",
-    "materialize": "write augmented epochs to disk, to be replayed without decoding and augmentation",
+    "pack": "write a resized copy of a source: JPEG shards, or pixels that need no decoding",
+    "materialize": "write augmented epochs to disk; training reads them without decoding or augmenting",
     "profile": "measure every stage, name the bottleneck, and say what to change",
-    "plan": "measure the memory of host and device that a run will take, in a short rehearsal",
-    "preview": "show what a recipe does to your images, exactly as training would see it: PNG or HTML",
-    "doctor": "check this machine: versions, devices, decoders, compiler, workers, limits, and what to do",
+    "plan": "measure in a short trial run how much host and device memory a run needs",
+    "preview": "show a recipe's images exactly as training sees them: PNG or HTML",
+    "doctor": "check this machine (versions, devices, decoders, compiler, workers, limits) and give advice",
     "parity": "compare our pixels with Pillow's and torchvision's on your own images",
 }
 EPILOG = """\
-Overrides are Hydra's, the same strings as in gpuaug.compose:
+Overrides use Hydra's syntax, as in gpuaug.compose:
   source.root=DIR augment=simclr augment.ops.jitter.p=0.5 '~augment.ops.gray' batch_size=256 device=cuda
 
-`gpuaug COMMAND --help` lists the command's own keys; the loader's are in
-  {train} and the folders beside it.
+`gpuaug COMMAND --help` lists the command's own keys. The loader's keys are in
+  {train} and the folders beside that file.
 Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DIR
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 for what the user can fix, 130 or 143 if interrupted."""
+    """Run one command. Returns the exit status: 0; 2: an error the user can fix; 130 or 143: interrupted."""
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
     with _logging():
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            if not _reader_is_gone():  # the broken pipe was a worker's
+            if not _reader_is_gone():  # the broken pipe belongs to a worker
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in buffers
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output goes there
             return 141
         except (GpuaugError, KeyboardInterrupt) as error:
             if given.debug or os.environ.get("GPUAUG_DEBUG"):
@@ -76,8 +76,8 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.help:
         print(_help(name, parser))
         return 0
-    # torch reads this when it is imported. Threads of a network on the CPU that spin while they wait take the cores
-    # from the loader (`gpuaug train` on two busy cores: 46 images/s spinning, 348 sleeping)
+    # Set it before torch is imported. With a network on the CPU, waiting threads that spin take the cores from the
+    # loader (`gpuaug train` on two busy cores: 46 images/s if they spin, 348 if they sleep)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
 
@@ -87,7 +87,7 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether the program that reads stdout has closed it, as `head` does."""
+    """Whether the program that reads stdout, such as `head`, has closed the pipe."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
@@ -101,21 +101,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpuaug",
         usage="gpuaug COMMAND [OVERRIDE ...] [options]",
-        description=f"Encoded images to augmented batches on the training device.\n\ncommands:\n{listed}",
+        description=f"Turns encoded images into augmented batches on the training device.\n\ncommands:\n{listed}",
         epilog=EPILOG.format(train=conf_folder() / "gpuaug" / "train.yaml"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="store_true", help="this text; after COMMAND, its keys")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text; after COMMAND, its keys")
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own Hydra groups and files")
-    parser.add_argument("--config-name", metavar="NAME", help="the primary file there, for a configuration of your own")
-    parser.add_argument("--at", metavar="PATH", help="where the loader stands in it, e.g. train_data")
+    parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
+    parser.add_argument("--at", metavar="PATH", help="path of the loader in NAME, e.g. train_data")
     parser.add_argument(
-        "--trust", metavar="PREFIX", action="append", default=[], help="allow `_target_` in modules beginning so"
+        "--trust", metavar="PREFIX", action="append", default=[], help="allow `_target_` in modules named PREFIX*"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks (as GPUAUG_DEBUG=1)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser
 
 

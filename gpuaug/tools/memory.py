@@ -1,4 +1,4 @@
-"""How much host memory this process and its workers take. Read from /proc; 0 where the system has none."""
+"""How much host memory this process and its workers use. Read from /proc; 0 if the system has no /proc."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from gpuaug import machine
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes that a process and its workers have and the system cannot take back, each page and each file once.
+    """Bytes that a process and its workers use and the system cannot reclaim. Each page and each file counts once.
 
-    Counted are anonymous pages and, by their files, shared memory and memory files: a batch on its way between two
-    processes is in no one's address space. Pages of libraries and of files that were read are the system's to drop.
+    Counts anonymous pages, shared memory and memory files. The latter two are counted by file, because a batch in
+    transit between two processes is in no address space. The system can drop pages of libraries and of files read.
     """
 
-    main: int = 0  # of this process, with all that its workers have inherited
-    workers: int = 0  # what its workers have beside that
+    main: int = 0  # in this process, with pages that its workers inherited
+    workers: int = 0  # in the workers' own pages
     shared: int = 0  # in /dev/shm
-    files: int = 0  # in unnamed memory files, as the cache and indices are
+    files: int = 0  # in unnamed memory files, such as the cache and indices
 
     @property
     def host(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.main + self.workers + self.shared + self.files
 
 
 def usage() -> Usage:
-    """What this process and its workers have now."""
+    """The memory that this process and its workers use now."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid is not None)]
-    sizes = [_sizes(pid) for pid in pids]  # each once: it grows meanwhile
+    sizes = [_sizes(pid) for pid in pids]  # read each once, because memory may grow meanwhile
     alone, every = sizes[0].get("Anonymous", 0), sum(size.get("Pss_Anon", 0) for size in sizes)
     shared, files = (_open_files(pids, where) for where in ("/dev/shm/", "/memfd:"))
     return Usage(min(alone, every), max(0, every - alone), shared, files)
 
 
 def _open_files(pids: Sequence[int], where: str) -> int:
-    """Bytes of the files below ``where`` that these processes have open, each once."""
+    """Bytes of the files below ``where`` that these processes have open. Each file counts once."""
     files: dict[tuple[int, int], int] = {}
     for pid in pids:
         try:
@@ -59,6 +59,6 @@ def _open_files(pids: Sequence[int], where: str) -> int:
 
 
 def _sizes(pid: int) -> dict[str, int]:
-    """Memory of a process by the names of smaps_rollup, in bytes; {} where it has ended."""
+    """Memory of a process in bytes, by field name of smaps_rollup; {} if the process has ended."""
     text = machine.read(f"/proc/{pid}/smaps_rollup") or ""
     return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}

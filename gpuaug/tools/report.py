@@ -1,4 +1,4 @@
-"""What commands print and write: named values, JSON reports, result files."""
+"""Output of the commands: named values, JSON reports, result files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 
 
 class Report:
-    """Named values. Each is printed at once, as an aligned line; all are written to a file at the end.
+    """Named values. Each value is printed at once, as an aligned line. At the end all values are written to a file.
 
     Args:
         file: JSON file to write, or None.
@@ -35,26 +35,26 @@ class Report:
             print(folded(text, first=f"{name.replace('_', ' '):<18} ", indent=19), flush=True)
 
     def write(self) -> None:
-        """Write the values, whole or not at all."""
+        """Write the values to the file. The file is complete or unchanged."""
         if self._file is not None:
             save(self._file, "json", json.dumps(self.values, indent=1) + "\n")
 
 
 def save(file: Path, key: str, data: bytes | str) -> None:
-    """Write a result, whole or not at all. A symbolic link stays one."""
+    """Write a result. The file is complete or unchanged; a symbolic link stays a link."""
     with written(file, key):
         files.write(file.resolve(), data)
 
 
 def printable(text: str) -> str:
-    """Replace what must not reach a terminal: file names may hold line breaks, escape codes, and bytes not in UTF-8."""
+    """Replace unprintable characters. File names may contain line breaks, escape codes, and bytes not in UTF-8."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, folded to the terminal and to ``width``, the other lines with an ``indent``.
+    """``first`` and a paragraph, wrapped to the terminal's width and to ``width``, with an ``indent`` after line one.
 
-    Without ``width`` what is no terminal gets one line. Text with line breaks, such as a table, is never folded.
+    Without ``width``, output that is not a terminal gets one line. Text with line breaks (a table) is never wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -67,15 +67,15 @@ def folded(text: str, *, first: str, indent: int, width: int | None = None) -> s
 
 @contextlib.contextmanager
 def written(file: Path, key: str) -> Iterator[None]:
-    """Raise GpuaugError, which names the file that is being written, for an OSError."""
+    """Turn an OSError into a GpuaugError that names the key and the file being written."""
     try:
         yield
     except OSError as error:
-        raise GpuaugError(f"`{key}`, {str(file)!r}, could not be written: {error}.") from error
+        raise GpuaugError(f"the file of `{key}`, {str(file)!r}, could not be written: {error}.") from error
 
 
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """As :func:`output`, for a name that ends in .png, in one of ``also``, or has no ending."""
+    """Like :func:`output`, for a name that ends in .png or one of ``also``, or has no ending."""
     endings = (".png", *also)
     if Path(file).suffix.lower() not in ("", *endings):
         raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")
@@ -88,12 +88,14 @@ def output(file: str, key: str) -> Path:
     place = path.absolute()
     try:
         if place.is_relative_to("/dev") and not place.is_relative_to("/dev/shm"):
-            raise FileExistsError("a file of the system")  # root could replace /dev/stdout by a regular file
+            raise FileExistsError("a system file")  # root could replace /dev/stdout with a regular file
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise FileExistsError("a folder" if path.is_dir() else "not a regular file")
-        with tempfile.TemporaryFile(dir=path.parent):  # permissions say little: root has all
+        with tempfile.TemporaryFile(dir=path.parent):  # instead of checking permissions: root passes every check
             pass
     except OSError as error:
-        raise ConfigError(f"`{key}` must name a file that can be written. Found: {file!r} ({error}).") from error
+        raise ConfigError(
+            f"`{key}` must be the path of a file that can be written. Found: {file!r} ({error})."
+        ) from error
     return path

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
-# keys that a held-out loader takes from the training's, unless `val.` sets them: the machine, not the recipe
+# keys that a held-out loader takes from the training loader, unless `val.` sets them: they describe the machine
 SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Text and flags are checked by their types."""
+    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks the types of text and flags."""
 
     json: str | None = None
 
@@ -41,20 +41,20 @@ class Request:
     """One call of one command."""
 
     command: str
-    overrides: tuple[str, ...] = ()  # Hydra's, for the command and the loader
+    overrides: tuple[str, ...] = ()  # in Hydra's syntax, for the command and the loader
     config_dir: str | None = None  # folder of the user's own groups and configurations
-    config_name: str | None = None  # the primary file there; None: our ``train``
-    at: str | None = None  # the path of the loader in it
-    trust: tuple[str, ...] = ()  # module prefixes that `_target_` may name, besides ours and Kornia's
+    config_name: str | None = None  # the user's configuration in that folder; None: gpuaug's ``train``
+    at: str | None = None  # the path of the loader in the user's configuration
+    trust: tuple[str, ...] = ()  # module prefixes that `_target_` may name, besides gpuaug's and Kornia's
 
     def __post_init__(self) -> None:
         if self.at is not None and self.config_name is None:
             raise ConfigError(
-                f"`--at {self.at}` is a place in your own configuration: give --config-dir and --config-name."
+                f"`--at {self.at}` is a path in your own configuration. Add --config-dir and --config-name."
             )
         if self.config_name is not None and self.config_dir is None:
             raise ConfigError(
-                f"`--config-name {self.config_name}` is a file of your own: give its folder, --config-dir."
+                f"`--config-name {self.config_name}` names your own configuration. Add its folder with --config-dir."
             )
 
     @cached_property
@@ -65,10 +65,10 @@ class Request:
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
-        """Overrides of command, held-out loader and loader: the first word of each key, and the override."""
+        """Overrides of command, held-out loader and loader, each as (first part of the key, override)."""
         overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
         for text in self.overrides:
-            sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # every part may be empty
+            sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # always matches
             if self.command == "train" and root == "val" and rest.startswith("."):
                 overrides["held out"].append((root, sign + rest[1:]))
             elif root in self._keys:
@@ -78,7 +78,7 @@ class Request:
         return overrides
 
     def settings(self) -> dict[str, Any]:
-        """The command's own keys: defaults with overrides."""
+        """The command's own keys: defaults, changed by overrides."""
         from omegaconf import OmegaConf
 
         try:
@@ -88,7 +88,7 @@ class Request:
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
-        """The loader's configuration: ``train`` with overrides, or the part ``at`` of the user's own."""
+        """The loader's configuration with overrides: ``train``, or the part ``at`` of the user's own configuration."""
         from omegaconf import OmegaConf
 
         self._check_roots()
@@ -100,24 +100,24 @@ class Request:
         part = OmegaConf.select(composed, at, throw_on_missing=False)
         if not OmegaConf.is_dict(part):
             keys = ", ".join(map(str, composed)) or "nothing"
-            raise ConfigError(f"`{at}` must be the place of a loader in your configuration, which has: {keys}.")
+            raise ConfigError(f"`{at}` must be the path of a loader in your configuration. Keys found there: {keys}.")
         return part
 
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
-        """The configuration of the held-out loader, the training's in ``SHARED``; None if no override asks for one.
+        """The held-out loader's configuration, with the training's values of ``SHARED``; None if no override sets one.
 
-        ``at`` is its path in the user's configuration, instead of overrides that begin with ``val.``.
+        ``at`` is its path in the user's configuration. It replaces overrides that begin with ``val.``.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:
             if overrides:
                 raise ConfigError(
-                    f"`val={at}` and overrides behind `val.` exclude each other: override `{at}.…` itself."
+                    f"`val={at}` cannot be combined with overrides that begin with `val.`. Override `{at}.…` instead."
                 )
             if self.config_name is None:
                 raise ConfigError(
-                    f"`val={at}` names a place in your own configuration (--config-dir, --config-name). "
-                    "Without one: val.source.root=DIR."
+                    f"`val={at}` is a path in your own configuration, but --config-name is missing. "
+                    "Add --config-dir and --config-name, or use val.source.root=DIR."
                 )
             return self.loader(at=at)
         if not overrides:
@@ -125,7 +125,7 @@ class Request:
         try:
             composed = config.compose("eval", overrides, config_dir=self.config_dir)
         except ConfigError as error:
-            raise ConfigError(f"Behind `val.`: {error}") from error
+            raise ConfigError(f"In the overrides that begin with `val.`: {error}") from error
         given = {text.lstrip("+~").partition("=")[0] for text in overrides}
         for key in SHARED:
             if key in train and key not in given:
@@ -139,29 +139,27 @@ class Request:
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # built apart, because names of folders are data: OmegaConf would resolve a class called `${oc.env:HOME}`
+        # build it separately: folder names are data, and OmegaConf would resolve a class called `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
-        """Overrides of the loader: the first word of each key, and the whole override."""
+        """Overrides of the loader, each as (first part of the key, whole override)."""
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
-        """Build the object that a part of the configuration describes."""
+        """Build the object described by a part of the configuration."""
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
     def _check_roots(self) -> None:
-        """Raise ConfigError for a key of neither command nor loader that resembles one of the command's."""
+        """Raise ConfigError for an unknown key that resembles a key of the command."""
         for _, text in self.others():
             if "=" not in text and not text.startswith("~"):
-                raise ConfigError(f"`{text}` is no override: expected key=value. Options begin with --.")
+                raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")
         if self.config_name is not None:
-            return  # the keys are the user's; compose checks them
+            return  # compose checks the user's own keys
         theirs = [str(key) for key in config.compose("train", config_dir=self.config_dir)]
         for root, text in self.others():
             if root.startswith("hydra") or text.startswith("+") or "/" in root or root in theirs:
                 continue
             if near := difflib.get_close_matches(root, self._keys, n=1):
-                raise ConfigError(
-                    f"`{root}` is a key neither of the command nor of the loader. Did you mean `{near[0]}`?"
-                )
+                raise ConfigError(f"`{root}` is not a key of the command or of the loader. Did you mean `{near[0]}`?")

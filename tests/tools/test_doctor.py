@@ -76,7 +76,7 @@ def test_silence_is_a_verdict_and_nothing_stays_behind(tmp_path: Path) -> None:
             "raise RuntimeError('the device is on fire')",
             "failed with exit status 1: RuntimeError: the device is on fire",
         ),
-        ("print('no json')", "failed with exit status 0: it said nothing"),
+        ("print('no json')", "failed with exit status 0: no output"),
         ('print(\'{"good": 1, "text": "yes"}\')', "failed with exit status 0"),
         ("print('{\"good\": true}')", "failed with exit status 0"),
         ("print('[]')", "failed with exit status 0"),
@@ -185,7 +185,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level("INFO", logger="gpuaug"):
         command.keep(Verdict(name="stream", good=True, text="planted"))
-    assert "are not kept" in caplog.text
+    assert "could not be stored" in caplog.text
     assert command.cache_folder().status == command.SLOW
     machine.verdicts.cache_clear()
 
@@ -263,7 +263,7 @@ def test_wrong_pixels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_truth", lambda data: real(data) ^ 16)
     good, text, _ = probes.TESTS["decoder_cpu"]()
     assert not good
-    assert "differs from Pillow by 16 levels where 1 are expected" in text
+    assert "differs from Pillow by 16 levels" in text
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -292,7 +292,7 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
     good, text, value = probes._order(0.0, 4, device=device)
     assert not good
     assert value["wrong"] == 1
-    assert "1 of 32 batches have other pixels" in text
+    assert "1 of 32 batches" in text
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -310,7 +310,7 @@ def test_an_engine_that_a_container_hides_is_explained(monkeypatch: pytest.Monke
     monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
     good, text, _ = probes.hardware()
     assert good is None
-    assert "need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video in a container. Found: compute,utility" in text
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video. Found: compute,utility" in text
 
 
 def test_every_test_is_told_about() -> None:
@@ -419,7 +419,7 @@ def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -
     assert found["kornia"].status == command.BROKEN
     assert "pip install kornia" in found["kornia"].advice
     assert found["torch"].status == command.SLOW
-    assert "made for <2.14,>=2.11" in found["torch"].advice
+    assert "<2.14,>=2.11" in found["torch"].advice
     assert found["pillow"].status == command.OK
 
 
@@ -450,7 +450,7 @@ def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.Mon
         ("nvidia-dali-cuda130", "13.0", "580.1", command.OK, ""),
         ("nvidia-dali-cuda130", "13.0", None, command.OK, ""),
         ("nvidia-dali-cuda130", "12.6", "590.2", command.NOTE, "pip install 'nvidia-dali-cuda120"),
-        ("nvidia-dali-cuda130", "13.0", "575.1", command.SLOW, "needs driver 580 or newer: take nvidia-dali-cuda120"),
+        ("nvidia-dali-cuda130", "13.0", "575.1", command.SLOW, "install nvidia-dali-cuda120"),
     ],
 )
 def test_dali_stands_beside_torchs_cuda(
@@ -536,7 +536,7 @@ def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
     assert "90 per process" in found["open files"]["text"]
     assert "did not answer within 0.01 s" in found["compiled on the CPU"]["text"]
     assert found["start methods"]["status"] == command.BROKEN
-    assert "gpuaug cannot be relied on here. Broken: " in done.stdout
+    assert "Broken: " in done.stdout
 
 
 def test_overrides_of_the_loader_have_no_effect_and_are_checked(
@@ -547,7 +547,7 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "source.root=/data", "augment=simclr"]) in (0, 1)
-    assert "no effect of source.root=/data, augment=simclr" in capsys.readouterr().err
+    assert "source.root=/data, augment=simclr" in capsys.readouterr().err
     machine.verdicts.cache_clear()
     assert main(["doctor", "agument=simclr"]) == 2
     assert "agument" in capsys.readouterr().err
@@ -559,7 +559,7 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
         ("timeout=0", "`timeout` must be a number of seconds above 0"),
         ("timeout=soon", "`timeout` must be a number of seconds above 0"),
         ("fresh=maybe", "`fresh` must be true or false"),
-        ("json=/proc/none/d.json", "`json` must name a file"),
+        ("json=/proc/none/d.json", "`json` must be the path of a file"),
     ],
 )
 def test_mistakes_are_named(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

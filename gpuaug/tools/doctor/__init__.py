@@ -1,1 +1,1 @@
-"""`gpuaug doctor`: whether this machine is fit, and what to do where it is not."""
+"""`gpuaug doctor`: checks whether this machine can run gpuaug, and gives advice."""

@@ -1,7 +1,7 @@
-"""`gpuaug doctor`: whether this machine is fit for gpuaug, what each finding means, and what to do about it.
+"""`gpuaug doctor`: checks whether this machine can run gpuaug, explains each finding, and gives advice.
 
-Each test of :mod:`gpuaug.tools.doctor.probes` runs in a process of its own, because it may crash or hang. Results of
-those in :data:`gpuaug.machine.VERDICTS` are remembered for this machine and these versions.
+Each test of :mod:`gpuaug.tools.doctor.probes` runs in its own process, because a test may crash or hang. Results of
+the tests in :data:`gpuaug.machine.VERDICTS` are stored for this machine and these package versions.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger("gpuaug")
 LATE = "did not answer within"
 TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
 CUDA = ("decoder_mixed", "hardware", "stream", "fused_cuda")
-FRESH = ("cuda", "compiler", "workers")  # never remembered: quick, or changing from day to day
+FRESH = ("cuda", "compiler", "workers")  # results are never stored: the test is quick, or its result may change daily
 OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
-DALI = {  # distributions by version of CUDA
+DALI = {  # CUDA version: names of the packages
     12: ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"),
     13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13"),
 }
-DRIVER_OF_CUDA_13 = 580  # the oldest
+DRIVER_OF_CUDA_13 = 580  # the oldest driver that supports CUDA 13
 TESTS = {  # test: title, status and advice if it fails
     "decoder_cpu": ("DALI on the CPU", BROKEN, "Set decode.backend=pillow, or install another release of DALI."),
     "decoder_mixed": (
         "DALI on the GPU",
         BROKEN,
-        "Set device=cpu or decode.backend=pillow, or install another driver or release of DALI.",
+        "Set device=cpu or decode.backend=pillow, or install another NVIDIA driver or another release of DALI.",
     ),
     "hardware": ("JPEG engine", SLOW, "Leave decode.hardware_load at 0.0, its default."),
     "stream": (
@@ -59,9 +59,9 @@ TESTS = {  # test: title, status and advice if it fails
     "compiler": (
         "compiled on the CPU",
         SLOW,
-        "torch.compile needs a C++ compiler too: apt-get install g++, or conda install cxx-compiler.",
+        "torch.compile also needs a C++ compiler: apt-get install g++, or conda install cxx-compiler.",
     ),
-    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia, many times slower."),
+    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia: no compiler, but many times slower."),
 }
 WITHOUT_DALI = ("compiler", "fused_cuda")
 
@@ -85,8 +85,9 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     others = [text for _, text in request.others()]
     if others or request.config_name is not None:
-        request.loader()  # checks them as other commands do
-        log.info("doctor tests the machine, not a configuration: no effect of %s", ", ".join(others) or "it")
+        request.loader()  # raises the same errors as in other commands
+        ignored = ", ".join(others) or f"--config-name {request.config_name}"
+        log.info("doctor tests the machine, not a configuration; these arguments are ignored: %s", ignored)
     report = Report(file=settings.json)
     cuda = probe("cuda", timeout=settings.timeout)
     findings = []
@@ -103,16 +104,17 @@ def main(request: Request) -> int:
             print(finding, flush=True)
     broken, slow = ([f.name for f in findings if f.status == status] for status in (BROKEN, SLOW))
     if broken:
-        print(f"\ngpuaug cannot be relied on here. Broken: {', '.join(broken)}. See the advice above.")
+        print(f"\ngpuaug does not work reliably on this machine. Broken: {', '.join(broken)}. See the advice above.")
     else:
-        print("\ngpuaug can be used here." + (f" It could do better: {', '.join(slow)}." if slow else ""))
+        better = f" Some things could be better (see the advice above): {', '.join(slow)}." if slow else ""
+        print(f"\ngpuaug can be used here.{better}")
     report.values = {"findings": [vars(f) for f in findings], "usable": not broken}
     report.write()
     return 1 if broken else 0
 
 
 def versions() -> Iterator[Finding]:
-    """Versions of Python, gpuaug and what it needs, compared with the ranges that gpuaug was made for."""
+    """Versions of Python, gpuaug and its requirements, compared with the version ranges that gpuaug supports."""
     python = platform.python_version()
     bad = BROKEN if sys.version_info < (3, 11) else None
     yield judged("python", python, bad=bad, advice="gpuaug needs Python 3.11 or newer.", value=python)
@@ -122,12 +124,12 @@ def versions() -> Iterator[Finding]:
     dali, codec = DALI[_dali_cuda()]
     for name, distribution, missing, why in (
         ("torch", "torch", BROKEN, "nothing works without it"),
-        ("kornia", "kornia", BROKEN, "its operations are the recipes"),
+        ("kornia", "kornia", BROKEN, "recipes are built from its operations"),
         ("hydra", "hydra-core", BROKEN, "the command line and gpuaug.compose need it"),
-        ("pillow", "pillow", BROKEN, "it decodes what DALI does not"),
-        ("DALI", dali, SLOW, "Pillow decodes instead, several times slower, and nothing is decoded on a GPU"),
-        ("nvImageCodec", codec, SLOW, "it comes with DALI, which is not used without it"),
-        ("triton", "triton", NOTE, "on a GPU the augmentations run operation by operation, many times slower"),
+        ("pillow", "pillow", BROKEN, "it decodes the images that DALI cannot decode"),
+        ("DALI", dali, SLOW, "Pillow decodes instead, on the CPU and several times slower"),
+        ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; without it gpuaug does not use DALI"),
+        ("triton", "triton", NOTE, "on a GPU the augmentations run one operation at a time, many times slower"),
     ):
         version = machine.package_version(distribution)
         wanted = ranges.get(distribution.replace("cuda130", "cuda120"))
@@ -136,18 +138,18 @@ def versions() -> Iterator[Finding]:
             yield Finding(name=name, status=missing, text="not installed", advice=advice)
         else:
             bad = SLOW if wanted is not None and not wanted.contains(version, prereleases=True) else None
-            advice = f"gpuaug was made for {wanted}: pip install '{distribution}{wanted}'"
+            advice = f"gpuaug supports {wanted}: pip install '{distribution}{wanted}'"
             yield judged(name, version, bad=bad, advice=advice, value=version)
 
 
 def _dali_cuda() -> int:
-    """The version of CUDA of the installed DALI; 12 if none is installed."""
+    """The CUDA version of the installed DALI; 12 if DALI is not installed."""
     installed = [cuda for cuda, (package, _) in DALI.items() if machine.package_version(package) is not None]
     return installed[0] if installed else 12
 
 
 def required_ranges() -> dict[str, Any]:
-    """Versions that gpuaug's metadata require, by distribution."""
+    """Version ranges from gpuaug's package metadata, by package name."""
     from packaging.requirements import Requirement
 
     try:
@@ -158,7 +160,7 @@ def required_ranges() -> dict[str, Any]:
 
 
 def devices(cuda: Verdict) -> Iterator[Finding]:
-    """The driver, and what torch can use, by the result of the test ``cuda``."""
+    """The driver and the devices that torch can use. ``cuda`` is the result of that test."""
     gpus, driver = machine.gpus(), machine.driver()
     value = {"driver": driver, "gpus": gpus}
     bad = None if driver else NOTE
@@ -170,21 +172,21 @@ def devices(cuda: Verdict) -> Iterator[Finding]:
     elif not (driver or gpus):
         yield Finding(name="cuda", status=NOTE, text=f"no CUDA device; {cuda.text}", value=[])
     elif cuda.value is None:
-        text = f"{len(gpus)} devices, and using them {cuda.text}"
-        advice = "See nvidia-smi and the kernel's log (dmesg): other processes may use the device, or it "
-        advice += "needs a reset. With device=cpu gpuaug can be used meanwhile."
+        text = f"{len(gpus)} devices, but the test that uses them failed: {cuda.text}"
+        advice = "See nvidia-smi and the kernel's log (dmesg). Other processes may use the device, or the device "
+        advice += "needs a reset. Until then, use gpuaug with device=cpu."
         yield Finding(name="cuda", status=BROKEN, text=text, advice=advice, value=gpus)
     else:
         text = f"{len(gpus)} devices that torch cannot use: {cuda.text}"
-        advice = "Training and decoding run on the CPU. Install torch's build for the driver's CUDA "
-        advice += "(https://pytorch.org/get-started/locally), or update the driver; start a container with --gpus all."
+        advice = "Training and decoding run on the CPU. Install the torch build for the driver's CUDA version "
+        advice += "(https://pytorch.org/get-started/locally), or update the driver. Start containers with --gpus all."
         yield Finding(name="cuda", status=SLOW, text=text, advice=advice, value=gpus)
     if (finding := dali_and_torch((cuda.value or {}).get("build"), driver)) is not None:
         yield finding
 
 
 def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None:
-    """Compare the versions of CUDA of DALI and torch; None if one of them has none."""
+    """Compare the CUDA versions of DALI and torch. None if DALI is not installed, or torch has no CUDA."""
     dali_cuda = _dali_cuda()
     package = DALI[dali_cuda][0]
     if torch_cuda is None or machine.package_version(package) is None:
@@ -193,49 +195,49 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
     bad, advice = None, ""
     if dali_cuda == 13 and driver is not None and int(driver.partition(".")[0]) < DRIVER_OF_CUDA_13:
         bad = SLOW
-        advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: take {DALI[12][0]}, or update the driver."
+        advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: install {DALI[12][0]}, or update the driver."
     elif dali_cuda != major and major in DALI:
         bad = NOTE
-        advice = "They share one driver and should work together. To be sure, install that of torch's CUDA: pip "
-        advice += f"uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
+        advice = "Both use the same driver and should work together. To be sure, install DALI for torch's CUDA: "
+        advice += f"pip uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
     text = f"DALI for CUDA {dali_cuda}, torch for CUDA {torch_cuda}"
     value = {"dali": dali_cuda, "torch": torch_cuda, "driver": driver}
     return judged("DALI and torch", text, bad=bad, advice=advice, value=value)
 
 
 def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
-    """Every test whose packages are installed. Missing ones are reported with the versions."""
+    """Run every test whose packages are installed. Missing packages are reported under "versions"."""
     for name in tqdm([*filter(testable, TESTS)], desc="testing", leave=False, disable=None):
         yield tested(examine(name, cuda=cuda, fresh=settings.fresh, timeout=settings.timeout))
 
 
 def testable(name: str) -> bool:
-    """Whether the packages of a test are installed."""
+    """Whether the packages that a test needs are installed."""
     return name in WITHOUT_DALI or all(machine.package_version(p) is not None for p in DALI[_dali_cuda()])
 
 
 def tested(verdict: Verdict) -> Finding:
-    """The finding of a test."""
+    """Turn the result of a test into a finding."""
     title, bad, advice = TESTS[verdict.name]
     value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
     if verdict.good is None:
         return Finding(name=title, status=UNTESTED, text=verdict.text, value=value)
     if verdict.late:
-        advice = f"Where this machine is only slow, raise `timeout`. Where the test hangs: {advice}"
-    text = f"{verdict.text}{' (remembered; fresh=true tests again)' if verdict.kept else ''}"
+        advice = f"If the machine is just slow, raise `timeout`. If the test really hangs: {advice}"
+    text = f"{verdict.text}{' (stored result; fresh=true tests again)' if verdict.kept else ''}"
     return judged(title, text, bad=None if verdict.good else bad, advice=advice, value=value)
 
 
 def workers(settings: Settings) -> Iterator[Finding]:
-    """The loader's workers by every start method, shared memory, open files."""
+    """Test the loader's workers with every start method; check shared memory and open files."""
     verdict = probe("workers", timeout=settings.timeout)
     results = verdict.value or {}
-    late = "Where this machine is only slow, raise `timeout`. Else: " if verdict.late else ""
+    late = "If the machine is just slow, raise `timeout`. Otherwise: " if verdict.late else ""
     yield judged(
         "start methods",
         verdict.text,
         bad=None if verdict.good else SLOW if results.get(results.get("default")) else BROKEN,
-        advice=f"{late}Set start_method to one that works, or num_workers=0 to read in the training's own process.",
+        advice=f"{late}Set start_method to a method that works, or num_workers=0 to read in the training process.",
         value=verdict.value,
     )
     yield shared_memory(machine.shared_memory())
@@ -249,16 +251,16 @@ def limits() -> Iterator[Finding]:
     yield cache_folder()
 
 
-# What the machine should have. Files: torch passes every batch in flight between processes as one, and Python with DALI
-# and eight threads opens some sixty. Shared memory: 64 photographs of 110 KB are a batch of 7 MB, of which each worker
-# has two in flight.
+# What the machine should have. Open files: torch uses one open file for every batch that travels between processes.
+# Python with DALI and eight threads opens about 60 more. Shared memory: a batch of 64 photographs of 110 KB has 7 MB,
+# and each worker has two batches there.
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
 SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
 MEMORY_ENOUGH = 2 * 2**30
 
 
 def shared_memory(sizes: tuple[int, int] | None) -> Finding:
-    """/dev/shm, through which workers pass batches: (size, free) in bytes; None if there is none."""
+    """Check /dev/shm, through which workers pass batches. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
     if sizes is None:
         return Finding(name="shared memory", status=NOTE, text="no /dev/shm on this system")
     size, free = sizes
@@ -266,47 +268,48 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
         "shared memory",
         f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free",
         bad=BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else None,
-        advice="Workers hand over batches there, and die of a bus error where it is full. In Docker start with "
-        "--shm-size=8g or --ipc=host, in Kubernetes mount an emptyDir of medium Memory; else lower num_workers or "
-        "batch_size, or read without workers: num_workers=0.",
+        advice="Workers pass batches through /dev/shm. If /dev/shm is full, they die with a bus error. In Docker, "
+        "start with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise lower "
+        "num_workers or batch_size, or set num_workers=0 to read without workers.",
         value=list(sizes),
     )
 
 
 def open_files(limits: tuple[int, int] | None) -> Finding:
-    """The limit of open files: (soft, hard), -1 is unlimited; None if there is none."""
+    """Check the limit of open files. ``limits``: (soft, hard), -1: unlimited; None: the system has no such limit."""
     if limits is None:
         return Finding(name="open files", status=NOTE, text="no such limit on this system")
     soft, hard = (math.inf if limit < 0 else limit for limit in limits)
     return judged(
         "open files",
-        f"{soft:.0f} per process, may be raised to {hard:.0f}".replace("inf", "unlimited"),
+        f"{soft:.0f} per process, can be raised to {hard:.0f}".replace("inf", "unlimited"),
         bad=BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else None,
-        advice="Every batch on its way from a worker is an open file: `Too many open files` ends a run that has many. "
-        f"Before it: ulimit -n {min(FILES_ADVISED, hard)}",
+        advice="Every batch that a worker passes on is an open file. A run with too many fails with `Too many open "
+        f"files`. Run `ulimit -n {min(FILES_ADVISED, hard)}` before you start it.",
         value=list(limits),
     )
 
 
 def cpus(count: int, quota: float | None) -> Finding:
-    """CPUs of this process, and the number of CPUs whose time a control group allows it; None: all."""
+    """``count``: CPUs this process may run on. ``quota``: CPU time its cgroup allows, in CPUs; None: no limit."""
     text = f"{count} CPUs for this process ({machine.cpu_model()})"
     few = count if quota is None else min(count, quota)
     if few < count:
-        text += f", of which a control group allows the time of {few:g}"
+        text += f", but its control group (cgroup) limits it to the CPU time of {few:g} CPUs"
     threads, workers = max(1, min(8, int(few))), max(1, min(4, int(few // 2)))
     return judged(
         "CPUs",
         text,
         bad=SLOW if few < count else None,
-        advice="Threads and workers are counted by CPUs, and too many of them are throttled together: set "
-        f"decode.num_threads={threads} num_workers={workers}, and OMP_NUM_THREADS={threads}.",
+        advice="The default numbers of threads and workers follow the CPU count, not the limit. With too many, the "
+        f"kernel throttles all of them. Set decode.num_threads={threads} num_workers={workers} "
+        f"and OMP_NUM_THREADS={threads}.",
         value={"cpus": count, "quota": quota},
     )
 
 
 def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Finding:
-    """Memory of the machine, (total, available) in bytes, and of the control group, (limit, in use)."""
+    """Check memory in bytes. ``sizes``: the machine's (total, available). ``group``: the cgroup's (limit, in use)."""
     if sizes is None:
         return Finding(name="memory", status=NOTE, text="not known on this system")
     total, left = sizes
@@ -314,13 +317,13 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
     if group is not None and group[0] < total:
         limit, used = group
         left = min(left, limit - used)
-        text += f"; a control group allows {format_bytes(limit)}, of which {format_bytes(used)} are in use"
+        text += f"; its control group (cgroup) allows {format_bytes(limit)}, {format_bytes(used)} in use"
     return judged(
         "memory",
         text,
         bad=SLOW if left < MEMORY_ENOUGH else None,
-        advice="Little is left, and where it is full the kernel ends processes without a word, workers among them. "
-        "Lower num_workers, prefetch or batch_size, or give the container more.",
+        advice="Little memory is left. If memory runs out, the kernel kills processes without a message, also workers. "
+        "Lower num_workers, prefetch or batch_size, or give the container more memory.",
         value={"total": total, "available": sizes[1], "cgroup": None if group is None else list(group)},
     )
 
@@ -331,7 +334,7 @@ def cache_folder() -> Finding:
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
     bad = None
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # permissions say little: root has all, and /proc takes no file
+        with tempfile.TemporaryFile(dir=nearest):  # try it instead of checking permissions: root passes every check
             pass
     except OSError:
         bad = SLOW
@@ -339,7 +342,8 @@ def cache_folder() -> Finding:
         "cache folder",
         f"{folder} cannot be written" if bad else str(folder),
         bad=bad,
-        advice="Compiled augmentations and these verdicts are made again every time. Set XDG_CACHE_HOME.",
+        advice="Nothing can be cached: augmentations are compiled, and these tests run, again every time. Set "
+        "XDG_CACHE_HOME to a folder that can be written.",
         value=str(folder),
     )
 
@@ -349,15 +353,15 @@ class Verdict:
     """The result of one test."""
 
     name: str
-    good: bool | None  # None where it cannot be tested here
-    text: str  # what was seen
-    value: Any = None  # more of it, as JSON
-    seconds: float = 0.0  # how long it took; 0.0 where it was not run
-    kept: bool = False  # whether it is remembered from an earlier run
+    good: bool | None  # None: cannot be tested here
+    text: str  # the result in words
+    value: Any = None  # details, as JSON
+    seconds: float = 0.0  # duration of the test; 0.0: it did not run
+    kept: bool = False  # whether the result was stored by an earlier run
 
     @property
     def late(self) -> bool:
-        """Whether the test did not answer in time. The machine may only be slow."""
+        """Whether the test timed out. The machine may just be slow."""
         return self.good is False and self.text.startswith(LATE)
 
 
@@ -366,10 +370,10 @@ class Finding:
     """One thing that was checked."""
 
     name: str
-    status: str  # ok, note (worth knowing), warning (works, but worse than it could), BROKEN or untested
-    text: str  # what was seen
-    advice: str = ""  # what it means and what to do; "" where nothing has to be done
-    value: Any = None  # what was seen, as JSON
+    status: str  # ok, note (worth knowing), warning (works, but could be better), BROKEN or untested
+    text: str  # the result in words
+    advice: str = ""  # what the result means and what to do; "": nothing to do
+    value: Any = None  # the result, as JSON
 
     def __str__(self) -> str:
         lines = [folded(self.text, first=f"  {self.name:<19} {self.status:<9} ", indent=32)]
@@ -379,27 +383,27 @@ class Finding:
 
 
 def judged(name: str, text: str, *, bad: str | None, advice: str, value: Any = None) -> Finding:
-    """A finding of status ``bad`` with its advice; if ``bad`` is None, one that is ok and needs no advice."""
+    """A finding of status ``bad`` with its advice. If ``bad`` is None: a finding of status ok without advice."""
     return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
 
 
 def keep(verdict: Verdict) -> None:
-    """Remember a verdict for this machine; with ``good`` None an earlier one of its test is forgotten."""
+    """Store a test's result for this machine. ``good`` None deletes the stored result of that test."""
     machine.verdicts.cache_clear()
     entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
     entries = {**machine.verdicts(), verdict.name: entry}
     values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
     try:
         file = machine.verdicts_file()
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled code is kept there too
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, because compiled code is stored there too
         files.write(file, json.dumps(values, indent=1) + "\n")
     except (OSError, RuntimeError) as error:
-        log.info("doctor's verdicts are not kept: %s", error)
+        log.info("the results of doctor could not be stored: %s", error)
     machine.verdicts.cache_clear()
 
 
 def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> Verdict:
-    """The result of a test: remembered unless ``fresh``, or by running it now. ``cuda``: whether there is a device."""
+    """The stored result of a test; if there is none, or ``fresh``, run it. ``cuda``: whether a device works."""
     if name in CUDA and not cuda:
         return Verdict(name=name, good=None, text="not testable here: no CUDA device")
     machine.verdicts.cache_clear()
@@ -407,17 +411,17 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
         return Verdict(name=name, kept=True, **machine.verdicts()[name])
     verdict = probe(name, timeout=timeout)
     if name in machine.VERDICTS and verdict.good is not None:
-        # a timeout says that the machine is slow today: forget the earlier result, and remember none
+        # after a timeout store nothing, because the machine may just be slow now; delete the earlier result
         keep(replace(verdict, good=None) if verdict.late else verdict)
     return verdict
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
-    """Run one test, or a ``command``, in a process of its own. A crash or a timeout is a result like others.
+    """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result.
 
-    The last line of its output is the result, as JSON. After ``timeout`` seconds it is killed with its children.
+    The last line of the output is the result, as JSON. After ``timeout`` seconds, process and children are killed.
     """
-    # appended to sys.path: PYTHONPATH would put this package's folder before the standard library
+    # sys.path.append instead of PYTHONPATH, which would come before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()
@@ -433,8 +437,8 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was ended", seconds=timeout)
-    finally:  # the children may hold the device; a process that hangs in the driver gets no signal
+        return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was killed", seconds=timeout)
+    finally:  # children may still use the device; a process that hangs in the driver ignores SIGKILL
         with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)
@@ -446,13 +450,13 @@ def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None 
         named = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         text = f"crashed: killed by {named}{' (perhaps out of memory)' if number == signal.SIGKILL else ''}"
     else:
-        last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "it said nothing")
+        last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no output on stderr")
         text = f"failed with exit status {process.returncode}: {last[:300]}"
     return Verdict(name=name, good=False, text=text, seconds=seconds)
 
 
 def _answer(out: str) -> dict[str, Any] | None:
-    """The result in the last line of output; None if it is not one."""
+    """The result in the last line of output; None if that line is no result."""
     try:
         answer = json.loads(out.strip().splitlines()[-1])
         known = isinstance(answer["text"], str) and (answer["good"] is None or isinstance(answer["good"], bool))

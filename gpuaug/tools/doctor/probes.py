@@ -1,6 +1,6 @@
-"""The tests of `gpuaug doctor`. Each runs in a process of its own and prints its result.
+"""The tests of `gpuaug doctor`. Each test runs in its own process and prints its result.
 
-Nothing heavy is imported at the top, because spawned workers import this file.
+Heavy modules are imported inside functions, because spawned workers import this file.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-Answer = tuple[bool | None, str, Any]  # good (None: cannot be tested here), what was seen, details as JSON
+Answer = tuple[bool | None, str, Any]  # good (None: cannot be tested here), result in words, details as JSON
 
-ROUNDS = 8  # repetitions of tests for a race
-TOLERANCE = 4  # levels between GPU and CPU decoders, as in DALI's own tests
+ROUNDS = 8  # repetitions of a test that looks for race conditions
+TOLERANCE = 4  # levels (of 255) that GPU and CPU decoders may differ, as in DALI's own tests
 IN_A_ROW = 4  # batches decoded while the device is busy
-PRODUCTS = 64  # matrix products that keep the multiprocessors busy, some 15 ms on an H200
-BUSY = 10_000_000  # clock cycles of work on the consumer's stream after each batch: some 6 ms
+PRODUCTS = 64  # matrix products that keep the multiprocessors busy: about 15 ms on an H200
+BUSY = 10_000_000  # clock cycles of work on the consumer's stream after each batch: about 6 ms
 
 
 def main() -> None:
-    """Run the test that the command line names, and print its result as the last line."""
+    """Run the test named on the command line, and print its result as the last line."""
     from gpuaug import machine
 
-    machine.verdicts = dict  # type: ignore[assignment]  # an earlier verdict would switch off what is tested
+    machine.verdicts = dict  # type: ignore[assignment]  # a stored result would switch off the feature under test
     good, text, value = TESTS[sys.argv[1]]()
     print(json.dumps({"good": good, "text": text, "value": value}), flush=True)
 
 
 def cuda() -> Answer:
-    """Which devices torch can use, and which CUDA it is built for."""
+    """The devices that torch can use, and the CUDA version that torch is built for."""
     import torch
 
     devices: list[dict[str, Any]] = []
     build, value = torch.version.cuda, {"build": torch.version.cuda, "devices": devices}
     if not torch.cuda.is_available():
         if build is None:
-            return False, "torch is a build without CUDA", value
+            return False, "this torch is built without CUDA", value
         try:
             torch.cuda.init()
             why = "no device is visible"
-        except Exception as error:  # any error says why
+        except Exception as error:  # report any error as the reason
             why = str(error).strip().splitlines()[0][:200]
-        return False, f"torch is built for CUDA {build}, and {why}", value
+        return False, f"torch is built for CUDA {build}, but {why}", value
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
         devices.append({"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"})
@@ -57,7 +57,7 @@ def cuda() -> Answer:
 
 
 def _images() -> list[tuple[str, bytes]]:
-    """Names and bytes of encoded images of many kinds. Like photographs they have smooth colours and edges."""
+    """Names and bytes of encoded test images in many formats, with smooth colours and edges like photographs."""
     import numpy as np
     from PIL import Image
 
@@ -85,7 +85,7 @@ def _images() -> list[tuple[str, bytes]]:
 
 
 def _truth(data: bytes) -> Any:
-    """Pixels by Pillow: uint8 [H, W, 3]."""
+    """The image decoded by Pillow: uint8 [H, W, 3]."""
     import numpy as np
     from PIL import Image
 
@@ -110,7 +110,7 @@ def _batch(encoded: Sequence[bytes]) -> Any:
 
 
 def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, kind: str = "") -> Answer:
-    """Compare images whose name begins with ``kind``, decoded by DALI, with Pillow's."""
+    """Decode the images whose name begins with ``kind`` with DALI and with Pillow, and compare the pixels."""
     from gpuaug.decode.decoder import Decode
 
     images = [(name, data) for name, data in _images() if name.startswith(kind)]
@@ -120,19 +120,20 @@ def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, k
     for _ in range(ROUNDS if hardware else 1):
         headers = decoder.read_headers(batch)
         if headers.faults:
-            return False, f"{images[headers.faults[0].row][0]} is refused: {headers.faults[0].reason}", None
+            return False, f"DALI cannot decode {images[headers.faults[0].row][0]}: {headers.faults[0].reason}", None
         for (name, data), decoded in zip(images, decoder.full(batch, headers), strict=True):
             gap = _gap(decoded, _truth(data))
             if gap > tolerance:
-                return False, f"{name} differs from Pillow by {gap} levels where {tolerance} are expected", None
+                return False, f"{name} differs from Pillow by {gap} levels; at most {tolerance} are expected", None
             largest = max(largest, gap)
-    rescued = f", {decoder.rescued} of them only by Pillow" if decoder.rescued else ""
+    rescued = f", but only Pillow could decode {decoder.rescued} of them" if decoder.rescued else ""
     decoder.close()
-    return not rescued, f"{len(images)} images within {largest} levels of Pillow's{rescued}", {"largest": largest}
+    text = f"{len(images)} images differ from Pillow by at most {largest} levels{rescued}"
+    return not rescued, text, {"largest": largest}
 
 
 def _gap(decoded: Any, truth: Any) -> int:
-    """The largest difference in levels; 255 where the shapes differ."""
+    """The largest difference in levels; 255 if the shapes differ."""
     import numpy as np
 
     pixels = decoded.cpu().numpy()
@@ -142,17 +143,17 @@ def _gap(decoded: Any, truth: Any) -> int:
 
 
 def hardware() -> Answer:
-    """Compare the GPU's JPEG engine with Pillow, then its order. Without an engine DALI silently decodes without it."""
+    """Compare the GPU's JPEG engine with Pillow, then test its stream order. DALI does not report a missing engine."""
     if not _engine():
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
-        text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` changes nothing. Most GPUs have none; "
-        text += "those of A100, H100 and newer need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video in a container"
+        text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, "
+        text += "H100 and newer have one; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
         return None, f"{text}. Found: {allowed or 'not set'}", None
     good, text, value = _decode("cuda", hardware=1.0, kind="jpeg 4")
     if good:
         good, text, value = _order(1.0, TOLERANCE)
     if good:
-        text += "; decode.hardware_load may be raised above 0, and pixels then depend on the batch by a level or so"
+        text += "; decode.hardware_load may be raised above 0; pixels may then vary by about one level between batches"
     return good, text, value
 
 
@@ -163,15 +164,15 @@ def _engine() -> bool:
     try:
         decoder = nvimgcodec.Decoder(backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.HW_GPU_ONLY)])
         return decoder.decode(data) is not None
-    except Exception:  # releases report a missing engine by different errors
+    except Exception:  # the error for a missing engine depends on the release
         return False
 
 
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
-    """Compare batches decoded on a busy device, and read late, with the same batches decoded on an idle one.
+    """Compare batches decoded on a busy device, and used late, with the same batches decoded on an idle device.
 
-    DALI resizes on the multiprocessors, which are busy, while the JPEG engine decodes. An engine that does not wait for
-    its stream overwrites pixels that are not resized yet. Tests call it with ``cpu``.
+    The JPEG engine decodes while the multiprocessors, on which DALI resizes, are busy. An engine that does not wait for
+    its stream overwrites pixels that are not resized yet. The package's tests use ``device="cpu"``.
     """
     import torch
 
@@ -181,7 +182,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     images = [data for name, data in _images() if name.startswith("jpeg")] * 4
     decoder = Decode(backend="dali", hardware_load=hardware, num_threads=2).open(device)
     batches = []
-    for turn in range(IN_A_ROW):  # each batch has other pixels and sizes
+    for turn in range(IN_A_ROW):  # each batch has different pixels and sizes
         batch = _batch([images[(k + turn) % len(images)] for k in range(len(images))])
         headers = decoder.read_headers(batch)
         batches.append((batch, headers, [Resize((96, 96)).boxes(None, headers.height, headers.width)]))
@@ -210,15 +211,15 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     decoder.close()
     count, value = ROUNDS * IN_A_ROW, {"largest": largest, "wrong": wrong}
     if wrong:
-        return False, f"{wrong} of {count} batches have other pixels when decoded on a busy device or used late", value
-    return True, f"{count} batches keep their pixels, decoded on a busy device and used late", value
+        return False, f"{wrong} of {count} batches get wrong pixels if decoded on a busy device or used late", value
+    return True, f"{count} batches, decoded on a busy device and used late, have the right pixels", value
 
 
 # --- augmentation
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend on a device with Kornia's modules; ``unbuilt``: good, where nothing can be compiled."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt``: the value of good if compilation fails."""
     import logging
 
     import kornia.augmentation as K
@@ -238,17 +239,17 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     images = torch.arange(16 * 40 * 48 * 3).mul(7).remainder(251).to(torch.uint8).view(16, 40, 48, 3)
     fused = gpuaug.Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
     kornia = gpuaug.Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
-    if warnings.getvalue():  # the fused backend ran uncompiled; its warning says why, and what to install
+    if warnings.getvalue():  # the fused backend ran uncompiled; its warning gives the reason and the package to install
         return unbuilt, " ".join(warnings.getvalue().split()), None
     gap = float((fused.cpu() - kornia).abs().max()) * 255
-    return gap < 1, f"compiled augmentations within {gap:.2g} levels of Kornia's", {"largest": gap}
+    return gap < 1, f"compiled augmentations differ from Kornia by at most {gap:.2g} levels", {"largest": gap}
 
 
 # --- workers
 
 
 class _Few:
-    """A source of a few bytes."""
+    """A source of four small samples."""
 
     def __len__(self) -> int:
         return 4
@@ -258,7 +259,7 @@ class _Few:
 
 
 def workers() -> Answer:
-    """Read with the loader's own workers, by every start method."""
+    """Read with the loader's own workers, with every start method."""
     import multiprocessing
 
     import torch
@@ -274,12 +275,13 @@ def workers() -> Answer:
             (batch,) = reader.batches([(numbers, numbers * 0, numbers >= 0)])
             if len(batch.data) != 400_000 or batch.faults:
                 failures[method] = f"{len(batch.data)} bytes instead of 400000"
-        except Exception as error:  # a loader would meet the same error
+        except Exception as error:  # a loader would fail with the same error
             failures[method] = str(error)
         reader.close()
     value = {"default": default, **{method: method not in failures for method in methods}}
     if failures:
-        return False, "; ".join(f"workers fail by {method}: {why}" for method, why in failures.items()), value
+        text = "; ".join(f"workers fail with start_method={method}: {why}" for method, why in failures.items())
+        return False, text, value
     return True, f"{', '.join(methods)}; the default is {default}", value
 
 

@@ -1,8 +1,8 @@
-"""`gpuaug plan`: how much memory a loader takes, measured by a rehearsal in a child process, or bounded by arithmetic.
+"""`gpuaug plan`: how much memory a run needs, measured by a rehearsal in a child process, or bounded by arithmetic.
 
-Counted is what the system cannot take back, as :class:`gpuaug.tools.memory.Usage` says. A rehearsal runs the loader
-as it is configured for some seconds, so slowly now and then that its queues fill up, and takes some steps of the model.
-What it cannot see is added by formula: the cache, ``ahead``, and the other ranks of the machine.
+It counts memory that the system cannot reclaim, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
+run of the configured loader. It pauses a few times so that all queues fill up, and runs some steps of the model. A
+formula adds what the rehearsal leaves out: the cache, ``ahead``, and the other ranks of the machine.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from gpuaug.tools.request import Keys, Request
 log = logging.getLogger("gpuaug")
 
 Place = Literal["host", "shared", "device"]
-PLACES: dict[Place, str] = {"host": "host memory", "shared": "of it in /dev/shm", "device": "device memory"}
-SECONDS = 15.0  # of a rehearsal; imports come before it
+PLACES: dict[Place, str] = {"host": "host memory", "shared": "part in /dev/shm", "device": "device memory"}
+SECONDS = 15.0  # of a rehearsal, without imports
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """What to do."""
+    """The keys of `gpuaug plan`."""
 
     seconds: float = SECONDS
     sample: int = 128
@@ -58,7 +58,7 @@ class Settings(Keys):
 
 
 def main(request: Request) -> int:
-    """Rehearse the run, and report what it takes; 0."""
+    """Rehearse the run, and report its memory. Returns 0."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     config = request.loader()
@@ -70,12 +70,12 @@ def main(request: Request) -> int:
         peak = _rehearse(request, run, here, seconds=settings.seconds)
         if peak is not None:
             run = replace(run, costs=peak.costs(loader, bound))
-        report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean of {settings.sample} at most")
+        report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean over at most {settings.sample}")
         _report(report, run, here)
         few = run.costs.batches <= loader.prefetch + 2 and run.costs.batches < len(loader)
-        text = f"{run.costs.batches} batches{', too few for everything to fill up: raise `seconds`' if few else ''}"
+        text = f"{run.costs.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
         if peak is None:
-            text = "ended, because it needed more than there is: these are upper bounds"
+            text = "stopped, because it needed more memory than is left: the values above are upper bounds"
         report.add("rehearsal", run.costs.batches, f"{text}; pages of libraries and files are not counted")
         short = shortage([run], here)
         report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
@@ -106,16 +106,16 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 
 
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
-    """Refuse a run that clearly needs more memory than there is left, and warn of one that may; nothing is changed.
+    """Raise ConfigError if a run clearly needs more memory than is left; warn if it may. No setting is changed.
 
-    It is rehearsed only where an upper bound is more than half of what is left, and on one rank of a machine. ``runs``
-    are the loaders that run at the same time, the training's first. ConfigError names the overrides to copy.
+    The run is rehearsed only if its upper bound exceeds half of the memory left, and on one rank per machine. ``runs``
+    are the loaders that run at the same time, the training loader first. The error names the overrides to copy.
     """
     here = Machine.here(runs[0].loader.device)
     wanted = [Limits.of(run.loader) for run in runs]
     if machine.local_rank() or not lacking(runs, wanted, here, share=0.5):
         return
-    log.info("memory may be short: this run is rehearsed first, for some %.0f s", (SECONDS + 5) * len(runs))
+    log.info("memory may be short: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
     how = {**asdict(settings), "model": None, "profiling": False, "resume": None}
     trained = {"config": settings.model, "classes": runs[0].loader.num_classes, "settings": how}
     measured: list[Run] = []
@@ -124,30 +124,30 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
         try:
             peak = _rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained)
         except GpuaugError as error:
-            log.warning("memory may not suffice: what this run takes could not be measured. %s", error)
+            log.warning("memory may not suffice, and the memory of this run could not be measured. %s", error)
             return
         measured.append(run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs)))
         over = over or peak is None
     short = shortage(measured, here)
     if short is not None and (short.clear or over):
-        raise ConfigError(f"{short.text} `check_memory=false` starts it all the same.")
+        raise ConfigError(f"{short.text} `check_memory=false` starts the run anyway.")
     if short is not None:
         log.warning("memory may not suffice: %s", short.text)
 
 
 MIB = 2**20
-SPARE = 0.1  # share of what is available that is left to others, and to what is planned too low
-CLEARLY = 1.15  # of what is available, from which on a run is refused: plans are within 15 % (bench/plan.py)
-BEHIND = 4  # encoded batches behind those that workers read ahead: waiting, in header reading, in decode, in augment
-CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; seconds for all of them, where storage is slow
-ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow for that long
-START_S = 60.0  # for a child to import and to open the source, before it is given up
+SPARE = 0.1  # share of the available memory kept free, for other processes and for errors of the plan
+CLEARLY = 1.15  # a run that needs more than this times the available memory is refused: plans err by up to 15 %
+BEHIND = 4  # encoded batches that have left the workers: one waits, one each is in header reading, decode, augment
+CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; seconds after which slow storage ends the reading
+ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
+START_S = 60.0  # timeout for imports and opening the source in the child
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # not -m: spawned workers would import this file
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What of a loader decides its memory, and may be smaller without changing a pixel."""
+    """The settings that decide a loader's memory and can be lowered without changing a pixel."""
 
     ahead: int | None
     cache: int | None  # bytes; None: no cache
@@ -156,7 +156,7 @@ class Limits:
 
     @staticmethod
     def of(loader: Loader) -> Limits:
-        """Those of a loader."""
+        """The settings of a loader."""
         cached = loader.pipeline.cache
         capacity = None if cached is None else cached.capacity
         return Limits(loader.ahead, capacity, loader.prefetch, loader.num_workers)
@@ -164,22 +164,22 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Bytes of the parts of a run, from which its memory under any settings follows."""
+    """Bytes of each part of a run. They give its memory under any :class:`Limits`."""
 
-    image: float  # an encoded image, mean
-    ready: int  # a batch as it is made ahead
+    image: float  # an encoded image, on average
+    ready: int  # a finished batch in the prefetch queue
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
-    work: int = 0  # decoding, augmenting and all else in this process
+    work: int = 0  # decoding, augmenting and everything else in this process
     step: int = 0  # a step of the model, on the host
-    device: int = 0  # everything there, without the ready batches
-    batches: int = 0  # that a rehearsal measured all of this on; 0: these are upper bounds
+    device: int = 0  # device memory without the ready batches
+    batches: int = 0  # batches of the rehearsal that measured these values; 0: the values are upper bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One part of the memory. ``shared`` memory is in /dev/shm, and takes memory of the host all the same."""
+    """One part of the memory. ``shared`` memory is in /dev/shm and also counts as host memory."""
 
     name: str
     place: Place
@@ -189,48 +189,48 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A loader that is to run, and what is known of its memory."""
+    """A loader that will run, and what is known about its memory."""
 
     loader: Loader  # not yet iterated
     costs: Costs
-    config: Any = None  # what it was built of
-    prefix: str = ""  # of its keys on the command line, as `val.`
-    classes: Sequence[str] | None = None  # that it was given; None: its own
+    config: Any = None  # the configuration it was built from
+    prefix: str = ""  # prefix of its keys on the command line, such as `val.`
+    classes: Sequence[str] | None = None  # class names it was built with; None: those of its source
 
     def terms(self, settings: Limits | None = None) -> list[Term]:
-        """The memory at its largest, part by part, with other settings than the loader's own if given."""
+        """The peak memory, part by part. ``settings`` replace the loader's own."""
         loader, costs, s = self.loader, self.costs, settings or Limits.of(self.loader)
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
         sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
         left = max(0, batches - made) * loader.batch_size * costs.image
-        text = f"({s.prefetch} prefetched + 1 in the making + 1 in use)"
+        text = f"({s.prefetch} prefetched + 1 in preparation + 1 in use)"
         text = text if made == s.prefetch + 2 else f"{made} batches of an epoch"
         terms = [
             Term("this process", "host", costs.base, "measured: Python, torch, the source"),
             Term("workers", "host", s.num_workers * costs.worker,
                  f"{s.num_workers} workers x {format_bytes(costs.worker)} {kind}"),
             Term("encoded batches", "shared", sent * costs.encoded,
-                 f"{sent} batches on their way x {format_bytes(costs.encoded)} {kind}"),
+                 f"{sent} batches in transit x {format_bytes(costs.encoded)} {kind}"),
             Term("ready batches", "host" if loader.device.type == "cpu" else "device", made * costs.ready,
                  f"{text} x {format_bytes(costs.ready)}"),
-            Term("decoding, augmentation", "host", costs.work, f"{kind}, with what malloc keeps"),
+            Term("decoding, augmentation", "host", costs.work, f"{kind}, with freed memory that malloc keeps"),
             Term("model step", "host", costs.step, f"{kind}, forward and backward"),
             Term("ahead", "host", int(min(s.ahead or 0, left)),
                  f"min(ahead {format_bytes(s.ahead or 0)}, rest of an epoch {format_bytes(left)})"),
             Term("cache", "host", int(min(s.cache or 0, samples * (costs.image + 24))),
                  f"min(max_bytes {format_bytes(s.cache or 0)}, {samples} samples x {costs.image:.0f} B)"),
-            Term("device", "device", costs.device, f"{kind}, beyond a CUDA context"),
+            Term("device", "device", costs.device, f"{kind}, without the CUDA context"),
         ]  # fmt: skip
         return [term for term in terms if term.bytes]
 
 
 def total(terms: Sequence[Term], place: Place) -> int:
-    """Bytes of one place; ``host`` includes what is in /dev/shm."""
+    """Total bytes of one place; ``host`` includes /dev/shm."""
     return sum(t.bytes for t in terms if t.place == place or (place == "host" and t.place == "shared"))
 
 
 def on_their_way(loader: Loader, workers: int) -> int:
-    """Encoded batches that are in /dev/shm at the same time."""
+    """The largest number of encoded batches in /dev/shm at one time."""
     return min(len(loader), workers * loader.pipeline.reader.prefetch_factor + BEHIND) if workers else 0
 
 
@@ -238,12 +238,12 @@ def on_their_way(loader: Loader, workers: int) -> int:
 
 
 def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int = 128) -> Costs:
-    """More than a run takes: arithmetic on batches, and the headers of ``sample`` images; nothing is decoded."""
+    """An upper bound of a run's memory, from batch sizes and the headers of ``sample`` images. Nothing is decoded."""
     order, pipeline, stage = loader.epoch_order.epoch, loader.pipeline, loader.pipeline.stage
     if not (count := min(sample, len(order))):
-        raise ConfigError("there is nothing to plan: the source has no samples.")
+        raise ConfigError("the source has no samples, so there is nothing to plan. Check `source`.")
     at = torch.linspace(0, len(order) - 1, count).round().long()
-    chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each is spread over the epoch
+    chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each chunk is spread over the epoch
     tasks = [(order.indices[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
     images, bytes_read, pixels, largest = 0, 0, 0.0, 0.0
     stored = getattr(loader.source, "stored", None)
@@ -254,7 +254,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
         if headers.info is not None:
-            stage.decoder.truncated = 0  # type: ignore[union-attr]  # what is read here is no part of an epoch
+            stage.decoder.truncated = 0  # type: ignore[union-attr]  # these reads must not count for an epoch
             areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
             views = [boxes.size for boxes in headers.boxes]
@@ -264,11 +264,11 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
     rows, image = min(loader.batch_size, len(loader.source)), bytes_read / images
     values, encoded_bytes = rows * sum(height * width * 3 for height, width in views), int(2 * rows * image)
     source: Any = pipeline.reader.source
-    kept = getattr(source, "row_groups", None)  # of Parquet, in every process that reads
+    kept = getattr(source, "row_groups", None)  # Parquet row groups that each reading process keeps
     groups = 0 if kept is None else (kept + 1) * source.group_bytes()
     decoded = min(rows * pixels / images, 2 * loader.decode.max_bytes)
     decoded += 4 * getattr(stage.decoder, "num_threads", 1) * largest
-    # 3 batches of uint8 between the threads, 9 of float32 around operations outside of the kernels and around mix
+    # 3 batches of uint8 between threads, 9 of float32 for mix and operations outside the compiled kernels
     work = 200 * MIB + int(2 * decoded) + 10 * encoded_bytes + groups + (3 + 9 * 4) * values
     step, cuda = 0 if model is None else _step_bound(model, views, rows), loader.device.type == "cuda"
     return Costs(
@@ -283,7 +283,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -> int:
-    """Bytes of gradients, buckets, the optimizer's values, and twice what autograd saves; tried on two samples."""
+    """Bytes of gradients, buckets, optimizer state, and twice what autograd saves, from a pass of two samples."""
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -291,13 +291,13 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -
         saved += x.nbytes
         return x
 
-    tried = copy.deepcopy(model).train()  # a forward pass changes running statistics
+    tried = copy.deepcopy(model).train()  # a copy, because a forward pass changes running statistics
     try:
         with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             for view in views:
                 tried(torch.zeros(2, 3, *view))
-    except Exception as error:  # whatever a model does that needs values
-        log.warning("memory of a step is not known: the model cannot be run (%s: %.200s)", type(error).__name__, error)
+    except Exception as error:  # a model may fail in any way on an input of zeros
+        log.warning("memory of a step is unknown: the model failed on zeros (%s: %.200s)", type(error).__name__, error)
     return 5 * sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) + saved * rows
 
 
@@ -306,19 +306,19 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -
 
 @dataclass
 class Peak:
-    """What a run took at most, in bytes; ``ready`` batches waited at most, and ``batches`` came."""
+    """Peak memory of a run in bytes, the most ``ready`` batches at one time, and the number of ``batches``."""
 
     base: Usage = field(default_factory=usage)  # before the first batch
-    most: Usage = field(default_factory=usage)  # when the host had least left
+    most: Usage = field(default_factory=usage)  # at the peak of host memory
     shared: int = 0
-    step: int = 0  # that steps of the model added
-    device: int = 0  # beyond what was in use before
+    step: int = 0  # added by steps of the model
+    device: int = 0  # more than before the run
     ready: int = 0
     batches: int = 0
     began: float = 0.0  # time of the first batch
 
     def costs(self, loader: Loader, bound: Costs) -> Costs:
-        """The parts of it, in place of an upper bound."""
+        """Split the peak into parts. They replace those of the upper bound."""
         ready = min(self.batches, self.ready + 2) * bound.ready
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
         work, device = (work - ready, device) if loader.device.type == "cpu" else (work, device - ready)
@@ -341,10 +341,10 @@ def measure(
     step: Callable[[Batch], None] | None = None,
     watch: Callable[[Peak], None] = lambda peak: None,
 ) -> Peak:
-    """Run a new loader, now and then so slowly that everything fills up, and see what it takes at most.
+    """Run a new loader, with pauses in which all queues fill up, and measure its peak memory.
 
-    It ends between two batches, ``seconds`` after the first one. ``step`` is taken on the last three batches, and
-    another thread calls ``watch`` every few milliseconds.
+    The run ends between two batches, ``seconds`` after the first batch. ``step`` runs on the last three batches.
+    Another thread calls ``watch`` about every 30 ms.
     """
     peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -367,7 +367,7 @@ def measure(
             for batch in loader:
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 end = peak.began + seconds
-                if peak.batches in (2, filled, wanted - 2):  # the queues fill up meanwhile
+                if peak.batches in (2, filled, wanted - 2):  # pause, so that the queues fill up
                     time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
                 if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
                     alone, steps = alone or peak.most.host, steps + 1
@@ -384,12 +384,12 @@ def measure(
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
-    """Measure a run, a job for :func:`rehearsal`, in a process of its own; None where it needed more than there is.
+    """Run a job of :func:`rehearsal` in a child process; None: it needed more memory than is left.
 
     Raises:
-        GpuaugError: if the run failed, with its own error, or gave no answer.
+        GpuaugError: if the run failed (with the error of the run) or gave no answer.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # it is no rank of the run
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is no rank
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-c", CODE], env=environment, start_new_session=True, text=True, stdin=pipe, stdout=pipe,
@@ -398,27 +398,27 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
     try:
         out, errors = process.communicate(json.dumps(job), timeout=2 * job["seconds"] + START_S)
     except subprocess.TimeoutExpired as error:
-        text = f"a rehearsal of this run gave no answer within {error.timeout:.0f} s. Is the source slow to open?"
+        text = f"the rehearsal of this run gave no answer within {error.timeout:.0f} s. Is the source slow to open?"
         raise GpuaugError(text) from None
     finally:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # its workers
+            os.killpg(process.pid, signal.SIGKILL)  # also ends its workers
         process.wait()
     answer = json.loads(out or "{}")
-    if "over" in answer or (not answer and process.returncode == -signal.SIGKILL):  # by the watch, or by the system
+    if "over" in answer or (not answer and process.returncode == -signal.SIGKILL):  # by `watch` or the system
         return None
     if "peak" not in answer:
-        raise GpuaugError(answer.get("error") or f"a rehearsal of this run failed: {errors.strip()[-1000:]}")
+        raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {errors.strip()[-1000:]}")
     values = answer["peak"]
     return Peak(**{**values, "base": Usage(**values["base"]), "most": Usage(**values["most"])})
 
 
 def rehearsal() -> None:
-    """The child of :func:`rehearse`: a job on stdin, an answer on stdout, both JSON.
+    """The child of :func:`rehearse`: reads a job from stdin and writes an answer to stdout, both as JSON.
 
-    A job has the composed ``config`` of the loader with its ``classes`` and ``trust``, ``seconds`` of the run at most,
-    how much memory is left (``host``, ``shared``), and ``model``: its ``config``, ``classes`` and the training's
-    ``settings``, or null.
+    A job has the loader's composed ``config``, its ``classes`` and ``trust``; the longest duration, ``seconds``; the
+    memory left, ``host`` and ``shared``; and ``model``: null, or the model's ``config`` and ``classes`` and the
+    training's ``settings``.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.request import Request
@@ -426,9 +426,9 @@ def rehearsal() -> None:
     from gpuaug.tools.train.training import build_model
 
     answer, job = os.fdopen(os.dup(1), "w"), json.load(sys.stdin)
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)  # everything else that is printed goes to stderr
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, end this process
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills this process first
 
     def say(**values: Any) -> None:
         answer.write(json.dumps(values))
@@ -438,14 +438,14 @@ def rehearsal() -> None:
         more = peak.most.host - peak.base.host
         if more > (job["host"] or math.inf) or peak.shared > 0.9 * (job["shared"] or math.inf):
             say(over=True)
-        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # inside of a batch or a step
+        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or a step takes too long
             say(peak=asdict(peak))
         else:
             return
         os.killpg(os.getpid(), signal.SIGKILL)
 
     request, model, config = Request(command="train", trust=tuple(job["trust"])), job["model"], job["config"]
-    # nothing is kept ahead but one batch, however large it is; bad samples end nothing and are not recorded
+    # no cache, and `ahead` keeps one batch of any size; bad samples do not end the run and are not recorded
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
@@ -459,11 +459,11 @@ def rehearsal() -> None:
         say(error=str(error))
 
 
-# -- what there is ----------------------------------------------------------------------------------------------------
+# -- memory left -----------------------------------------------------------------------------------------------------
 
 
 class Machine(NamedTuple):
-    """Bytes that are left, and what says so; None: not known."""
+    """Bytes that are left; ``host_by`` names what limits host memory. None: unknown."""
 
     host: int | None
     host_by: str
@@ -472,7 +472,7 @@ class Machine(NamedTuple):
 
     @staticmethod
     def here(device: torch.device | None = None) -> Machine:
-        """What this machine, or this container, has left now."""
+        """The memory that this machine or container has left now."""
         free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
         (host, host_by), shm = machine.memory_left() or (None, ""), machine.shared_memory()
         return Machine(host, host_by, shm and shm[1], free)
@@ -480,17 +480,17 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a run needs beyond what this machine has left, in words."""
+    """A run needs more memory than is left: the message and the remedy."""
 
     text: str
-    clear: bool  # more than a plan is ever wrong by
-    overrides: tuple[str, ...]  # with which it would fit; () if only a smaller batch helps
+    clear: bool  # the shortage is larger than the error of a plan
+    overrides: tuple[str, ...]  # make the run fit; (): only a smaller batch helps
 
 
 def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, share: float) -> dict[str, str]:
-    """Where loaders that run at the same time need more than a share of what is left, in words.
+    """Places where loaders that run at the same time need more than a share of the memory left, with a message each.
 
-    All ranks of the machine are taken to be alike; together they have one cache.
+    Assumes that all ranks of the machine need the same memory and share one cache.
     """
     ranks = machine.local_world_size()
     terms = [
@@ -503,16 +503,16 @@ def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, s
         ("device", "device ", total(terms, "device"), here.device, "the device"),
     ]
     return {
-        place: f"{format_bytes(need)} of {kind}memory, and {by} has {format_bytes(left)}"
+        place: f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(left)} left"
         for place, kind, need, left, by in needs
         if left is not None and need > share * left
     }
 
 
 def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
-    """Whether loaders that run at the same time need more than there is; None where they fit. Nothing changes.
+    """The shortage of loaders that run at the same time; None if they fit. No setting is changed.
 
-    Of the settings that would fit, those of the last loader become smaller first.
+    The overrides lower the settings of the last loader first.
     """
     wanted = [Limits.of(run.loader) for run in runs]
     first = lacks = lacking(runs, wanted, here, share=1 - SPARE)
@@ -529,15 +529,15 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
                 name = "cache.max_bytes" if key == "cache" else key
                 overrides.append(f"{run.prefix}{name}={'null' if value is None else value}")
     step = sum(run.costs.step for run in runs)
-    of_it = f" A step of the model takes {format_bytes(step)} of it." if step else ""
-    size = f"`{runs[-1].prefix}batch_size` smaller, now {runs[-1].loader.batch_size}"
-    remedy = f"Set `{' '.join(overrides)}`, which fits" if overrides else f"Make {size}: nothing else suffices"
-    text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}; `gpuaug plan` shows what takes it."
+    of_it = f" A model step needs {format_bytes(step)} of this." if step else ""
+    size = f"Lower `{runs[-1].prefix}batch_size`, now {runs[-1].loader.batch_size}"
+    remedy = f"Set `{' '.join(overrides)}`, which fits" if overrides else f"{size}: nothing else suffices"
+    text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}. `gpuaug plan` lists the memory of each part."
     return Shortage(text, bool(lacking(runs, wanted, here, share=CLEARLY)), tuple(overrides))
 
 
 def _smaller(runs: Sequence[Run], settings: list[Limits], lacks: Container[str]) -> list[Limits] | None:
-    """The next smaller settings that help where memory lacks (host, shared, device); None where there are none."""
+    """The next smaller settings that help the places in ``lacks`` (host, shared, device); None if there are none."""
     for k in reversed(range(len(runs))):
         s, batch = settings[k], runs[k].costs.image * runs[k].loader.batch_size
         less: dict[str, Any] = {}

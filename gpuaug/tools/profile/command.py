@@ -1,4 +1,4 @@
-"""`gpuaug profile`: how fast every stage is, which one limits the whole, and what to change."""
+"""`gpuaug profile`: how fast every stage is, which stage limits the whole, and what to change."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-CLASSES = 1000  # of the model, where nothing says how many
+CLASSES = 1000  # of the model, if the number of classes is unknown
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 LENGTH = 720  # pixels of the longest bar
 
-# what of the pipeline a verdict is about
+# bottleneck: the key of its row
 STAGES = {
     "storage": "source",
     "workers": "read",
@@ -55,7 +55,7 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """What to measure."""
+    """The keys of `gpuaug profile`."""
 
     model: Any = None
     num_classes: int | None = None
@@ -77,12 +77,12 @@ class Settings(Keys):
 
     @property
     def training(self) -> TrainingSettings:
-        """How a step is made; the learning rate is small, as the same batches come again and again."""
+        """Settings of a training step. The learning rate is small, because the same batches are repeated."""
         return TrainingSettings(optimizer=self.optimizer, loss=self.loss, amp=self.amp, lr=1e-5)
 
 
 def main(request: Request) -> int:
-    """Measure, and say what limits; 0."""
+    """Measure, and report the bottleneck. Returns 0."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     if settings.out is not None:
@@ -102,13 +102,13 @@ def main(request: Request) -> int:
 
 
 def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings) -> None:
-    """Profile the first batches of a training that is about to begin, with a loader and a model of its own.
+    """Profile the first batches of a training before it begins, with a separate loader and model.
 
-    Nothing of the training changes, generators of random numbers included.
+    The training is not affected; random number generators keep their state.
     """
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
-    if loader.pipeline.cache is not None:  # the first batches again and again: no need for a second cache of full size
+    if loader.pipeline.cache is not None:  # the first batches are repeated, so a small cache is enough
         same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
@@ -121,7 +121,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
 
 @contextlib.contextmanager
 def _same_random(device: torch.device) -> Iterator[None]:
-    """Python's, numpy's and torch's generators are behind it as they were before."""
+    """Restore the random states of Python, numpy and torch on exit."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -132,7 +132,7 @@ def _same_random(device: torch.device) -> Iterator[None]:
 
 
 def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) -> Step:
-    """One step exactly as `gpuaug train` makes it; images without labels get the first class."""
+    """A training step exactly as in `gpuaug train`. Images without labels get the first class."""
     training = Training(loader, model=model, settings=settings)
     training.each.train()
 
@@ -145,7 +145,7 @@ def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) 
 
 
 def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, at: str | None) -> None:
-    """Measure a loader and report on it."""
+    """Measure a loader and report the results."""
     bar = tqdm(
         total=100, desc="profile", bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=False, disable=None
     )
@@ -157,12 +157,14 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
     how: dict[str, Any] = {"repeats": settings.repeats, "seconds": settings.seconds, "batches": settings.batches}
     with bar, Profiler(loader, step=step, progress=progress, **how) as profiler:
         measured = profiler.measure()
-        progress("what would help", 1.0)
+        progress("possible changes", 1.0)
         verdict = bottleneck.diagnose(profiler, measured, at=at)
     _say(report, measured, verdict)
     if profiler.faults:
         text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded"
-        report.add("faults", profiler.faults, f"{text}; `faults.policy=blank faults.file=FILE` in training lists them")
+        report.add(
+            "faults", profiler.faults, f"{text}; to list them, train with `faults.policy=blank faults.file=FILE`"
+        )
     if settings.out is not None:
         picture = bars(measured, verdict, heading=_heading(loader))
         with written(Path(settings.out), "out"):
@@ -171,16 +173,16 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
 
 
 def rows(m: Measured) -> list[tuple[str, str, Cost]]:
-    """Key, name and cost of everything that was measured, in the order of the pipeline."""
+    """Key, name and cost of every measured stage, in the order of the pipeline."""
     workers = f"{m.workers} workers" if m.workers != 1 else "1 worker"
     every: list[tuple[str, str, Cost | None]] = [
         ("source", "source, one process", m.source),
         ("read", f"read, {workers}" if m.workers else "read, this process", m.read),
-        ("copy", f"  of it handing over, {workers}", m.copy),
+        ("copy", f"  copying only, {workers}", m.copy),
         ("decode", "decode", m.decode),
         ("augment", "augment", m.augment),
-        ("host", "host (headers, draws, crops, mix)", m.host),
-        ("step", "training step = ideal loader", m.step),
+        ("host", "host (headers, random values, crops, mix)", m.host),
+        ("step", "training step (ideal loader)", m.step),
         ("whole", "the whole", m.whole),
     ]
     return [(key, name, cost) for key, name, cost in every if cost is not None]
@@ -188,7 +190,7 @@ def rows(m: Measured) -> list[tuple[str, str, Cost]]:
 
 def _say(report: Report, m: Measured, verdict: Verdict) -> None:
     values = {key: {"images_per_second": cost.rate, **asdict(cost)} for key, _, cost in rows(m)}
-    lines = [f"{'each alone':<36} {'images/s':>9} {'ms/image':>9} {'CPU ms':>8}"]
+    lines = [f"{'each stage alone':<36} {'images/s':>9} {'ms/image':>9} {'CPU ms':>8}"]
     for key, name, cost in rows(m):
         mark = " <" if key == STAGES[verdict.bottleneck] else ""
         lines.append(f"{name:<36} {cost.rate:>9.0f} {cost.wall * 1e3:>9.3g} {cost.cpu * 1e3:>8.3g}{mark}")
@@ -209,30 +211,30 @@ def _say(report: Report, m: Measured, verdict: Verdict) -> None:
     report.values["overrides"] = verdict.overrides
     report.values["predicted_gain"] = verdict.gain
     if verdict.ideal_gain is not None:
-        nothing = "" if verdict.ideal_gain >= bottleneck.NOTHING else ": nothing"
+        nothing = "" if verdict.ideal_gain >= bottleneck.NOTHING else ": not worth it"
         report.add("ideal_loader", verdict.ideal_gain, f"{_ideal(verdict.ideal_gain)}{nothing}")
 
 
 def _advice(m: Measured, verdict: Verdict, change: Change) -> str:
-    """One line: what to put on the command line, what it does, and what it is predicted to bring."""
+    """One line: the overrides, their effect, and the predicted speedup."""
     words = " ".join(f"'{text}'" if text.startswith("~") else text for text in change.overrides)
     recipe = any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
-    note = "" if change.same else ", changes what is trained on" if recipe else ", changes pixels a little"
+    note = "" if change.same else ", changes the training data" if recipe else ", changes pixels a little"
     rest = f"   {change.text}; " if words else f"{change.text}; "
     if change in verdict.changes:
         now = m.whole.rate if m.whole is not None else 1 / verdict.prediction.seconds
-        beside = "" if change is verdict.changes[0] else ", with those above"
+        beside = "" if change is verdict.changes[0] else ", with the changes above"
         return f"{words}{rest}predicted {now * change.gain:.0f} images/s ({change.gain:.2g} x{beside}){note}"
-    alone = "with those above another" if verdict.changes else "alone"
+    alone = "on top of the changes above" if verdict.changes else "alone"
     return f"{words}{rest}{alone} {change.gain:.2g} x{note}"
 
 
 def _ideal(gain: float) -> str:
-    return f"a loader that costs nothing would bring {gain:.2f} x"
+    return f"with a loader that takes no time: {gain:.2f} x as fast"
 
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
-    """One bar per stage, as long as an image takes there; the bottleneck in red, CPU time as a thin line below."""
+    """One bar per stage: its length is the time per image, red marks the bottleneck, a thin line below is CPU time."""
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []
@@ -246,9 +248,9 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         took = f"{cost.wall * 1e3:.3g} ms" if cost.wall < 1 else f"{cost.wall:.3g} s"
         rate = f"{cost.rate:,.0f} images/s" if cost.rate >= 10 else f"{cost.rate:.2g} images/s"
         drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
-    lines = [heading, "milliseconds per image; thin: CPU time over all cores", "", verdict.text]
+    lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
     lines += [_advice(m, verdict, change) for change in verdict.changes or verdict.others]
-    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # whose answer has it
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # else its text has this already
         lines.append(_ideal(verdict.ideal_gain))
     return sheet(drawn, heading="What one image costs", lines=lines)
 

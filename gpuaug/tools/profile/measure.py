@@ -1,8 +1,8 @@
-"""Measures a loader: every stage alone on batches that are there already, the whole, and what changes would bring.
+"""Measures a loader: every stage alone on prepared batches, the whole, and the effect of changes.
 
-The steps of a model on cached batches are what a loader that costs nothing would give. On a machine with others at work
-the clock says little by itself: medians count, CPU time is counted beside the clock, and the system's own count
-separates waiting for bytes from waiting for a core.
+Training steps on cached batches show the speed with an ideal loader, which takes no time. If other processes use the
+machine, wall time alone is not reliable. So the results are medians, CPU time is measured too, and the kernel's
+scheduler statistics separate waiting for bytes from waiting for a core.
 """
 
 from __future__ import annotations
@@ -42,48 +42,48 @@ log = logging.getLogger("gpuaug")
 
 Step = Callable[[Batch], None]
 
-CHUNK = 32  # samples of a batch where only reading is measured: slow storage would take minutes for larger ones
-CACHED = 4  # batches that are kept for the stages behind reading, at least
-IMAGES = 64  # images that are kept, at least: of small batches more
-CACHE_BYTES = 2**28  # bound of what is kept, beyond the first batch
-LONGEST_S = 6.0  # of one measurement; what is slower is measured on fewer batches
-FEW = 16  # images on which changes of a recipe are tried
+CHUNK = 32  # samples per batch if only reading is measured: slow storage would take minutes for larger batches
+CACHED = 4  # smallest number of batches kept for the stages after reading
+IMAGES = 64  # smallest number of images kept: more batches if batches are small
+CACHE_BYTES = 2**28  # limit of the bytes kept; the first batch is always kept
+LONGEST_S = 6.0  # of one measurement; slow stages are measured on fewer batches
+FEW = 16  # images for testing changes of a recipe
 
 
 class Notes:
-    """What the rounds of one stage took: seconds as of :func:`now`, and images."""
+    """The rounds of one stage: seconds, as from :func:`now`, and images."""
 
     def __init__(self) -> None:
         self.rounds: list[tuple[Any, int]] = []
 
     def cost(self) -> Cost:
-        """The median on the clock, and CPU-seconds over all rounds."""
+        """Per image: the median wall time of the rounds, and the mean CPU time."""
         if not self.rounds:
             return FREE
         cpu = sum(float(spent[1:].sum()) for spent, _ in self.rounds) / sum(images for _, images in self.rounds)
         return Cost(statistics.median(float(spent[0]) / images for spent, images in self.rounds), cpu)
 
     def own_cpu(self) -> float:
-        """CPU-seconds per image of this process, without the workers'."""
+        """CPU-seconds per image of this process, without its workers."""
         return float(sum(spent[1] for spent, _ in self.rounds)) / max(1, sum(images for _, images in self.rounds))
 
 
 def now(pids: Sequence[int] = ()) -> Any:
-    """Seconds so far, float64 [3]: on the clock, of this process's CPU, and of the CPU of processes ``pids``."""
+    """Seconds so far, float64 [3]: wall time, CPU time of this process, CPU time of the processes ``pids``."""
     return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader; it must not be iterated meanwhile. ``close`` ends the workers that were started for it.
+    """Measures a loader, which must not be iterated meanwhile. ``close`` ends the workers started for measuring.
 
-    Nothing of the loader changes. Of the first images, which ``tried`` counts, those that cannot be read or decoded
-    count in ``faults`` alone.
+    The loader is not changed. ``tried`` counts the first images, and ``faults`` those of them that cannot be read or
+    decoded; they are recorded nowhere else.
 
     Args:
-        loader: what is to be measured.
-        step: one training step on a batch; it must wait for nothing but its own device. None: the loader alone.
+        loader: the loader to measure.
+        step: one training step on a batch, which waits only for its own device. None: measure the loader alone.
         repeats, seconds, batches: as in ``profile.yaml``.
-        progress: called with the name of what is measured and the share that is done.
+        progress: called with the name of the current measurement and the share done so far.
     """
 
     def __init__(
@@ -99,22 +99,22 @@ class Profiler(contextlib.ExitStack):
         super().__init__()
         self.sync = partial(sync, loader.device)  # wait for the device
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
-        self.batches, self.cores = batches, machine.usable_cpus()  # workers and threads can be spread over so many
+        self.batches, self.cores = batches, machine.usable_cpus()  # cores for workers and threads
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
         if not len(loader):
             raise ConfigError(
                 f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}`, "
-                f"`last={loader.last}`. Make `batch_size` smaller or set `last=uneven`."
+                f"`last={loader.last}`. Lower `batch_size` or set `last=uneven`."
             )
         with contextlib.ExitStack() as stack:
-            stack.callback(self.reader.batches, [])  # ends what is under way
+            stack.callback(self.reader.batches, [])  # stops running reads
             self._prepare()
             self.push(stack.pop_all())
 
     def _prepare(self) -> None:
-        """Make what the stages are measured on."""
+        """Prepare the input of every stage."""
         loader, pipeline, self.encoded = self.loader, self.pipeline, list[EncodedBatch]()
         taken = list(itertools.islice(endless(loader), max(CACHED, -(-IMAGES // loader.batch_size))))
         self._numbers = None if pipeline.numbers is None else pipeline.numbers(loader.epoch)
@@ -123,7 +123,7 @@ class Profiler(contextlib.ExitStack):
                 self.encoded.append(replace(batch, data=batch.data.clone(), offsets=batch.offsets.clone()))
                 if sum(kept.data.nbytes for kept in self.encoded) > CACHE_BYTES:
                     break
-        # with a cache, as once it is filled: the same samples again and again
+        # with a cache, repeat the same samples: this measures reading from a full cache
         self.tasks = endless(loader) if pipeline.cache is None else itertools.cycle(taken[: len(self.encoded)])
         few = self.encoded[: max(2, -(-IMAGES // (2 * loader.batch_size)))]
         self.decoded = [pipeline.decode(batch, loader.epoch) for batch in few]
@@ -132,13 +132,13 @@ class Profiler(contextlib.ExitStack):
         self.ready = [pipeline.hand_over(item) for item in made if item is not None]
         if not self.ready or self.faults == self.tried:
             raise GpuaugError(
-                f"none of the first {self.tried} images could be read and decoded: there is nothing to measure. "
-                "`gpuaug train faults.policy=blank faults.file=FILE` lists them with their reasons."
+                f"none of the first {self.tried} images could be read and decoded, so nothing can be measured. "
+                "To list them with reasons, run `gpuaug train faults.policy=blank faults.file=FILE`."
             )
         self.sync()
 
     def measure(self) -> Measured:
-        """Every stage alone, and the whole, in rounds."""
+        """Measure every stage alone, and the whole, in rounds."""
         loader, workers = self.loader, self.loader.num_workers
         notes: dict[str, Notes] = {}
         parts: dict[str, list[float]] = {}
@@ -186,7 +186,7 @@ class Profiler(contextlib.ExitStack):
             take=notes["read"].own_cpu() if workers else 0.0,
             decode=costs["decode"],
             augment=costs["augment"],
-            # Python on one thread, so its CPU-seconds are seconds; what mix does may wait
+            # one Python thread, so its CPU time is its wall time; only mix may wait
             host=Cost(on_host, on_host - host_parts.get("mix", 0.0) + costs["mix"].cpu),
             host_parts=host_parts,
             step=costs.get("step"),
@@ -199,7 +199,7 @@ class Profiler(contextlib.ExitStack):
     # -- each stage for a moment --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process; the share of that time in which it computed, without waits for a core."""
+        """Read samples in this process. Returns the share of time spent computing; waits for a core do not count."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
         began, count, size = now(), 0, 8 if many is None else CHUNK
@@ -208,13 +208,13 @@ class Profiler(contextlib.ExitStack):
             indices, repeats, valid = _head(next(self.tasks), size)
             numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
             for part in [numbers] if many is not None else [[number] for number in numbers]:
-                with contextlib.suppress(OSError, GpuaugError):  # a fault is read's to report
+                with contextlib.suppress(OSError, GpuaugError):  # the measurement of `read` reports faults
                     list(many(part)) if many is not None else source[part[0]]
             count += len(numbers)
         worked, waited = time.thread_time() - worked, _waited_for_a_core() - waited
         notes.rounds.append((spent := now() - began, count))
         wall, own, _ = spent.tolist()
-        if many is not None:  # such a source may have threads of its own
+        if many is not None:  # such a source may use its own threads
             worked = max(worked, own)
         return min(1.0, worked / max(wall - waited, worked, 1e-9))
 
@@ -223,12 +223,12 @@ class Profiler(contextlib.ExitStack):
         small = (_head(task, CHUNK) for task in tasks)
         batches = reader.batches(small, numbers=numbers, zero_copy=self.loader.ahead is None)
         started = time.perf_counter()
-        for _ in range(workers):  # the workers begin together, and their first batches arrive together
+        for _ in range(workers):  # skip the first batches: the workers start, and deliver them, at the same time
             next(batches)
         began, count, done = now(reader.pids), 0, 0
         while done < max(1, 2 * workers) or time.perf_counter() - began[0] < self.seconds:
             batch = next(batches)
-            batch.data[::4096].sum()  # the thread that takes it over is who maps its pages
+            batch.data[::4096].sum()  # touch each page: the receiving thread has to map it
             count, done = count + len(batch), done + 1
             if time.perf_counter() - started > LONGEST_S and done >= workers:
                 break
@@ -258,20 +258,20 @@ class Profiler(contextlib.ExitStack):
             return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
     def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
-        """Do something with items, given with their numbers of images, for as long as a stage takes."""
+        """Call ``do`` on (item, number of images) pairs until the time of a measurement is over."""
         began, count = now(), 0
         for number, (item, images) in enumerate(itertools.cycle(items)):
             do(item)
             count += images
             if number % 8 == 7:
-                self.sync()  # else the host would queue without end
+                self.sync()  # bounds the work queued on the device
             if time.perf_counter() - began[0] >= self.seconds:
                 break
         self.sync()
         notes.rounds.append((now() - began, count))
 
     def _mix(self, notes: Notes, parts: dict[str, list[float]]) -> None:
-        """What is done to a batch behind augmentation."""
+        """Measure mix, which runs on a batch after augmentation."""
         loader, item = self.loader, self.decoded[0]
         mix: Any = loader.mix
         if mix is None:
@@ -292,17 +292,17 @@ class Profiler(contextlib.ExitStack):
     def _reader(self, source: Any, workers: int) -> Reader:
         return Reader(source, num_workers=workers, timeout=self.reader.timeout, start_method=self.reader.start_method)
 
-    # -- what a change would bring --
+    # -- the effect of a change --
 
     @property
     def threads(self) -> int | None:
-        """That decode; None where nothing is decoded."""
+        """The number of decoding threads; None if nothing is decoded."""
         decoder = self.stage.decoder
         return None if decoder is None else int(decoder.num_threads)
 
     @property
     def kornia(self) -> bool:
-        """Whether a view is augmented by Kornia's modules."""
+        """Whether Kornia's modules augment any view."""
         return any(view.augment.backend == "kornia" for view in getattr(self.stage.recipe, "views", []))
 
     @property
@@ -311,10 +311,10 @@ class Profiler(contextlib.ExitStack):
         return getattr(self.stage.decoder, "backend", None) == "pillow" and find_spec("nvidia.dali") is not None
 
     def with_workers(self, m: Measured, count: int) -> Measured:
-        """The same with so many workers."""
+        """The measurements with ``count`` workers."""
         before, then = Notes(), Notes()
         with warnings.catch_warnings(), contextlib.closing(self._reader(self.reader.source, count)) as reader:
-            warnings.simplefilter("ignore", UserWarning)  # torch's, that there are more workers than cores
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of more workers than cores
             for notes, which in ((then, reader), (before, self.reader), (then, reader)):
                 self._read(notes, which, self.tasks, numbers=self._numbers)
         wall, cpu = _ratios(then, before)
@@ -322,7 +322,7 @@ class Profiler(contextlib.ExitStack):
         return replace(m, workers=count, read=read, take=then.own_cpu() if count else 0.0)
 
     def with_decoder(self, m: Measured, **changed: Any) -> Measured:
-        """The same with other settings of the decoder, as ``num_threads``."""
+        """The measurements with other decoder settings, such as ``num_threads``."""
         stage, before, then = self.stage, Notes(), Notes()
         same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated")}
         with contextlib.closing(LiveStage(stage.recipe, replace(stage.settings, **changed), **same)) as other:
@@ -333,7 +333,7 @@ class Profiler(contextlib.ExitStack):
         return replace(m, decode=m.decode.scaled(*_ratios(then, before)))
 
     def cache_bytes(self) -> tuple[float, float] | None:
-        """Bytes of all encoded images, and those that a cache would take; None where they are in memory already."""
+        """Bytes of all encoded images, and how many a cache would hold; None if a cache is impossible or useless."""
         source = self.loader.source
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
         if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
@@ -343,7 +343,7 @@ class Profiler(contextlib.ExitStack):
         return needed, min(needed, left / 2)  # `cache.max_bytes` by default
 
     def packed(self) -> tuple[int, float] | None:
-        """The shorter side that `gpuaug pack` would store, and its share of the pixels; None where it saves little."""
+        """The shorter side that `gpuaug pack` would store, and the share of pixels kept; None if it saves little."""
         if self.stage.decoder is None:
             return None
         side = round(max(max(x.shape[1:3]) for x in self.decoded[0].images) * 256 / 224)
@@ -352,13 +352,13 @@ class Profiler(contextlib.ExitStack):
         return (side, (side / shorter) ** 2) if side < 0.67 * shorter else None
 
     def with_fused(self, m: Measured) -> Measured:
-        """Fused kernels instead of Kornia's modules."""
+        """The measurements with fused kernels instead of Kornia's modules."""
         ratio = self._recipe_seconds(lambda augment: augment.replace(backend="fused"))
         ratio = min(1.5, ratio / self._recipe_seconds(lambda augment: augment))
         return replace(m, augment=m.augment.scaled(ratio, ratio))
 
     def op_costs(self) -> dict[str, float]:
-        """Per operation of the recipe, its share of the augmentation."""
+        """The share of the augmentation time of each operation of the recipe."""
         views = getattr(self.stage.recipe, "views", [])
         every, shares = self._recipe_seconds(lambda augment: augment), {}
         for name in dict.fromkeys(p.name for v in views for p in v.augment.prepared):
@@ -370,14 +370,16 @@ class Profiler(contextlib.ExitStack):
         return shares
 
     def _recipe_seconds(self, change: Callable[[Augment], Augment]) -> float:
-        """Seconds of augmenting a few images with every view's recipe changed; the best of some rounds."""
+        """Seconds of augmenting a few images after ``change`` of every view's recipe; the best of five rounds."""
         loader, item, best = self.loader, self.decoded[0], math.inf
         indices, views = item.encoded.indices[:FEW].numpy(), self.stage.recipe.views
-        # a view's recipe makes all copies of it
+        # the recipe of a view also makes the copies of this view
         made = [(x[:FEW], change(view.augment)) for x, view in zip(item.images, views, strict=True) if not view.copy]
         drawn = [recipe.draw(seed=loader.seed, epoch=loader.epoch, indices=indices) for _, recipe in made]
         level = log.level
-        log.setLevel(max(logging.WARNING, level))  # what is tried is not what was configured
+        log.setLevel(
+            max(logging.WARNING, level)
+        )  # messages would be about trial recipes, not about the configured recipe
         try:
             for _ in range(5):  # the first compiles
                 began = time.perf_counter()
@@ -390,7 +392,7 @@ class Profiler(contextlib.ExitStack):
         return max(best, 1e-9)
 
     def op_keys(self, name: str) -> list[str]:
-        """Where an operation stands in the configuration, in every view that has it."""
+        """The configuration keys of an operation, one per view that uses it."""
         return [
             f"augment.views.{view.name}.ops.{name}" if view.name else f"augment.ops.{name}"
             for view in self.loader.augment.views
@@ -407,7 +409,7 @@ def run_whole(
     seconds: float,
     batches: int | None = None,
 ) -> None:
-    """The loader as training runs it, and the steps, from when the first batches of all workers are through."""
+    """Measure loader and steps together, as in training, after the first batches of all workers."""
     pipeline, workers = lenient(loader), loader.num_workers
     run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
 
@@ -433,16 +435,16 @@ def run_whole(
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Wall and CPU of what was measured side by side, so that a busier machine changes nothing."""
+    """Ratios of wall and CPU time. Both were measured in turns, so other load on the machine cancels out."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
 
 def lenient(loader: Loader) -> Pipeline:
-    """The loader's pipeline where bad samples end nothing: they are left out, or blank, and not recorded."""
+    """The loader's pipeline, but bad samples raise no error: they are dropped or blank, and not recorded."""
     policy: Any = "drop" if loader.faults.policy == "drop" else "blank"
     faults: Any = Faults(policy=policy, truncated=loader.faults.truncated)
-    faults.handle = lambda *_, **__: None  # the training will record them itself
+    faults.handle = lambda *_, **__: None  # training records them itself
     return replace(loader.pipeline, faults=faults)
 
 
@@ -453,7 +455,7 @@ def sync(device: torch.device) -> None:
 
 
 class _InMemory:
-    """A source whose bytes are in shared memory: what is left of reading is packing and handing over."""
+    """A source whose bytes are in shared memory, so reading is only packing and copying to this process."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
         self.offsets = np.concatenate([[0], np.cumsum([b.encoded(k).numel() for b in batches for k in range(len(b))])])
@@ -466,38 +468,38 @@ class _InMemory:
         return self.data.numpy()[self.offsets[index] : self.offsets[index + 1]].data, 0
 
     def digest(self) -> str:
-        """No state of it is taken."""
+        """Empty: this source is never saved in a state."""
         return ""
 
     def key(self, index: int) -> str:
-        """Its number; without a name the log would speak of this source, which no user has."""
+        """The index. Without this method the log would warn about this internal source."""
         return str(index)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU-seconds of a process so far; 0 where the system does not say."""
+    """CPU-seconds of a process so far; 0 if the system does not report them."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # Linux: clock_getcpuclockid; /proc counts in steps of 10 ms
+        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid on Linux; /proc has steps of 10 ms
     except (OSError, OverflowError, AttributeError):
         return 0.0
 
 
 def _waited_for_a_core() -> float:
-    """Seconds that this thread could have run so far, while others had the cores."""
+    """Seconds so far in which this thread was ready to run, but waited for a core."""
     try:
         return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # a kernel that does not count it: busy machines look like slow storage
+    except (ValueError, IndexError):  # a kernel without this count: a busy machine then looks like slow storage
         return 0.0
 
 
 def free_cores(seconds: float = 0.08) -> float:
-    """Cores that busy threads of this process really get: by affinity, quota and what others leave."""
+    """The number of cores that this process really gets, after affinity, quota and other processes."""
     count, quota, block = machine.usable_cpus(), machine.cgroup_cpus(), bytes(1 << 18)
     began = now()
 
     def busy() -> None:
         while time.perf_counter() < began[0] + seconds:
-            hashlib.sha256(block)  # without the interpreter's lock
+            hashlib.sha256(block)  # releases the global interpreter lock
 
     others = [threading.Thread(target=busy) for _ in range(count - 1)]
     for thread in others:
@@ -506,12 +508,12 @@ def free_cores(seconds: float = 0.08) -> float:
     for thread in others:
         thread.join()
     wall, own, _ = (now() - began).tolist()
-    most = float(count) if quota is None else min(float(count), quota)  # a quota lets short bursts pass
+    most = float(count) if quota is None else min(float(count), quota)  # a quota allows short bursts above it
     return max(0.25, min(most, own / wall))
 
 
 def endless(loader: Loader) -> Iterator[Task]:
-    """The batches of the epoch, again and again; without the last one, where it is shorter than the others."""
+    """The batches of the epoch, repeated forever, without the last batch if it is shorter than the others."""
     whole = len(loader.epoch_order[0][0])
     while True:
         yield from (task for task in loader.epoch_order if len(task[0]) == whole)
