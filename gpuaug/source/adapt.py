@@ -33,7 +33,7 @@ class Source(Protocol):
 
     A source may also have these:
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. This label is used if a
-            sample cannot be read. Without ``label``, that label comes from ``labels``, or is 0.
+            sample cannot be read. If a source has no ``label``, then ``labels`` or 0 is used instead.
         read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of ``(bytes, label)``
             or exceptions.
         prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one will read these

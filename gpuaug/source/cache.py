@@ -48,7 +48,7 @@ _opened: dict[str, int] = {}  # how many caches of the same source this process 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamCache:
-    """Settings of a memory cache, one per machine. Nothing is evicted. Samples without room are read from the source.
+    """Settings of a memory cache, one per machine. A full cache evicts nothing; other samples are read from the source.
 
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
@@ -246,7 +246,7 @@ class _Memory:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ConfigError(
-                f"`cache.max_bytes` of {format_bytes(self.capacity)} cannot be mapped: {error}. Lower the limit."
+                f"`cache.max_bytes` of {format_bytes(self.capacity)} cannot be mapped: {error}. Set a lower limit."
             ) from error
         words = np.frombuffer(table, dtype=np.int64)
         self.head, self.index = words[:HEAD_WORDS], words[HEAD_WORDS : HEAD_WORDS + self.numbers]

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from gpuaug.errors import ConfigError
 
-MOST_FILES = 1_000_000  # that one pattern with braces may name
+MOST_FILES = 1_000_000  # limit for one pattern with braces
 
 
 def is_url(path: Any) -> bool:

@@ -87,10 +87,10 @@ class Curl:
         self._reset()
 
     def read(self, now: Sequence[Get], then: Sequence[Get] = ()) -> list[bytes | Exception]:
-        """Return the body of each ``now``, or an exception. Also start ``then`` on free connections, for the next call.
+        """Return the body of each request in ``now``, or an exception. Also start ``then`` on free connections.
 
-        If a file ends inside a range, the body is shorter than the range. The exception is a FileNotFoundError,
-        PermissionError, TimeoutError, ReadError, StatusError, or an OSError with errno EFBIG.
+        The next call returns the answers to ``then``. If a file ends inside a range, the body is shorter. The exception
+        is a FileNotFoundError, PermissionError, TimeoutError, ReadError, StatusError, or an OSError with errno EFBIG.
         """
         with self._lock:
             try:

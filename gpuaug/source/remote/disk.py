@@ -75,7 +75,7 @@ class Disk:
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next finds 1 byte, not 8, and counts
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next sees 1 byte and recounts
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
@@ -97,7 +97,7 @@ class Disk:
         entries = []
         for path in glob.iglob(os.path.join(glob.escape(self.folder), "*", "*"), include_hidden=True):
             with suppress(OSError):
-                if path.endswith(".part"):  # its writer was killed, because only the holder of the lock writes
+                if path.endswith(".part"):  # left by a killed writer: only this process may write now
                     os.unlink(path)
                     continue
                 status = os.lstat(path)
