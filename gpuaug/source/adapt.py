@@ -1,4 +1,4 @@
-"""The interface of a source, as the later stages use it, and what gives it to any map-style object."""
+"""The interface of a source, which the later stages use. Gives this interface to any map-style object."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
-OPTIONAL = ("label", "mapped", "read_many", "stored", "zero_copy")  # that a MapSource takes from its object
+OPTIONAL = ("label", "mapped", "read_many", "stored", "zero_copy")  # attributes that a MapSource takes from its object
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A complete source: what :func:`adapt` returns, and what the later stages rely on.
+    """The complete interface of a source. :func:`adapt` returns such a source, and the later stages use it.
 
     Attributes:
-        indices: int64 ``[len]``, ascending numbers of the active samples; None: 0 .. len - 1.
-        labels: int64 ``[N]`` by sample number; None if there are no labels, or only reading a sample shows its label.
+        indices: int64 ``[len]``, ascending numbers of the active samples (those in use); None: 0 .. len - 1.
+        labels: int64 ``[N]`` by sample number; None if there are no labels, or if a label is known only after reading.
         classes: class names in the order of their labels.
 
     A source may also have these:
-        label: ``source.label(i)`` returns the label of a sample without reading its bytes. A sample that cannot be read
-            keeps its label this way. Otherwise such a label comes from ``labels``, or is 0.
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. This label is used if a
+            sample cannot be read. If a source has no ``label``, then ``labels`` or 0 is used instead.
         read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of ``(bytes, label)``
             or exceptions.
-        prefetch: ``source.prefetch(numbers)`` names the samples of the ``read_many`` after the next. The source may
-            start to read them in the background.
-        same_group: ``source.same_group(i)`` returns the numbers of samples that were read together with sample ``i``
-            and are in memory now.
-        mapped: True if reading is at most a copy out of the page cache.
-        zero_copy: True if the returned bytes stay valid and unchanged for as long as they are referenced, so that a
-            batch need not copy them.
+        prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one will read these
+            samples. The source may start to read them in the background.
+        same_group: ``source.same_group(i)`` returns the numbers of the samples that are in memory now because they were
+            read together with sample ``i``.
+        mapped: True if a read only copies from the page cache, or copies nothing.
+        zero_copy: True if the returned bytes stay valid and unchanged while they are referenced. Then a batch does not
+            need to copy them.
     """
 
     indices: Tensor | None
@@ -67,12 +67,12 @@ class Source(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hash of the keys of all samples, whichever are active and wherever they are stored."""
+        """Hash of the keys of all samples. It does not depend on which samples are active or where they are stored."""
         ...
 
 
 class MapSource:
-    """A source over an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
+    """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
     Uses the object's ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and
     ``num_classes`` if it has them. Without ``key`` a sample is named by its number. Without ``key`` and ``digest`` a
@@ -125,9 +125,9 @@ class MapSource:
 
 
 def adapt(source: Any) -> Source:
-    """A complete source from a map-style object that returns ``(bytes, label)``; a complete source is returned as is.
+    """Make a source of a map-style object that returns ``(bytes, label)``. A complete source is returned as is.
 
-    In a ``torch.utils.data.Subset`` (which ``random_split`` returns) samples keep the numbers of the full source.
+    In a ``torch.utils.data.Subset`` (as from ``random_split``), samples keep the numbers of the full source.
 
     Raises:
         SourceError: if the object has no length or cannot be indexed.
@@ -140,41 +140,39 @@ def adapt(source: Any) -> Source:
         return cast(Source, DatasetSource(source))
     given = f"Found: {source!r:.200} ({type(source).__name__})."
     if not hasattr(source, "__getitem__") or isinstance(source, str | bytes):
-        raise SourceError(f"a source must give `source[i] -> (bytes, label)`; iterables cannot be shuffled. {given}")
+        raise SourceError(f"a source must have `source[i] -> (bytes, label)`. Iterables cannot be shuffled. {given}")
     try:
         length = len(source)
     except (TypeError, NotImplementedError) as error:
         raise SourceError(f"a source must have a length, `len(source)`. {given}") from error
     if isinstance(source, Mapping) and set(source) != set(range(length)):
-        raise SourceError(f"a mapping as a source must have the numbers 0 .. {length - 1} as its keys. {given}")
+        raise SourceError(f"if a source is a mapping, its keys must be the numbers 0 .. {length - 1}. {given}")
     if not length:
         raise SourceError(f"the source is empty: len(source) is 0. {given}")
     if not callable(getattr(source, "key", None)) and not callable(getattr(source, "digest", None)):
         log.info(
-            "source %s has neither `key(i)` nor `digest()`: samples are named by their numbers, and a loader's state "
-            "takes any %d samples for the same ones",
+            "source %s has neither `key(i)` nor `digest()`. Samples are named by their numbers, and a loader's state "
+            "cannot tell this source from another one of %d samples. Add one of the two methods to avoid this.",
             type(source).__name__, length,
         )  # fmt: skip
     return MapSource(source)
 
 
 def _subset(subset: Subset[Any]) -> Source:
-    """A torch Subset: positions among the active samples become sample numbers."""
+    """Convert a torch Subset: its positions among the active samples become sample numbers."""
     base = adapt(subset.dataset)
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
-        raise SourceError(f"a Subset must hold positions 0 .. {len(base) - 1}, and one at least. Found: {positions}.")
+        raise SourceError(f"a Subset must have at least one position, all in 0 .. {len(base) - 1}. Found: {positions}.")
     unique = torch.from_numpy(np.unique(positions))  # ascending
     if len(unique) < len(positions):
-        raise SourceError(
-            "a Subset must hold every position once. To repeat samples use `order=weighted` or a Sampler."
-        )
+        raise SourceError("a Subset must not repeat a position. To repeat samples, use `order=weighted` or a Sampler.")
     numbers = unique if base.indices is None else base.indices[unique]
     return MapSource(base.samples if isinstance(base, MapSource) else base, indices=share(numbers))
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
-    """Labels by sample number as int64; None unless they are integers and one per sample."""
+    """Labels by sample number as int64; None if they are not one integer per sample."""
     try:
         values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     except (TypeError, ValueError):

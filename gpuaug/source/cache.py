@@ -1,13 +1,13 @@
-"""A cache in memory for the encoded bytes of a source: one copy for all workers and ranks of a machine.
+"""Caches the encoded bytes of a source in memory. All workers and ranks of a machine share one copy.
 
-The memory is one unnamed file (memfd) as large as the limit; pages exist only where something was written:
+The memory is one unnamed file (memfd) as large as the limit. Its pages take memory only after a write. Its content:
 
-    head      int64 [8]   bytes used, samples stored, whether something did not fit, whether that was logged
-    index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus the process writing it
+    head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
+    index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus the id of its writer
     records   length of the bytes, length of the label, bytes, label
 
-A process writes a record first and its position last, so a sample whose writer was killed counts as not stored. Space
-is reserved under a lock that the kernel releases when its process ends.
+A process writes the record first and its position last. So if the process is killed, the sample counts as not stored.
+Space is reserved under a lock. If the process that holds the lock ends, the kernel releases the lock.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ log = logging.getLogger("gpuaug")
 
 HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # in the head
-FILL_BATCH = 32  # samples that a worker reads at a time when it fills the cache ahead
+FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
 _opened: dict[str, int] = {}  # how many caches of the same source this process has opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamCache:
-    """Settings of a cache in memory, one per machine. Nothing is evicted: samples that do not fit are read as before.
+    """Settings of a memory cache, one per machine. A full cache evicts nothing; other samples are read from the source.
 
     Args:
-        max_bytes: limit in bytes, as 2147483648 or ``"2GiB"``; None: half of the memory that is available at the start.
-        fill: ``first-use``: keep what is read. ``ahead``: before the first batch, load every sample of this epoch's
-            shard. With several machines the shard changes each epoch and only samples that are not stored yet are read;
-            with room for the whole source on each machine, reading stops after some epochs.
+        max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
+        fill: ``first-use``: store each sample after its first read. ``ahead``: before the first batch, load all samples
+            of this epoch's shard. With several machines the shard changes each epoch. Then only samples that are not
+            stored yet are read. If each machine has room for the whole source, reading stops after some epochs.
 
     >>> RamCache(max_bytes="64GiB", fill="ahead").fill
     'ahead'
@@ -71,14 +71,14 @@ class RamCache:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
-        """Put a cache with these settings in front of ``source``."""
+        """Return ``source`` with a cache of these settings in front of it."""
         return CachedSource(source, self)
 
 
 class CachedSource(SourceView):
-    """A source whose bytes are read once and then come from memory, as views without a copy.
+    """Reads each sample from its source once. Later reads return views of the memory, without a copy.
 
-    Samples that raised, or have no bytes, are not stored and are read again.
+    Samples that are empty or raise an exception are not stored. They are read from the source each time.
     """
 
     def __init__(self, source: Source, settings: RamCache) -> None:
@@ -87,7 +87,7 @@ class CachedSource(SourceView):
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
         name = ""
-        if machine.local_world_size() > 1:  # ranks share the n-th cache of the same source
+        if machine.local_world_size() > 1:  # the ranks' n-th caches of one source share memory
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
             _opened[name] = _opened.get(name, 0) + 1
             name = f"cache {name} {_opened[name]} {settings.max_bytes}"
@@ -95,9 +95,9 @@ class CachedSource(SourceView):
             limit = parse_bytes(settings.max_bytes, key="cache.max_bytes")
         elif (left := machine.memory_left()) is not None:
             limit = max(1 << 20, left[0] // 2)
-            log.info("cache ram: at most %s, half of the memory available (%s)", format_bytes(limit), left[1])
+            log.info("cache ram: limit %s, half of the memory available (%s)", format_bytes(limit), left[1])
         else:
-            raise ConfigError("`cache.max_bytes` must be given: /proc/meminfo does not say how much memory there is.")
+            raise ConfigError("`cache.max_bytes` must be set: /proc/meminfo does not show the available memory.")
         size = _begin(numbers) + limit
         self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
 
@@ -111,7 +111,7 @@ class CachedSource(SourceView):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """As the source's, which is asked for the missing samples only; None if the source has none."""
+        """The source's ``read_many``, called for missing samples only; None if the source has no ``read_many``."""
         return None if getattr(self.source, "read_many", None) is None else self._read_many
 
     @property
@@ -121,7 +121,7 @@ class CachedSource(SourceView):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use, by all ranks of this machine."""
+        """Bytes stored by all ranks of this machine."""
         return int(self._memory.head[USED])
 
     @property
@@ -135,7 +135,7 @@ class CachedSource(SourceView):
         return self._memory.capacity
 
     def fill(self, reader: Any, numbers: Tensor) -> None:
-        """Load samples into memory through the workers of ``reader``; only the first call does anything.
+        """Load samples into memory through the workers of ``reader``. Later calls do nothing.
 
         Args:
             reader: a :class:`~gpuaug.read.reader.Reader` of this source.
@@ -163,7 +163,7 @@ class CachedSource(SourceView):
         self.warn_if_full()
 
     def warn_if_full(self) -> None:
-        """Log one line, in one rank, once something did not fit."""
+        """If a sample did not fit, log one warning, on one rank only."""
         memory = self._memory
         if not memory.head[FULL] or memory.head[WARNED]:
             return
@@ -172,13 +172,13 @@ class CachedSource(SourceView):
             memory.head[WARNED] = 1
         if is_first:
             log.warning(
-                "cache ram is full: %d of %d samples are in memory (%s); the others are read as before. "
-                "Raise `cache.max_bytes`, now %s, to hold more.",
+                "cache ram is full: %d of %d samples are in memory (%s). The others are read from the source. "
+                "To store more, raise `cache.max_bytes` (now %s).",
                 self.samples, len(self), format_bytes(self.nbytes), format_bytes(self.capacity),
             )  # fmt: skip
 
     def close(self) -> None:
-        """Release the memory; from now on the source is read."""
+        """Release the memory. Later reads use the source only."""
         self._memory.close()
         empty = os.memfd_create("closed")
         os.ftruncate(empty, _begin(0))
@@ -194,7 +194,7 @@ class CachedSource(SourceView):
         return data, int(self.labels.numpy()[index])
 
     def _put(self, index: int, item: Any) -> Any:
-        """Store an item if it is ``(bytes, label)``, and return it; the reader reports other types."""
+        """Return the item, and store it if it is ``(bytes, label)``. The reader reports other types."""
         if not isinstance(item, tuple | list) or len(item) != 2:
             return item
         data, label = item
@@ -218,7 +218,7 @@ class CachedSource(SourceView):
         return items
 
     def _put_same_group(self, index: int) -> None:
-        """Store what the source read together with this sample, as the rows of a Parquet row group."""
+        """Store all samples that the source read together with this one, such as a Parquet row group."""
         same_group: Any = getattr(self.source, "same_group", None)
         if same_group is None:
             return
@@ -229,13 +229,13 @@ class CachedSource(SourceView):
             if not memory.index[number]:
                 try:
                     item = self.source[number]
-                except (OSError, GpuaugError):  # becomes a fault when this sample is asked for
+                except (OSError, GpuaugError):  # reported as a fault when this sample itself is requested
                     continue
                 self._put(number, item)
 
 
 class _Memory:
-    """Records by sample number in an unnamed file, which workers inherit by fork, or get as a descriptor by spawn."""
+    """Records by sample number in an unnamed file. Forked workers inherit the file, spawned ones get its descriptor."""
 
     def __init__(self, numbers: int, fd: int, claim: socket.socket | None = None) -> None:
         self.numbers, self.begin, self._claim = numbers, _begin(numbers), claim
@@ -246,7 +246,7 @@ class _Memory:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ConfigError(
-                f"`cache.max_bytes` of {format_bytes(self.capacity)} cannot be mapped: {error}. Make it smaller."
+                f"`cache.max_bytes` of {format_bytes(self.capacity)} cannot be mapped: {error}. Set a lower limit."
             ) from error
         words = np.frombuffer(table, dtype=np.int64)
         self.head, self.index = words[:HEAD_WORDS], words[HEAD_WORDS : HEAD_WORDS + self.numbers]
@@ -257,7 +257,7 @@ class _Memory:
         return _received, (self.numbers, reduction.DupFd(self._fd))
 
     def get(self, index: int) -> tuple[memoryview, bytes | None] | None:
-        """A view of the bytes, and the pickled label if there is one; None if the sample is not stored."""
+        """A view of the bytes, and the pickled label (None if there is none); None if the sample is not stored."""
         if not 0 <= index < self.numbers or (begin := int(self.index[index])) <= 0:
             return None
         length, label = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
@@ -265,7 +265,7 @@ class _Memory:
         return self._records[begin + 16 : end], bytes(self._records[end : end + label]) if label else None
 
     def put(self, index: int, data: memoryview, label: bytes | None) -> None:
-        """Store a sample if there is room and no other process stores it."""
+        """Store a sample if there is room and no other process is storing it."""
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
         lengths = np.array([len(data), len(label or b"")], dtype=np.int64).tobytes()
@@ -287,14 +287,14 @@ class _Memory:
         except OSError as error:
             self.index[index] = 0
             self.head[FULL] = 1
-            log.warning("cache ram takes no more: %s", error)
+            log.warning("cache ram cannot store more samples: %s", error)
             return
         self.index[index] = position
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclude all other threads and processes of this machine; a killed process releases the lock."""
-        if self._pid != os.getpid():  # at the fork another thread of the parent may have held it
+        """Lock out all other threads and processes of this machine. The kernel releases a killed process's lock."""
+        if self._pid != os.getpid():  # another thread of the parent may have held the lock at the fork
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
@@ -304,7 +304,7 @@ class _Memory:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
 
     def close(self) -> None:
-        """Hide the memory from new ranks; the last view of its bytes frees it."""
+        """Hide the memory from new ranks. The memory is freed together with the last view of its bytes."""
         if self._claim is not None:
             self._claim.close()
 

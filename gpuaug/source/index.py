@@ -1,4 +1,4 @@
-"""Names and numbers of all samples, in memory that all workers share; and numbers in files."""
+"""Keeps names and numbers of all samples in memory that all workers share, and reads numbers from files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpuaug.errors import SourceError
 from gpuaug.source.local import open_text, read_file
 from gpuaug.source.shared_memory import share as share
 
-# What numpy raises for a file that is damaged or not .npy: it evaluates the header as Python.
+# What numpy may raise if a file is damaged or not .npy. Numpy evaluates the header as Python code.
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
@@ -29,7 +29,7 @@ NO_ARRAY = (
 class Names:
     """Byte strings in one uint8 tensor.
 
-    Forked workers would copy a list of strings page by page, because reading a Python object writes its reference count
+    Reading a Python object changes its reference count, so forked workers would copy a list of strings page by page
     (pytorch#13246).
 
     >>> names = Names.of([[b"cat/1.jpg", b"cat/2.jpg"], [b"dog/1.jpg"]])
@@ -43,13 +43,13 @@ class Names:
 
     @classmethod
     def of(cls, blocks: Iterable[list[bytes]], *, shared: bool = True) -> Names:
-        """Pack lists of names, in order; only one list at a time is in memory as Python objects."""
+        """Pack lists of names in order. Only one list at a time is in memory as Python objects."""
         blob, lengths = bytearray(), [np.zeros(1, dtype=np.int64)]
         for block in blocks:
             blob += b"".join(block)
             lengths.append(np.fromiter(map(len, block), dtype=np.int64, count=len(block)))
         offsets = np.cumsum(np.concatenate(lengths))
-        # by numpy: torch's constructors would use a default device of cuda
+        # from numpy arrays, because torch's constructors would use the default device, which may be cuda
         tensors = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8)), torch.from_numpy(offsets)
         return cls(*map(share, tensors)) if shared else cls(*tensors)
 
@@ -57,7 +57,7 @@ class Names:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        # a new view each time: starting workers by spawn may move the tensor
+        # a new view each time, because starting workers by spawn may move the tensor
         offsets = self.offsets.numpy()
         return self.blob.numpy()[offsets[index] : offsets[index + 1]].tobytes()
 
@@ -72,27 +72,27 @@ class Names:
 
 
 def outside(numbers: NDArray[Any], count: int) -> str:
-    """``lowest .. highest`` if some of the numbers are not in 0 .. count - 1, else ""."""
+    """The range of the numbers, ``lowest .. highest``, if it exceeds 0 .. count - 1; else ""."""
     if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
         return ""
     return f"{numbers.min()} .. {numbers.max()}"
 
 
 def check_array(array: NDArray[Any], dtype: Any, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """Return the array; ValueError if it has another dtype or shape (None: any of one dimension)."""
+    """Return the array. Raises ValueError if dtype or shape differ (shape None: any length, one dimension)."""
     if array.dtype != dtype or (array.ndim != 1 if shape is None else array.shape != shape):
         wanted = "one dimension" if shape is None else f"shape {shape}"
-        raise ValueError(f"it must hold {np.dtype(dtype)} of {wanted}, and holds {array.dtype} of shape {array.shape}")
+        raise ValueError(f"expected {np.dtype(dtype)} of {wanted}, found {array.dtype} of shape {array.shape}")
     return array
 
 
 def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArray[Any]:
-    """Numbers in a file: .npy, .json (a list), or text with numbers separated by white space.
+    """Read numbers from a file: .npy, .json (a list), or text with numbers separated by white space.
 
     Args:
-        file: its path.
-        key: full configuration key, for errors.
-        dtype: of the result; an integer dtype takes integers only.
+        file: path of the file.
+        key: full configuration key, for error messages.
+        dtype: type of the result. If it is an integer type, the file must hold integers.
 
     Raises:
         SourceError: if the file is missing or has other content.
@@ -100,14 +100,14 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
     path = os.path.expanduser(os.fspath(file))
     try:
         if path.endswith(".npy"):
-            # np.load would open zip files
+            # not np.load, which would also open zip files
             values = np.lib.format.read_array(io.BytesIO(read_file(path)), allow_pickle=False)
         elif path.endswith(".json"):
             values = np.asarray(json.load(open_text(path)))
         else:
             values = np.array(open_text(path).read().split(), dtype=dtype)
         if values.ndim != 1 or values.dtype.kind not in ("iu" if np.dtype(dtype).kind == "i" else "iuf"):
-            raise ValueError(f"it holds {values.dtype} of shape {values.shape}")
+            raise ValueError(f"the file holds {values.dtype} of shape {values.shape}")
     except NO_ARRAY as error:
         raise SourceError(
             f"`{key}` must be a file of numbers: .npy, .json (a list), or text with one number per line. "
@@ -117,7 +117,7 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
 
 
 def occurrences(indices: Tensor) -> Tensor:
-    """For each place, how often its number came before; int64 [n], without memory where every number comes once."""
+    """How often each number occurs before its position; int64 [n]. Takes no memory if all numbers differ."""
     numbers = indices.numpy()
     if not len(numbers) or np.bincount(numbers).max() <= 1:
         return torch.zeros((), dtype=torch.int64, device="cpu").expand(len(numbers))
@@ -125,5 +125,5 @@ def occurrences(indices: Tensor) -> Tensor:
     grouped = numbers[by_number]
     count = np.empty_like(numbers)
     count[by_number] = np.arange(len(numbers)) - np.searchsorted(grouped, grouped)
-    # the draw scheme has 16 bits for it: one sample 65,536 times in an epoch would begin again
+    # random numbers use 16 bits of the count, so they repeat after 65,536 occurrences of a sample in an epoch
     return torch.from_numpy(count & 0xFFFF)

@@ -1,4 +1,4 @@
-"""Reading local files: only regular ones, never more than a limit, and opened once."""
+"""Reads local files: only regular files, opened once, and never more bytes than a limit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from functools import lru_cache
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
 
-LARGEST_IMAGE = 1 << 29  # bytes; 178 million pixels, the most that are decoded, take 3 bytes each if uncompressed
-LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with the signature of one
-LARGEST_BATCH = 1 << 31  # bytes that all images above `LARGE` of a batch may take
+LARGEST_IMAGE = 1 << 29  # bytes; the decoder accepts up to 178 million pixels, at 3 bytes each if uncompressed
+LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with an image signature
+LARGEST_BATCH = 1 << 31  # bytes that the images above `LARGE` in a batch may take together
 SIGNATURE = 16  # bytes that identify an image format
 OPEN_FILES = 32  # files that a process keeps open
 
-# non-blocking: opening a pipe that has the name of an image must not block the worker
+# non-blocking: if a pipe has the name of an image, opening the pipe must not block the worker
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 # JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000. The decode stage tells the formats apart.
 _IMAGE_STARTS = (
@@ -32,17 +32,17 @@ def open_text(path: str, *, errors: str = "strict") -> io.TextIOWrapper:
 
 
 def read_file(path: bytes | str, *, image: bool = False, limit: int | None = None) -> bytes:
-    """All bytes of a regular local file.
+    """Read all bytes of a regular local file.
 
     Args:
         path: the file.
-        image: the file should be an image: if it is larger than 16 MiB, check its signature first.
-        limit: in bytes; None: 1 GiB, or 512 MiB for an image.
+        image: True if the file should be an image. The signature of a file above 16 MiB is checked before reading.
+        limit: maximum size in bytes; None: 1 GiB, or 512 MiB for an image.
 
     Raises:
         OSError: if the file cannot be read, is not a regular file, is too large, or is not an image.
     """
-    # Reading straight into the batch's buffer would save 2 us of the 50 that a file of 55 KB takes
+    # A file of 55 KB takes 50 us. Reading directly into the batch's buffer would save only 2 us
     fd = os.open(path, _FLAGS)
     try:
         size = check_regular(os.fstat(fd), path, limit=limit or (LARGEST_IMAGE if image else LARGEST_FILE)).st_size
@@ -53,7 +53,7 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
         while len(data) < size:  # a network file system may return fewer bytes per call
             more = os.read(fd, size - len(data))
             if not more:
-                raise OSError(errno.EIO, f"ended after {len(data)} of {size} bytes", os.fsdecode(path))
+                raise OSError(errno.EIO, f"the file ended after {len(data)} of {size} bytes", os.fsdecode(path))
             data += more
         return data
     finally:
@@ -61,15 +61,15 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
-    """The error for an image that exceeds `LARGEST_IMAGE`, or `LARGEST_BATCH` with the ``held`` bytes of others."""
+    """The error for an image above `LARGEST_IMAGE`, or above `LARGEST_BATCH` together with ``held`` bytes of others."""
     if size > LARGEST_IMAGE:
         return OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_IMAGE}", redact(os.fsdecode(path)))
-    text = f"{size} bytes, and large images of this batch take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"
+    text = f"{size} bytes; large images of the batch already take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"
     return OSError(errno.EFBIG, text, redact(os.fsdecode(path)))
 
 
 def check_signature(head: bytes, size: int, path: bytes | str) -> None:
-    """Raise OSError unless ``head`` begins as an image of a known format."""
+    """Raise OSError unless ``head`` begins with the signature of a known image format."""
     is_webp = head.startswith(b"RIFF") and head[8:12] == b"WEBP"
     is_ppm = head.startswith((b"P5", b"P6")) and head[2:3].isspace()
     if not (head.startswith(_IMAGE_STARTS) or is_webp or is_ppm):
@@ -78,44 +78,44 @@ def check_signature(head: bytes, size: int, path: bytes | str) -> None:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Version of a local file: its size and time of modification."""
+    """Version of a local file: its size and modification time."""
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 class OpenFiles:
-    """Reads ranges of local files and keeps the last used files open: opening takes longer than reading an image."""
+    """Reads ranges of local files. Keeps the last used files open: opening takes longer than reading an image."""
 
     def __init__(self) -> None:
         self._open = lru_cache(maxsize=OPEN_FILES)(_File)
 
     def read(self, path: str, begin: int, size: int, *, version: str, image: bool) -> bytes:
-        """``size`` bytes from ``begin``.
+        """Read ``size`` bytes from position ``begin``.
 
         Raises:
-            OSError: if the file cannot be read, ends before, has another version, or should be an image and is not.
+            OSError: if the file cannot be read, is too short, has another version, or is not the expected image.
         """
         file = self._open(path)
         if version and version != file.version:
-            raise OSError(errno.ESTALE, "changed since it was indexed", path)
+            raise OSError(errno.ESTALE, "the file changed since it was indexed", path)
         if image and size > LARGE:
             check_signature(os.pread(file.fd, SIGNATURE, begin), size, path)
         data = os.pread(file.fd, size, begin)
         while len(data) < size:
             more = os.pread(file.fd, size - len(data), begin + len(data))
             if not more:
-                raise OSError(errno.EIO, f"ended after {len(data)} of {size} bytes at {begin}", path)
+                raise OSError(errno.EIO, f"the file ended after {len(data)} of {size} bytes at position {begin}", path)
             data += more
         return data
 
 
 class _File:
-    """An open file, closed when the last reader lets go of it."""
+    """An open file. It is closed when no reader uses it any more."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
         self.fd = os.open(path, _FLAGS)
         self.version = file_version(check_regular(os.fstat(self.fd), path))
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # a default argument outlives the module
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os.close` may be gone at exit
         if self.fd >= 0:
             close(self.fd)

@@ -1,4 +1,4 @@
-"""Paths and URLs of data: absolute, joined, split, and written with braces."""
+"""Makes paths and URLs absolute, joins and splits them, and expands braces."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from urllib.parse import quote, unquote
 
 from gpuaug.errors import ConfigError
 
-MOST_FILES = 1_000_000  # that one pattern may name
+MOST_FILES = 1_000_000  # limit for one pattern with braces
 
 
 def is_url(path: Any) -> bool:
-    """Whether the path is a URL, which fsspec or libcurl reads."""
+    """Whether the path is a URL. URLs are read by fsspec or libcurl."""
     return "://" in os.fsdecode(path)
 
 
 def absolute(path: Any, *, key: str = "source.root") -> str:
-    """An absolute local path (also for ``file://`` URLs), or a URL without a trailing slash.
+    """Return an absolute local path (also for a ``file://`` URL), or a URL without a trailing slash.
 
-    Workers, and calls after a ``chdir``, then find the same file.
+    With an absolute path, workers and calls after a ``chdir`` find the same file.
 
     Raises:
-        ConfigError: if ``path`` is neither.
+        ConfigError: if ``path`` is neither a path nor a URL.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"`{key}` must be a path or a URL. Found: {path!r}.")
@@ -38,16 +38,16 @@ def absolute(path: Any, *, key: str = "source.root") -> str:
 
 
 def join(root: str, key: str) -> str:
-    """The path or URL of a key below ``root``; check untrusted keys with :func:`is_safe` first."""
+    """The path or URL of a key below ``root``. Check untrusted keys with :func:`is_safe` first."""
     if not is_url(root):
         return os.path.join(root, key)
-    if root.startswith(("http://", "https://")):  # object stores take keys as they are, URLs are quoted
+    if root.startswith(("http://", "https://")):  # web URLs must be quoted, object stores take keys as they are
         key = quote(os.fsencode(key))
     return f"{root}/{key}"
 
 
 def split(path: str) -> tuple[str, str]:
-    """The folder of a path or URL, and the name in it."""
+    """Split a path or URL into its folder and the name in that folder."""
     if not is_url(path):
         return os.path.split(path)
     scheme, rest = path.split("://", 1)
@@ -62,16 +62,16 @@ def is_safe(key: str) -> bool:
     parts = key.rstrip("/").split("/")
     if "\0" in key or "://" in key or os.path.isabs(key) or any(part in ("", ".", "..") for part in parts):
         return False
-    return os.sep == "/" or ("\\" not in key and ":" not in key)  # Windows: other separators, and drives
+    return os.sep == "/" or ("\\" not in key and ":" not in key)  # Windows has other separators, and drives
 
 
 def redact(path: str) -> str:
-    """A path or URL for messages: without user name, password and the signature of a signed URL."""
+    """Remove user name, password and the signature of a signed URL, so that messages do not show them."""
     return re.sub(r"(?<=://)[^/@]*@", "", path.split("?", 1)[0]) if is_url(path) else path
 
 
 def expand_braces(text: str) -> list[str]:
-    """Expand bash's ``{a,b}`` and ``{000..099}``, as webdataset does; other braces stay as they are.
+    """Expand bash's ``{a,b}`` and ``{000..099}``, as webdataset does. Other braces are not changed.
 
     >>> expand_braces("train-{08..10}.tar")
     ['train-08.tar', 'train-09.tar', 'train-10.tar']

@@ -286,7 +286,7 @@ def test_errors_are_what_they_say():
         "/hang": (b"", TimeoutError, ""),
         "/much": (b"", OSError, "more than 5"),
         "/flood": (b"", OSError, "more than 5"),
-        "/whole": (b"", ReadError, "no ranges"),
+        "/whole": (b"", ReadError, "no range requests"),
     }
     stop = threading.Event()
 

@@ -248,7 +248,7 @@ def test_ranges_of_a_server_that_has_none(folder):
     with files(folder.parent, ranges=False) as port:
         (found,) = Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt", 3, 2)])
         assert isinstance(found, ReadError)
-        assert "gives no ranges" in str(found)
+        assert "range requests" in str(found)
         assert "tried" not in str(found)
         assert Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")]) == [b"no image"]
 
@@ -644,9 +644,9 @@ def test_settings_that_cannot_work():
     ):
         with pytest.raises(ConfigError, match=r"source\.remote\." + next(iter(bad))):
             Remote(**bad)
-    with pytest.raises(ConfigError, match="fsspec knows no"):
+    with pytest.raises(ConfigError, match="fsspec.*nothing://"):
         FolderSource("nothing://bucket/x")
-    with pytest.raises(ConfigError, match="as s3://bucket/path"):
+    with pytest.raises(ConfigError, match="s3://bucket/path"):
         FolderSource("simplecache::s3://bucket/x")
     with pytest.raises(ConfigError, match=r"source\.remote"):
         FolderSource("s3://bucket/x", remote={"tries": 3})

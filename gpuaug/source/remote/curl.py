@@ -1,7 +1,8 @@
-"""Many GETs at a time, from one thread, by libcurl: 25 us of CPU time each, 40 if they are signed for S3.
+"""Sends many GET requests at a time from one thread, through libcurl.
 
-The clients of fsspec take 300 us and more. libcurl keeps connections, speaks TLS, finds proxies and signs requests;
-this module decides what to request next and what an answer means.
+A request takes 25 us of CPU time, or 40 us if it is signed for S3. The clients of fsspec take 300 us and more. libcurl
+keeps connections open, handles TLS and proxies, and signs requests. This module decides which requests to send, and
+interprets the answers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from gpuaug.source.paths import redact
 
 log = logging.getLogger("gpuaug")
 
-LONGEST_WAIT_S = 0.2  # until all connections are checked again, whatever the system reports
+LONGEST_WAIT_S = 0.2  # longest time between two checks of all connections, even if the system reports no event
 PAUSE_S = 0.005
-BUFFER_BYTES = 1 << 19  # read from a connection at once, the most that libcurl allows
+BUFFER_BYTES = 1 << 19  # receive buffer of a connection, the largest that libcurl allows
 
 _ENCODED = re.compile(rb"\ncontent-encoding:[ \t]*(?!identity)(\w+)", re.IGNORECASE)
 _RANGE = re.compile(rb"\ncontent-range:[ \t]*bytes[ \t]+(\d+)-", re.IGNORECASE)
@@ -31,7 +32,7 @@ _ERROR_TEXT = re.compile(rb'<(?:Code|Message)>([^<]*)<|"message":\s*"([^"]*)"')
 
 
 class StatusError(Exception):
-    """A request that failed; ``status`` is the HTTP status of the answer, 0 without an answer."""
+    """A request that failed. ``status`` is the HTTP status of the answer, or 0 without a usable answer."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -39,7 +40,7 @@ class StatusError(Exception):
 
 
 class Get(NamedTuple):
-    """A request: quoted URL, first byte, number of bytes (None: to the end), limit of bytes, seconds for one try."""
+    """A request: quoted URL, first byte, number of bytes (None: to the end), maximum bytes, seconds for one try."""
 
     url: str
     begin: int
@@ -57,16 +58,16 @@ class Login(NamedTuple):
 
 
 class Curl:
-    """GETs with one login, over connections that stay open. A forked child must create its own.
+    """Sends GET requests with one login over connections that stay open. A forked process must create its own Curl.
 
     Args:
-        connections: the most that are open, and so the most requests at a time.
+        connections: maximum number of open connections, and so of requests at a time.
         login: returns the credentials; called before every request.
-        options: of libcurl, by pycurl's numbers.
-        encoded: accept answers with a ``Content-Encoding`` (S3 stores it with an object), or refuse them.
+        options: libcurl's options, as pycurl's option numbers and their values.
+        encoded: whether to accept answers with a ``Content-Encoding``. S3 stores this header with an object.
 
     Raises:
-        ImportError: without pycurl.
+        ImportError: if pycurl is not installed.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class Curl:
         self._reset()
 
     def read(self, now: Sequence[Get], then: Sequence[Get] = ()) -> list[bytes | Exception]:
-        """The body of each answer, or an exception; ``then`` begins on free connections, for the next call.
+        """Return the body of each request in ``now``, or an exception. Also start ``then`` on free connections.
 
-        A range at the end of a file may be shorter. The exception is a FileNotFoundError, PermissionError,
-        TimeoutError, ReadError, StatusError, or an OSError with errno EFBIG.
+        The next call returns the answers to ``then``. If a file ends inside a range, the body is shorter. The exception
+        is a FileNotFoundError, PermissionError, TimeoutError, ReadError, StatusError, or an OSError with errno EFBIG.
         """
         with self._lock:
             try:
                 return self._read(now, then)
-            except BaseException:  # the user interrupted: leave no request half done
+            except BaseException:  # for example Ctrl-C: leave no unfinished request behind
                 self.close()
                 raise
 
@@ -102,7 +103,7 @@ class Curl:
         """Close all connections; a later read opens new ones."""
         try:
             for transfer in self._busy.values():
-                with suppress(self._curl.error):  # it may not have been added yet
+                with suppress(self._curl.error):  # the handle may not have been added yet
                     self._multi.remove_handle(transfer.easy)
             self._multi.close()
         finally:
@@ -111,7 +112,7 @@ class Curl:
     def _reset(self) -> None:
         c = self._curl
         self._multi = c.CurlMulti()
-        self._multi.setopt(c.M_MAXCONNECTS, 2 * self._connections)  # including those of redirections
+        self._multi.setopt(c.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
         self._free: list[_Transfer] = []
         self._made = 0
         self._busy: dict[Get, _Transfer] = {}
@@ -122,7 +123,7 @@ class Curl:
         self._done = {get: answer for get, answer in self._done.items() if get in wanted}
         begun = time.monotonic()
         for get, transfer in self._busy.items():
-            if get in wanted:  # a prefetch: its time counts from now
+            if get in wanted:  # a request that was prefetched: its timeout begins now
                 transfer.deadline = begun + get.seconds
         todo = deque(get for get in wanted if get not in self._busy and get not in self._done)
         missing = set(now)
@@ -140,14 +141,14 @@ class Curl:
         return items
 
     def _begin(self, todo: deque[Get]) -> bool:
-        """Start requests on free connections; returns whether any was started."""
+        """Start requests on free connections. Returns whether any request was started."""
         begun = False
         while todo and (self._free or self._made < self._connections):
             get = todo.popleft()
             begun = True
             try:
                 login = self._login()
-            except Exception as error:  # credential providers raise anything
+            except Exception as error:  # credential providers may raise any exception
                 self._done[get] = StatusError(f"no credentials: {error!r}", 0)
                 continue
             if not self._free:
@@ -157,7 +158,7 @@ class Curl:
             try:
                 transfer.start(get, login)
             except (UnicodeEncodeError, self._curl.error):
-                self._done[get] = OSError(errno.EINVAL, "not a URL that can be requested", redact(get.url))
+                self._done[get] = OSError(errno.EINVAL, "this URL cannot be requested", redact(get.url))
                 self._free.append(transfer)
                 continue
             self._busy[get] = transfer
@@ -165,7 +166,7 @@ class Curl:
         return begun
 
     def _advance(self, wanted: Mapping[Get, Any]) -> bool:
-        """Send and receive without waiting; returns whether any request ended."""
+        """Send and receive without waiting. Returns whether any request ended."""
         self._multi.perform()
         ended = False
         more = 1
@@ -192,25 +193,25 @@ class Curl:
     def _wait(self) -> None:
         until = min(transfer.deadline for transfer in self._busy.values())
         if self._multi.select(max(0.0, min(LONGEST_WAIT_S, until - time.monotonic()))) <= 0:
-            # select returns at once if it knows no connection: during DNS look-ups, or with descriptors above 1023
+            # select returns at once if it cannot watch a connection: during DNS look-ups, or for descriptors above 1023
             time.sleep(PAUSE_S)
 
 
 class _Transfer:
-    """A connection's request."""
+    """A libcurl handle, reused for one request after another."""
 
     def __init__(self, c: Any, options: Mapping[int, Any], encoded: bool) -> None:
         self._curl, self._encoded = c, encoded
         self.easy = easy = c.Curl()
         easy.transfer = self
         easy.setopt(c.NOSIGNAL, 1)
-        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # a connection each: large objects delay no others
+        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # one request per connection: none waits for another
         easy.setopt(c.PROTOCOLS, c.PROTO_HTTP | c.PROTO_HTTPS)
         easy.setopt(c.BUFFERSIZE, BUFFER_BYTES)
         easy.setopt(c.USERAGENT, "gpuaug")
         for name, value in options.items():
             easy.setopt(name, value)
-        self._login: Login | None = None  # of the last request
+        self._login: Login | None = None  # login of the last request
         self.get = Get("", 0, None, 0, 0.0)
         self.deadline = 0.0
         self._head: list[bytes] = []
@@ -239,7 +240,7 @@ class _Transfer:
             self._login = login
 
     def answer(self, code: int, text: str) -> bytes | Exception:
-        """The body, or the exception, after the request ended with a code and error text of libcurl."""
+        """The body or exception of the ended request; ``code`` and ``text`` are libcurl's error code and message."""
         c, get = self._curl, self.get
         status, body, head = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body), b"".join(self._head)
         url, part = redact(get.url), get.size is not None or get.begin > 0
@@ -251,7 +252,7 @@ class _Transfer:
             is_denied = status in (401, 403)
             return PermissionError(errno.EACCES, text, url) if is_denied else StatusError(text, status)
         if part and status == 200:
-            return ReadError(f"the server of {url!r} gives no ranges of files. Use one that does.")
+            return ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
         if code == c.E_FILESIZE_EXCEEDED:
             return OSError(errno.EFBIG, f"more than {get.limit if get.size is None else get.size} bytes", url)
         if code:
@@ -259,13 +260,13 @@ class _Transfer:
         if part:
             content_range = _RANGE.search(head)
             if status != 206 or content_range is None or int(content_range[1]) != get.begin:
-                return StatusError(f"HTTP status {status} with another range than asked for", 0)
+                return StatusError(f"HTTP status {status}, but the answer is not the requested range", 0)
         if not self._encoded and (encoding := _ENCODED.search(head)):
             name = encoding[1].decode(errors="replace")
-            return ReadError(f"{url!r} comes as {name}, and not as it is. Serve it without Content-Encoding.")
+            return ReadError(f"{url!r} has Content-Encoding {name}. Serve the file without Content-Encoding.")
         return body
 
     def clear(self) -> None:
-        """Free the received bytes, which libcurl would keep until the next request."""
+        """Free the received bytes now; otherwise they stay in memory until the next request."""
         self._head.clear()
         self._body.clear()

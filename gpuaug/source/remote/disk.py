@@ -1,4 +1,4 @@
-"""A cache folder on a local disk, limited in bytes and shared by any number of processes."""
+"""A cache folder on a local disk. It has a limit in bytes, and any number of processes can share it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from gpuaug.errors import SourceError
 
 log = logging.getLogger("gpuaug")
 
-_HEAD = struct.Struct("<8sQI")  # magic, length and CRC-32 of what follows
+_HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # share of the limit that an eviction leaves, so that evictions are rare
+_KEEP = 0.9  # an eviction leaves this share of the limit in use, so that evictions are rare
 
 
 class Disk:
-    """Bytes by name. The least recently used entries are removed when the folder is full.
+    """Stores bytes by name. If the folder is full, the least recently used entries are removed.
 
-    Writers hold a lock on the folder and rename complete files, so readers take no lock and never see a part, and the
-    files never exceed the limit, even if processes are killed.
+    Writers lock the folder, and rename files when they are complete. So readers need no lock and never see an
+    incomplete file. The files never exceed the limit, even if processes are killed.
 
     Args:
-        folder: created if it is missing; it must contain nothing else.
-        max_bytes: limit of all files, counted in blocks of 4 KiB.
+        folder: created if it is missing. It must contain no other files.
+        max_bytes: limit for all files together, counted in blocks of 4 KiB.
 
     Raises:
-        SourceError: if the folder cannot be used, or files cannot be locked here.
+        SourceError: if the folder cannot be created, written or locked.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int) -> None:
@@ -50,7 +50,7 @@ class Disk:
             ) from error
 
     def get(self, name: str) -> bytes | None:
-        """The bytes of this name; None if there are none, or they are damaged."""
+        """The bytes stored by this name; None if they are missing or damaged."""
         path = self._path(name)
         try:
             with open(path, "rb") as file:
@@ -59,15 +59,15 @@ class Disk:
             return None
         data = entry[_HEAD.size :]
         if len(entry) < _HEAD.size or _HEAD.unpack_from(entry) != (_MAGIC, len(data), zlib.crc32(data)):
-            with suppress(OSError):  # the machine lost power, or another program wrote it
+            with suppress(OSError):  # the machine lost power, or another program wrote the file
                 os.unlink(path)
             return None
         with suppress(OSError):
-            os.utime(path)  # eviction uses it: most disks are mounted without access times
+            os.utime(path)  # for eviction, because most disks are mounted without access times
         return data
 
     def has(self, name: str) -> bool:
-        """Whether there are bytes of this name, without reading them."""
+        """Whether bytes are stored by this name. Does not read them."""
         return os.path.exists(self._path(name))
 
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
@@ -75,7 +75,7 @@ class Disk:
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds one byte and counts again
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next sees 1 byte and recounts
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
@@ -90,14 +90,14 @@ class Disk:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                log.warning("cache %s cannot be written, and is left as it is: %s", self.folder, error)
+                log.warning("cache %s cannot be written, so new data is not stored: %s", self.folder, error)
 
     def _evict(self, limit: int) -> int:
         """Remove the least recently used entries until at most ``limit`` bytes are in use; return the bytes in use."""
         entries = []
         for path in glob.iglob(os.path.join(glob.escape(self.folder), "*", "*"), include_hidden=True):
             with suppress(OSError):
-                if path.endswith(".part"):  # its writer was killed: only the holder of the lock writes
+                if path.endswith(".part"):  # left by a killed writer: only this process may write now
                     os.unlink(path)
                     continue
                 status = os.lstat(path)
@@ -112,26 +112,26 @@ class Disk:
         return used
 
     def _path(self, name: str) -> str:
-        # by a hash, so that no name can leave the folder
+        # the file's name is a hash, so that no entry can be outside the folder
         word = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return os.path.join(self.folder, word[:2], word[2:])
 
 
 @contextmanager
 def locked(path: str) -> Iterator[int]:
-    """Lock a file, which is created if it is missing, against other processes and threads; yields its descriptor.
+    """Lock a file against other processes and threads, and yield its descriptor. A missing file is created.
 
     Raises:
-        OSError: if it cannot be created or locked.
+        OSError: if the file cannot be created or locked.
     """
     try:
         import fcntl
     except ImportError as error:  # Windows
-        raise OSError("this system has no fcntl to lock files with") from error
+        raise OSError("this system cannot lock files, because Python has no fcntl here") from error
 
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when the process ends
         yield lock
     finally:
         os.close(lock)

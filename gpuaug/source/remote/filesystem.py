@@ -1,4 +1,4 @@
-"""fsspec: opens the file system of a URL, and asks it for bytes, sizes and listings."""
+"""Opens the fsspec file system of a URL, and gets bytes, sizes and listings from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gpuaug.source import local
 from gpuaug.source.paths import redact
 from gpuaug.source.remote.curl import StatusError
 
-PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # to install, by protocol
+PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # package by protocol
 VERSIONS = ["ETag", "etag", "generation", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified"]
-VERSIONS += ["mtime", "modified", "updated"]  # fields in which stores give the version of a file
-# settings of fsspec that do not change what is read
+VERSIONS += ["mtime", "modified", "updated"]  # fields that show the version of a file, in any store
+# fsspec settings that do not change which bytes are read
 UNUSED = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
 UNUSED |= {"default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "max_concurrency"}
 UNUSED |= {"fixed_upload_size", "local_expiry_check", "block_size", "cache_timeout", "check_connection"}
@@ -33,7 +33,7 @@ class Range(NamedTuple):
         path: local path or URL.
         begin: first byte.
         size: number of bytes; None: the whole file.
-        version: from a listing. A local file must still have it; the disk cache keeps versions apart.
+        version: from a listing. A local file must still have this version. The disk cache stores versions separately.
         image: expected size in bytes if this is an encoded image (0: unknown), None if it is not an image.
     """
 
@@ -45,7 +45,7 @@ class Range(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Largest number of bytes that is read."""
+        """Maximum number of bytes to read."""
         return local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE
 
 
@@ -61,37 +61,35 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
 
     protocol, settings = url.split("://", 1)[0], dict(options)
     if protocol in ("s3", "s3a"):
-        # botocore's default is ten connections; it need not retry, because its pauses take seconds and we retry
+        # botocore's default is ten connections. It must not retry: its pauses take seconds, and gpuaug retries itself
         config = {"max_pool_connections": max(10, connections), "retries": {"max_attempts": 0}}
         settings["config_kwargs"] = {**config, **(settings.get("config_kwargs") or {})}
     if protocol not in fsspec.available_protocols():
         raise ConfigError(
-            f"fsspec knows no {protocol}://. It knows: {', '.join(sorted(fsspec.available_protocols()))}."
+            f"fsspec does not support {protocol}://. Supported: {', '.join(sorted(fsspec.available_protocols()))}."
         )
     try:
-        # no cache of listings: that of a million files takes a gigabyte
+        # no cache of listings, because it takes a gigabyte for a million files
         system, _ = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **settings)
     except ImportError as error:
         package = PACKAGES.get(protocol, "gpuaug[remote]")
-        raise SourceError(f"{protocol}:// needs another package: {error}. Do `pip install {package}`.") from error
+        raise SourceError(f"{protocol}:// needs another package: {error}. Run `pip install {package}`.") from error
     except OSError as error:
         text = f"{protocol}:// cannot be opened: {str(error).splitlines()[0] if str(error) else error!r}."
         if protocol == "hdfs":
-            text += (
-                " It needs Java and Hadoop's libhdfs: set JAVA_HOME, HADOOP_HOME and CLASSPATH, or read by webhdfs://."
-            )
+            text += " It needs Java and Hadoop's libhdfs. Set JAVA_HOME, HADOOP_HOME and CLASSPATH, or use webhdfs://."
         raise SourceError(text) from error
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"`source.remote.options` do not fit {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"`source.remote.options` are not valid. {type(error).__name__}: {error}.") from error
     if unknown := _unknown_options(system, protocol, options):
         raise ConfigError(
-            f"`source.remote.options` has what {protocol}:// does not know: {', '.join(sorted(unknown))}."
+            f"`source.remote.options` must be options of {protocol}://. Unknown options: {', '.join(sorted(unknown))}."
         )
     return system
 
 
 def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> set[str]:
-    """Options that s3fs would refuse at the first request only, and gcsfs never."""
+    """Names of unknown options. s3fs would refuse them only at the first request, and gcsfs would never refuse them."""
     if protocol in ("s3", "s3a"):
         from botocore.session import Session
 
@@ -105,7 +103,7 @@ def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> 
 
 
 async def _call(system: Any, threads: Executor | None, method: str, *args: Any, **settings: Any) -> Any:
-    """Call a method of a file system: its coroutine, or in a thread if it has none, as HDFS."""
+    """Call a method of a file system, as a coroutine if possible, else in a thread (such as for HDFS)."""
     if getattr(system, "async_impl", False):
         return await getattr(system, f"_{method}")(*args, **settings)
     call = partial(getattr(system, method), *args, **settings)
@@ -113,23 +111,23 @@ async def _call(system: Any, threads: Executor | None, method: str, *args: Any, 
 
 
 async def read(system: Any, threads: Executor | None, url: str, *, part: Range) -> bytes | OSError:
-    """The bytes of a range, or an OSError if they are too many or too few."""
+    """The bytes of a range, or an OSError if there are too many or too few."""
     if url.startswith(("http://", "https://")):
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
     if end is None and url.startswith(("s3:", "s3a:", "gs:", "gcs:")):
-        end = part.limit + 1  # bounds the answer; without an end s3fs asks for the size first
+        end = part.limit + 1  # limits the answer; without an end s3fs first requests the size
     try:
         data = await _call(system, threads, "cat_file", system._strip_protocol(url), start=part.begin, end=end)
     except OSError as error:
-        if part.size is None and "range" in str(error).lower():  # an empty object has no first byte
+        if part.size is None and "range" in str(error).lower():  # the object is empty
             return b""
         raise
     return check_size(data, part)
 
 
 async def _read_http(system: Any, part: Range) -> bytes | OSError:
-    """A GET by hand: fsspec downloads the whole file for a range of it, and has no limit of size."""
+    """Send a GET directly, because fsspec would download the whole file for a range, and has no size limit."""
     session = await system.set_session()
     options = dict(system.kwargs)
     headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}
@@ -143,7 +141,7 @@ async def _read_http(system: Any, part: Range) -> bytes | OSError:
         if response.status >= 400:
             raise StatusError(f"HTTP status {response.status}", response.status)
         if part.size is not None and response.status != 206:
-            raise ReadError(f"the server of {redact(part.path)!r} gives no ranges of files. Use one that does.")
+            raise ReadError(f"the server of {redact(part.path)!r} supports no range requests. Use a server that does.")
         limit = part.limit if part.size is None else part.size
         data = bytearray()
         async for piece in response.content.iter_any():
@@ -154,9 +152,9 @@ async def _read_http(system: Any, part: Range) -> bytes | OSError:
 
 
 def check_size(data: Any, part: Range) -> bytes | OSError:
-    """``data``, or an OSError if it is not as long as the range."""
+    """Return ``data``, or an OSError if it does not have the length of the range."""
     if part.size is not None and len(data) != part.size:
-        text = f"{len(data)} bytes instead of {part.size} at {part.begin}"
+        text = f"{len(data)} bytes instead of {part.size} at position {part.begin}"
         return OSError(errno.EIO, text, redact(part.path))
     if len(data) > part.limit:
         return OSError(errno.EFBIG, f"more than {part.limit} bytes", redact(part.path))
@@ -164,12 +162,12 @@ def check_size(data: Any, part: Range) -> bytes | OSError:
 
 
 async def info(system: Any, threads: Executor | None, url: str) -> Any:
-    """What the file system says about a file; :func:`size_and_version` reads it."""
+    """The file system's information about a file, for :func:`size_and_version`."""
     return await _call(system, threads, "info", system._strip_protocol(url))
 
 
 def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
-    """Bytes of a file (-1: unknown), and a hash that changes with its content."""
+    """Size of a file in bytes (-1: unknown), and a hash that changes with its content."""
     size = info.get("size")
     marks = [str(info[name]) for name in VERSIONS if info.get(name) is not None]
     version = hashlib.blake2b(f"{size} {marks}".encode(), digest_size=8).hexdigest()
@@ -177,16 +175,16 @@ def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
 
 
 async def list_folder(system: Any, threads: Executor | None, url: str) -> list[tuple[str, bool, int, str]]:
-    """The entries of a folder: name, whether it is a folder, bytes (-1: unknown), version."""
+    """The entries of a folder: name, whether it is a folder, size in bytes (-1: unknown), version."""
     path, is_http = system._strip_protocol(url), url.startswith(("http://", "https://"))
     entries, prefix = [], path.rstrip("/") + "/"
     for item in await _call(system, threads, "ls", path + "/" if is_http else path, detail=True):
         full = str(item["name"])
-        if not full.startswith(prefix) or not full[len(prefix) :].strip("/"):  # the folder itself, or a link elsewhere
+        if not full.startswith(prefix) or not full[len(prefix) :].strip("/"):  # the folder itself, or a foreign link
             continue
         name = full[len(prefix) :].rstrip("/")
         if is_http:
-            if "?" in name or "#" in name:  # the same page in another order
+            if "?" in name or "#" in name:  # a link to the same listing in another order
                 continue
             name = unquote(name, errors="surrogateescape")
         is_folder = item["type"] == "directory" or full.endswith("/")

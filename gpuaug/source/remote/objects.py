@@ -1,7 +1,7 @@
 """Opens buckets of S3 and Google Cloud Storage, and web servers, for libcurl (:mod:`gpuaug.source.remote.curl`).
 
-Endpoint and credentials come from the file system of fsspec. That also lists folders, and reads if it was given options
-that libcurl does not have.
+Endpoint and credentials come from the fsspec file system. The file system also lists folders. If an option is set that
+libcurl does not support, the file system reads the files too.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gpuaug.source.remote.filesystem import UNUSED
 
 log = logging.getLogger("gpuaug")
 
-TIMEOUT_S = 60.0  # for credentials, and for the region of a bucket
-LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # how long a login is used, and how long before its end it is renewed
-LOGIN_RETRY_S = 5.0  # after a login that failed
-# options that libcurl follows, or that do not matter to it
+TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
+LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # longest use of a login; renewal this long before it expires
+LOGIN_RETRY_S = 5.0  # pause after a failed login
+# options that libcurl supports, or that make no difference to it
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
 S3 |= {"requester_pays", "config_kwargs", "session", "profile"}
 S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
 S3_CLIENT |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 S3_CONFIG = {"max_pool_connections", "retries", "s3"}
 GCS = UNUSED | {"project", "access", "token", "endpoint_url", "consistency", "timeout"}
-LIBCURL = 0x080400  # its first version that limits answers without a stated length
-SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # buckets with other protocols
+LIBCURL = 0x080400  # 8.4, the first version that limits the size of answers without Content-Length
+SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # directory buckets and access points
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
@@ -46,7 +46,7 @@ class Objects(NamedTuple):
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """A function from a user's URL to ``root + key + end``, with the key quoted."""
+    """Return a function that converts a user's URL to ``root + key + end``, with the key quoted."""
 
     def url(user_url: str) -> str | None:
         key = user_url.split("://", 1)[1].partition("/")[2]
@@ -61,9 +61,9 @@ def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | Non
 
 
 def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
-    """The bucket of a URL, with the endpoint and credentials of fsspec's ``system``.
+    """Open the bucket of a URL for libcurl, with the endpoint and credentials of fsspec's ``system``.
 
-    None if only fsspec can read it: other stores, options that libcurl does not have, and without pycurl.
+    Returns None if only fsspec can read it: another store, an option that libcurl does not support, or no pycurl.
     """
     scheme, rest = url.split("://", 1)
     make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
@@ -72,25 +72,25 @@ def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
     try:
         import pycurl
     except ImportError:
-        log.info("source: %s:// is read by %s; `pip install pycurl` reads faster", scheme, type(system).__name__)
+        log.info("source: %s:// is read by %s. For faster reads, `pip install pycurl`.", scheme, type(system).__name__)
         return None
     if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
-        log.info("source: %s:// is read by %s, as libcurl is older than 8.4", scheme, type(system).__name__)
+        log.info("source: %s:// is read by %s, because libcurl is older than 8.4", scheme, type(system).__name__)
         return None
     bucket = rest.split("/", 1)[0]
     try:
         return make(system, bucket, connections)
     except _UnfitError as reason:
-        log.info("source: %s://%s is read by %s, as libcurl has no %s", scheme, bucket, type(system).__name__, reason)
+        log.info("source: %s://%s is read by %s, not libcurl: %s", scheme, bucket, type(system).__name__, reason)
         return None
 
 
 class _UnfitError(Exception):
-    """A setting that libcurl does not support."""
+    """Libcurl cannot read this bucket; the text says why."""
 
 
 class _RenewedLogin:
-    """Keeps a login and renews it before it expires. ``ask`` returns a login, and when it expires."""
+    """Keeps a login and renews it before it expires. ``ask`` returns a login and its expiry time."""
 
     def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
         self._ask, self._lock = ask, threading.Lock()
@@ -102,12 +102,12 @@ class _RenewedLogin:
             if time.time() >= self._until:
                 try:
                     self._login, end = self._ask()
-                except Exception as error:  # botocore and google.auth raise anything
+                except Exception as error:  # botocore and google.auth may raise any exception
                     self._login, self._until = error, time.time() + LOGIN_RETRY_S
                     raise
                 now = time.time()
                 self._until = now + LOGIN_KEPT_S
-                if end is not None:  # a login that is about to expire is renewed every second
+                if end is not None:  # near its expiry, a login is renewed every second
                     self._until = min(self._until, max(now + 1, end.timestamp() - RENEWED_S))
             if isinstance(self._login, Exception):
                 raise self._login
@@ -116,15 +116,15 @@ class _RenewedLogin:
 
 def _check(options: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(key for key, value in options.items() if key not in known and value not in (None, False, {})):
-        raise _UnfitError(f"option {', '.join(unknown)}")
+        raise _UnfitError(f"unsupported option {', '.join(unknown)}")
 
 
 def _s3(system: Any, bucket: str, connections: int) -> Objects:
-    """As s3fs and botocore: options, fsspec's configuration, environment, AWS's files, roles."""
+    """Open a bucket as s3fs and botocore do: with options, fsspec's configuration, environment, AWS's files, roles."""
     import pycurl
 
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
-        raise _UnfitError("access points and directory buckets")
+        raise _UnfitError("unsupported access point or directory bucket")
     _check(system.storage_options, S3)
     _check(system.client_kwargs, S3_CLIENT)
     _check(system.config_kwargs, S3_CONFIG)
@@ -140,8 +140,8 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
         region = _region(wait, client, bucket) or region
         endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
     elif "amazonaws.com" in endpoint:
-        raise _UnfitError(f"endpoint {endpoint}")
-    # as botocore: no certificate matches a bucket with dots, and an IP address has no subdomains
+        raise _UnfitError(f"unsupported endpoint {endpoint}")
+    # as in botocore: certificates do not match a bucket with dots, and an IP address has no subdomains
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
@@ -150,9 +150,9 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     if system.anon:
         curl = Curl(connections=connections, login=lambda: Login(lines), options=options)
     else:
-        credentials = client._request_signer._credentials  # from options, or from where botocore looks
+        credentials = client._request_signer._credentials  # from options, or botocore's usual places
         if credentials is None:
-            raise _UnfitError("credentials")  # the error of s3fs says where it looked
+            raise _UnfitError("no credentials")  # the error of s3fs will list the places it searched
 
         def ask() -> tuple[Login, datetime | None]:
             frozen = wait(credentials.get_frozen_credentials())
@@ -166,7 +166,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
 
 
 def _trust(verify: Any) -> dict[int, Any]:
-    """The certificates that botocore trusts."""
+    """Options for libcurl to trust the same certificates as botocore."""
     import pycurl
     from botocore.httpsession import get_cert_path
 
@@ -176,7 +176,7 @@ def _trust(verify: Any) -> dict[int, Any]:
 
 
 def _system_trust() -> dict[int, Any]:
-    """The certificates that OpenSSL trusts on this system; pycurl's own OpenSSL looks elsewhere."""
+    """Options to trust this system's certificates. By default pycurl's own OpenSSL looks in other places."""
     import pycurl
 
     known = ssl.get_default_verify_paths()
@@ -192,7 +192,7 @@ def _system_trust() -> dict[int, Any]:
 
 
 def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
-    """Region of a bucket; the server tells it even if it refuses everything else."""
+    """Region of a bucket. The server sends it even if it denies access."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -200,12 +200,12 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
     except ClientError as error:
         answer = error.response
     except (BotoCoreError, TimeoutError) as error:
-        raise _UnfitError(f"region of the bucket ({error!r})") from error
+        raise _UnfitError(f"unknown region of the bucket ({error!r})") from error
     return answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
 
 
 def _gcs(system: Any, bucket: str, connections: int) -> Objects:
-    """As gcsfs and google.auth: options, fsspec's configuration, environment, Google's files."""
+    """Open a bucket as gcsfs and google.auth do: with options, fsspec's configuration, environment, Google's files."""
     from google.auth.credentials import AnonymousCredentials
 
     _check(system.storage_options, GCS)
@@ -227,12 +227,12 @@ def _gcs(system: Any, bucket: str, connections: int) -> Objects:
 
 
 def _http(system: Any, server: str, connections: int) -> Objects:
-    """As fsspec asks a web server; follows redirections, as those of a hub to its storage."""
+    """Open a web server with the settings of fsspec. Follows redirects, such as from a hub to its storage."""
     import pycurl
     from fsspec.implementations.http import get_client
 
     if system.client_kwargs or system.get_client is not get_client or set(system.kwargs) - UNUSED - {"headers"}:
-        raise _UnfitError("options of aiohttp")
+        raise _UnfitError("unsupported options of aiohttp")
     lines = {k: v for k, v in (system.kwargs.get("headers") or {}).items() if k.lower() != "accept-encoding"}
     login = Login(("Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())))
     options = {**_system_trust(), pycurl.FOLLOWLOCATION: 1, pycurl.MAXREDIRS: 5}

@@ -31,14 +31,14 @@ from gpuaug.source.remote.objects import Objects, open_objects
 
 log = logging.getLogger("gpuaug")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the second try; doubled for each further one, up to the longest
-BYTES_PER_S = 1e6  # of a slow connection, for timeouts
-DEEPEST = 32  # nested folders; a server that lists a folder in itself has no end
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, doubled before each further try; its maximum
+BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
+DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
-_ABANDONED: list[Any] = []  # clients of a parent process: closing them would wait for threads that a fork lacks
+_ABANDONED: list[Any] = []  # the parent's clients: closing them would wait for threads that do not exist after a fork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class Remote:
     """How a source reads from URLs (``s3://``, ``gs://``, ``hdfs://``, ``https://``). Ignored for local paths.
 
     Args:
-        options: of the fsspec file system, as ``{endpoint_url: ..., anon: true}``. None: fsspec's configuration and the
-            environment, which is also the place for credentials.
-        concurrency: requests at a time, in each worker.
-        tries: of a request that fails. The pause between two tries begins at 0.1 s and doubles.
+        options: options of the fsspec file system, such as ``{endpoint_url: ..., anon: true}``. None: fsspec's
+            configuration and the environment, which is also the place for credentials.
+        concurrency: maximum number of requests at a time in each worker.
+        tries: maximum number of tries of a request. The pause between two tries begins at 0.1 s and doubles.
         timeout: seconds for one try, plus one second for each megabyte of a range. All tries of a batch together should
             take less than the ``timeout`` of the loader.
-        cache: a folder on a local disk that keeps what was read; processes and runs may share it. None: no cache.
-        cache_bytes: limit of that folder in bytes; the least recently used entries are removed first.
+        cache: folder on a local disk that stores what was read. Processes and runs may share it. None: no cache.
+        cache_bytes: limit of the cache folder in bytes; the least recently used entries are removed first.
 
     >>> Remote(options={"anon": True}, cache="/scratch/images").concurrency
     64
@@ -79,7 +79,7 @@ class Remote:
 
 
 class FileInfo(NamedTuple):
-    """A file of a listing: path, URL or key relative to the listed folder; bytes (-1: unknown); version."""
+    """A file of a listing: path, URL or key relative to the listed folder; size in bytes (-1: unknown); version."""
 
     path: str
     size: int
@@ -87,7 +87,7 @@ class FileInfo(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A question about a URL, for libcurl (``client`` is an Objects) or for a file system of fsspec."""
+    """A request about a URL, sent by libcurl (``client`` is an Objects) or by an fsspec file system."""
 
     client: Any
     url: str
@@ -99,7 +99,7 @@ class _Request(NamedTuple):
 class Storage:
     """Reads and lists files, local or behind URLs.
 
-    Pickles to its settings: every process opens its own connections, also after a fork.
+    A pickle holds the settings only. Every process opens its own connections, also after a fork.
     """
 
     _next: list[Range]  # prefetch hints for the read after next
@@ -114,7 +114,7 @@ class Storage:
         return Storage, (self.remote,)
 
     def read(self, ranges: Sequence[Range]) -> list[bytes | Exception]:
-        """Bytes of each range, or the reason why it cannot be read: an OSError, or a ReadError after the last try."""
+        """The bytes of each range, or an exception: an OSError, or a ReadError after the last try."""
         self._reset_after_fork()
         results, remote = self._read_local(ranges)
         if self._disk is not None:
@@ -143,7 +143,7 @@ class Storage:
         """All bytes of a file.
 
         Raises:
-            OSError, ReadError: if it cannot be read.
+            OSError, ReadError: if the file cannot be read.
         """
         (data,) = self.read([Range(path)])
         if isinstance(data, Exception):
@@ -154,7 +154,7 @@ class Storage:
         """Size and version of each file.
 
         Raises:
-            SourceError: if one of them is missing or not a regular file.
+            SourceError: if a file is missing or not a regular file.
         """
         self._reset_after_fork()
         urls = [path for path in paths if is_url(path)]
@@ -176,7 +176,7 @@ class Storage:
         return files
 
     def find(self, root: str) -> list[FileInfo]:
-        """Every file below a URL, in no order; the folders of a level are listed at the same time.
+        """All files below a URL, in no fixed order. Folders of the same level are listed at the same time.
 
         Raises:
             SourceError: if a folder cannot be listed.
@@ -195,7 +195,7 @@ class Storage:
                     raise SourceError(f"{redact(url)!r} cannot be listed: {_text(entries)}.") from entries
                 for name, is_folder, size, version in entries:
                     if not is_safe(name) or "/" in name:
-                        log.warning("source: %r in %s is not a file name; left out", name, redact(url))
+                        log.warning("source: %r in %s is not a valid file name and is left out", name, redact(url))
                     elif is_folder:
                         below.append(f"{folder}{name}/")
                     else:
@@ -204,19 +204,19 @@ class Storage:
             if not folders:
                 return files
         raise SourceError(
-            f"{redact(root)!r} has more than {DEEPEST} folders in each other, such as {folders[0]!r}. Does the "
-            "server list a folder in itself?"
+            f"{redact(root)!r} has more than {DEEPEST} levels of folders, such as {folders[0]!r}. Check whether "
+            "the server lists a folder in itself."
         )
 
     def expand(self, root: Any, *, ending: str) -> list[FileInfo]:
-        """The files that a user names, in order, with their paths and URLs.
+        """The files that ``root`` names, in order, with full paths or URLs.
 
         Args:
-            root: a path or URL, with ``{000..099}``, ``{a,b}`` or ``*``, or a folder; or a list of them.
-            ending: of the files; in a folder, of those that are taken.
+            root: path or URL of a file or folder, possibly with ``{000..099}``, ``{a,b}`` or ``*``; or a list of them.
+            ending: file name extension. Other files in a folder are ignored.
 
         Raises:
-            ConfigError, SourceError: if a file is missing, or there are none.
+            ConfigError, SourceError: if a file is missing, or no files are found.
         """
         paths: list[str] = []
         known: dict[str, FileInfo] = {}
@@ -239,7 +239,7 @@ class Storage:
             raise ConfigError(f"`source.root` must name {ending} files. Found: {root!r}.")
         if len(set(paths)) < len(paths):
             twice = next(path for path, count in Counter(paths).items() if count > 1)
-            raise SourceError(f"`source.root` names files twice, such as {redact(twice)!r}.")
+            raise SourceError(f"`source.root` must name each file once. Found twice: {redact(twice)!r}.")
         missing = [path for path in paths if path not in known]
         known |= dict(zip(missing, self.stat(missing), strict=True))
         return [known[path] for path in paths]
@@ -250,7 +250,7 @@ class Storage:
         if "*" in path:
             path, pattern = split(path)
             if "*" in path:
-                raise ConfigError(f"`source.root` may have a * in its last part only. Found: {redact(path)!r}.")
+                raise ConfigError(f"`source.root` may contain * only in its last part. Found: {redact(path)!r}.")
         if not is_url(path):
             if pattern is not None:
                 return self.stat(sorted(glob.glob(os.path.join(glob.escape(path), pattern))))
@@ -270,10 +270,10 @@ class Storage:
     # -- local files
 
     def _read_local(self, ranges: Sequence[Range]) -> tuple[list[Any], list[int]]:
-        """Results of the local ranges and of those that are refused, and the numbers of the others."""
+        """Results of local and of refused ranges, and the positions of the other ranges, which are remote."""
         results: list[Any] = [None] * len(ranges)
         remote: list[int] = []
-        held = 0  # bytes of large images
+        held = 0  # bytes of large images so far
         for i, part in enumerate(ranges):
             size = max(part.image or 0, part.size or 0)
             if part.image is not None and size > local.LARGE:
@@ -305,8 +305,8 @@ class Storage:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._systems: dict[str, Any] = {}  # of fsspec, by bucket
-        self._objects: dict[str, Objects | None] = {}  # readers by libcurl, by bucket
+        self._systems: dict[str, Any] = {}  # fsspec file systems by bucket
+        self._objects: dict[str, Objects | None] = {}  # libcurl readers by bucket
         self._files = local.OpenFiles()
         self._threads: ThreadPoolExecutor | None = None
         self._next = []
@@ -320,7 +320,7 @@ class Storage:
             self._reset()
 
     def _system(self, url: str) -> Any:
-        """The file system of fsspec: it lists, and reads what libcurl cannot read."""
+        """The fsspec file system of a URL. It lists folders, and reads what libcurl cannot read."""
         with self._lock:
             if (key := _bucket(url)) not in self._systems:
                 remote = self.remote
@@ -342,7 +342,7 @@ class Storage:
         return _Request(objects, part.path, ask, part, get)
 
     def _ask(self, requests: Sequence[_Request], prefetch: Sequence[_Request] = ()) -> list[Any]:
-        """The answer to each request, or the exception of its last try. What failed is asked again together."""
+        """The answer to each request, or the exception of its last try. Failed requests are retried together."""
         answers: list[Any] = [None] * len(requests)
         by_client: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
@@ -358,7 +358,7 @@ class Storage:
                     answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
                 if not rows:
                     break
-                # random, so that not all workers ask at once; by its own generator, as the global one is the user's
+                # a random pause, so that workers do not all retry at once; the global generator belongs to the user
                 pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
                 time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
@@ -370,7 +370,7 @@ class Storage:
         return [x if isinstance(x, Exception) else filesystem.check_size(x, r.part) for r, x in replies if r.part]
 
     def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
-        """Answers on fsspec's event loop; file systems without coroutines, as HDFS, are asked by threads."""
+        """Answers on fsspec's event loop. File systems without coroutines, such as HDFS, answer in threads."""
         from fsspec.asyn import get_loop
 
         system = requests[0].client
@@ -391,7 +391,7 @@ class Storage:
         future = asyncio.run_coroutine_threadsafe(ask_all(), loop)
         try:
             return future.result()
-        except BaseException:  # the user interrupted
+        except BaseException:  # for example Ctrl-C
             future.cancel()
             raise
 
@@ -401,7 +401,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer, or the exception for a fault: no OSError after retries, as the reader would retry as well."""
+        """The answer or exception to return. After retries it is no OSError, because the reader would retry again."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
@@ -417,10 +417,10 @@ class Storage:
 
 
 def _bucket(url: str) -> str:
-    """Protocol and bucket or server of a URL."""
+    """Protocol and bucket (or server) of a URL."""
     match = re.match(r"\w[\w.+-]*://[^/]*", url)
     if match is None or "::" in url:
-        raise ConfigError(f"a URL must be as s3://bucket/path. Found: {redact(url)!r}.")
+        raise ConfigError(f"a URL must have the form s3://bucket/path. Found: {redact(url)!r}.")
     return match[0]
 
 
@@ -429,7 +429,7 @@ def _cache_name(part: Range) -> str:
 
 
 def _may_pass(error: Any) -> bool:
-    """Whether it is an error after which another try may succeed."""
+    """Whether ``error`` is an exception after which another try may succeed."""
     if not isinstance(error, Exception):
         return False
     status = getattr(error, "status", None)
