@@ -85,11 +85,11 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)``: a hint: samples of the ``read_many`` after the next; None for local files."""
+        """``prefetch(numbers)``: hint that the ``read_many`` after the next needs these; None for local files."""
         return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
 
     def key(self, index: int) -> str:
-        """Path of sample ``index`` relative to ``root``, with ``/``; non-UTF-8 bytes decoded with ``surrogateescape``."""
+        """Path of sample ``index`` relative to ``root``, with ``/``. Other bytes than UTF-8 use ``surrogateescape``."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:

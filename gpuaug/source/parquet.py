@@ -256,7 +256,7 @@ def _metadata(file: FileInfo, storage: Storage) -> Any:
     """The footer of a file; SourceError if it cannot be read."""
     pyarrow = import_pyarrow()
     if file.size < 0:
-        raise SourceError(f"{redact(file.path)!r}: the server reports no file size. Use another server, or a copy.")
+        raise SourceError(f"{redact(file.path)!r}: the server reports no size. Use another server, or a copy.")
     try:
         return pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:

@@ -320,7 +320,7 @@ def test_size_by_epoch(arrays: Path) -> None:
         assert torch.equal(batch.indices, indices)
     assert large.by_epoch is None
     assert rows.key(30) == large.key(2)
-    for size, text in (({1: 40}, "begin with epoch 0"), ({0: 50}, "40, 96. Found: 50"), (224, "40, 96. Found: 224"),
+    for size, text in (({1: 40}, "must have the key 0"), ({0: 50}, "40, 96. Found: 50"), (224, "40, 96. Found: 224"),
                        ({-1: 40}, "epochs 0, 1"), ({0: 40, "0": 96}, "once")):  # fmt: skip
         with pytest.raises(ConfigError, match=text):
             PackedSource(arrays, size=size)
@@ -356,7 +356,7 @@ def test_samples_and_classes_are_chosen(arrays: Path, tmp_path: Path) -> None:
     turned = PackedSource(arrays, classes=["ödd", "new", "turned", "jpeg"])
     assert turned.labels.tolist() == [3] * 9 + [2] * 9 + [0] * 10
     assert turned.num_classes == 4
-    with pytest.raises(SourceError, match="knows nothing of"):
+    with pytest.raises(SourceError, match="`source.classes` has .* lacks"):
         PackedSource(arrays, classes=["jpeg"])
 
 
