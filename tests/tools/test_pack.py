@@ -628,7 +628,7 @@ def test_a_damaged_folder_is_no_source(arrays: Path, tmp_path: Path) -> None:
         (text.replace('"samples": 28', '"samples": 29', 1), "checksum"),
         (text[:-40], "cannot be used"),
         ("[]", "not written by"),
-        (text.replace('"version": 1', '"version": 2', 1), "version 2"),
+        (text.replace('"version": 1', '"version": 2', 1), "version is 2"),
     ):
         assert changed != text
         (out / MANIFEST).write_text(changed)
