@@ -1,9 +1,9 @@
 """Sources: the number of samples, and the encoded bytes and label of sample number *i*.
 
-A source is any map-style object with ``len(source)`` and ``source[i] -> (bytes, label)``; a sample never changes its
-number ``i``. :class:`Source` lists what else a source may have, and :func:`adapt` adds what is missing.
+A source is any map-style object with ``len(source)`` and ``source[i] -> (bytes, label)``; the number of a
+sample never changes. :class:`Source` lists the optional attributes, and :func:`adapt` adds missing ones.
 
-Sources are unpickled in every worker, so no module here imports a decoder or a configuration library, or touches CUDA.
+Every worker unpickles the source. So no module here imports a decoder or a configuration library, or uses CUDA.
 """
 
 from gpuaug.source.adapt import MapSource, Source, adapt

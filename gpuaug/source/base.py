@@ -1,4 +1,4 @@
-"""Base classes: a source that lists its samples, its keys, and a source on top of another one."""
+"""Base classes: a source that lists its samples, keys of samples in files, and a source that wraps another source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Classes = Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None
 
 
 class ListedSource:
-    """A source that lists its samples once; numbers, keys and labels are tensors that all processes share.
+    """A source that lists its samples once. All processes share the tensors of sample numbers, keys and labels.
 
     A subclass sets ``root``, ``_storage`` and ``_names``, calls :meth:`_set_labels` and :meth:`_activate`, and
     implements :meth:`_range` or :meth:`_read`.
@@ -42,7 +42,7 @@ class ListedSource:
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
-    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not classes
+    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are targets, not classes
     _digest: str | None = None
 
     def __len__(self) -> int:
@@ -52,8 +52,8 @@ class ListedSource:
         """Encoded bytes and label of the sample.
 
         Raises:
-            OSError, GpuaugError: if they cannot be read; a fault of this sample.
-            IndexError: if the source has no such sample number.
+            OSError, GpuaugError: if the bytes cannot be read. This is a fault of this sample only.
+            IndexError: if the source has no sample ``index``.
         """
         (item,) = self._read([self._check(index)])
         if isinstance(item, Exception):
@@ -68,7 +68,7 @@ class ListedSource:
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes or targets, including classes without images; None if there are none."""
+        """Number of classes (also those without images) or of targets; None if the source has neither."""
         if self.classes is not None:
             return len(self.classes)
         if self._targets is not None:
@@ -77,7 +77,7 @@ class ListedSource:
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """``read_many(numbers)``: ``(bytes, label)`` or the exception of each sample, requested at the same time.
+        """``read_many(numbers)`` reads all at the same time: a list of ``(bytes, label)`` or exceptions.
 
         None for local files, which are read one by one.
         """
@@ -85,19 +85,19 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)``: names the samples of the ``read_many`` after the next; None for local files."""
+        """``prefetch(numbers)``: hint that the ``read_many`` after the next needs these; None for local files."""
         return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
 
     def key(self, index: int) -> str:
-        """Path of sample number ``index`` below ``root``, with ``/``; other bytes than UTF-8 by ``surrogateescape``."""
+        """Path of sample ``index`` relative to ``root``, with ``/``. Other bytes than UTF-8 use ``surrogateescape``."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:
-        """Label of sample number ``index`` (int, float, floats) without reading its bytes; None without labels."""
+        """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no image."""
         return self._label_of(self._check(index))
 
     def digest(self) -> str:
-        """Hash of the sorted keys of all samples; independent of ``root``, ``subset`` and ``exclude``."""
+        """Hash of the sorted keys of all samples. It does not depend on ``root``, ``subset`` or ``exclude``."""
         if self._digest is None:
             self._digest = self._names.digest()
         return self._digest
@@ -124,14 +124,14 @@ class ListedSource:
         index = operator.index(index)
         if not 0 <= index < len(self._names):
             raise IndexError(
-                f"sample numbers of {redact(self.root)!r} are 0 .. {len(self._names) - 1}. Found: {index}."
+                f"sample numbers of {redact(self.root)!r} must be 0 .. {len(self._names) - 1}. Found: {index}."
             )
         return index
 
     def _set_labels(
         self, values: Sequence[Any] | NDArray[Any], *, classes: Classes, names: Sequence[str] | None = None
     ) -> None:
-        """Take one label per sample; ``names`` are the classes in the data, in the order of their labels."""
+        """Set one label per sample. ``names``: the class names stored in the data, in the order of their labels."""
         root = redact(self.root)
         mapping = None if classes is None else class_mapping(classes)
         if names is not None and mapping is None:
@@ -139,10 +139,11 @@ class ListedSource:
         elif names is not None and list(mapping or ()) != list(names):
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
                 raise SourceError(
-                    f"`source.classes` differs from the names of the labels in {root!r}: {some(names)}. Leave it out."
+                    f"`source.classes` differs from the class names in {root!r}: {some(names)}. Its labels are not one "
+                    "class number per sample, so they cannot be converted. Remove `source.classes`."
                 )
-            encode(values, classes={name: label for label, name in enumerate(names)}, place=root)  # are they in range?
-            values = [names[i] for i in values.tolist()]  # the user's mapping may number the classes differently
+            encode(values, classes={name: label for label, name in enumerate(names)}, place=root)  # checks the range
+            values = [names[i] for i in values.tolist()]  # the given mapping may number the classes differently
         labels, known = encode(values, classes=mapping, place=root)
         tensor = share(torch.from_numpy(labels))
         if labels.dtype == np.int64:
@@ -153,7 +154,7 @@ class ListedSource:
             self.classes, self.class_to_idx = known, {name: label for label, name in enumerate(known)}
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
-        """Choose the active samples, and log how many there are."""
+        """Select samples by ``subset`` and ``exclude``, and log their number."""
         self.indices = active(self._names, subset, exclude, root=self.root)
         text = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
         text += "" if self.classes is None else f", {len(self.classes)} classes"
@@ -161,9 +162,9 @@ class ListedSource:
 
 
 class FileKeys(Names):
-    """Keys ``file/member``, made when they are asked for: no file name is stored more than once.
+    """Keys ``file/member``. Each file name is stored only once; a key is built when it is needed.
 
-    ``bounds`` are int64 [files + 1], the first sample of each file. Without ``members`` they are numbers of rows.
+    ``bounds``, int64 [files + 1], are the first samples of the files. Without ``members``, keys are ``file/row``.
     """
 
     def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
@@ -184,14 +185,14 @@ class FileKeys(Names):
 
 
 def locate(bounds: Tensor, index: int) -> tuple[int, int]:
-    """The part of a sample, and its place in the part; ``bounds`` are int64 [parts + 1], the first sample of each."""
+    """Number of the part with a sample, and position in it. ``bounds``, int64 [parts + 1]: first sample of each."""
     numbers = bounds.numpy()
     part = int(np.searchsorted(numbers, index, side="right")) - 1
     return part, index - int(numbers[part])
 
 
 def bounds_of(counts: Sequence[int]) -> Tensor:
-    """Running sums from 0, int64 [len(counts) + 1], shared."""
+    """Running sums of the counts, starting with 0: int64 [len(counts) + 1] in shared memory."""
     return share(torch.from_numpy(np.cumsum([0, *counts], dtype=np.int64)))
 
 
@@ -202,19 +203,19 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
-    """The manifest in a file; ValueError if another command or version wrote it, or it was changed afterwards."""
+    """Parse a manifest; ValueError if another command or version wrote it, or the file was changed later."""
     manifest = json.loads(data)
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         raise ValueError(f"it was not written by `{kind}`")
     if manifest.get("version") != version:
-        raise ValueError(f"it is of version {manifest.get('version')!r}, and this gpuaug knows {version}")
+        raise ValueError(f"its version is {manifest.get('version')!r}, but this gpuaug reads version {version}")
     if manifest.get("checksum") != checksum(manifest):
-        raise ValueError("its content does not fit its checksum")
+        raise ValueError("its content does not match its checksum")
     return manifest
 
 
 class SourceView:
-    """A source that reads another one: keys, digest, labels and classes are those of the other source."""
+    """A source that wraps another source and has the same keys, digest, labels and classes."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -228,9 +229,9 @@ class SourceView:
         return f"{type(self).__name__}({self.source!r})"
 
     def key(self, index: int) -> str:
-        """Key of the sample in the other source."""
+        """Key of the sample in the wrapped source."""
         return str(self.source.key(index))
 
     def digest(self) -> str:
-        """Digest of the other source."""
+        """Digest of the wrapped source."""
         return str(self.source.digest())

@@ -1,4 +1,4 @@
-"""Labels from class mappings, numbers, names, or several of them per sample."""
+"""Labels as arrays, from class numbers, class names, targets, or lists of these per sample."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def class_mapping(classes: Any) -> dict[str, int]:
             classes = json.loads(text) if path.endswith(".json") else list(lines)
         except (OSError, ValueError, RecursionError) as error:
             raise SourceError(
-                "`source.classes` must be names, a mapping, or a FILE: .json with either, or text with one name per "
-                f"line. Found: {path!r} ({error})."
+                "`source.classes` must be names, a mapping, or a FILE: .json with names or a mapping, or text with "
+                f"one name per line. Found: {path!r} ({error})."
             ) from error
     if isinstance(classes, Mapping):
         names, numbers = [str(name) for name in classes], list(classes.values())
     elif isinstance(classes, Sequence) and all(isinstance(name, str | int) for name in classes):
         names, numbers = [str(name) for name in classes], list(range(len(classes)))
     else:
-        raise SourceError(f"`source.classes` must hold names, or a mapping from name to label. Found: {given!r:.200}.")
+        raise SourceError(f"`source.classes` must list names, or map names to labels. Found: {given!r:.200}.")
     if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise SourceError(
             f"the labels in `source.classes` must be 0 .. {len(numbers) - 1}, each once. Found: {some(numbers)}."
         )
     if len(set(names)) != len(names) or not names:
-        raise SourceError(f"`source.classes` must name every class once. Found {len(names)} names: {some(names)}.")
+        raise SourceError(f"`source.classes` must name each class once. Found {len(names)} names: {some(names)}.")
     return dict(sorted(zip(names, numbers, strict=True), key=lambda item: item[1]))
 
 
@@ -52,8 +52,8 @@ def label_column(
 ) -> str | None:
     """Name of the label column; None: no labels.
 
-    ``auto`` means ``label`` or ``labels``, else the only one of ``with_classes``: columns of numbers with class names.
-    ``columns`` are all without images; ``place`` and ``remedy`` are for errors.
+    ``auto`` means ``label`` or ``labels``, else the only column of ``with_classes`` (numbers that have class names).
+    ``columns`` are all columns except images; ``place`` and ``remedy`` appear in error messages.
     """
     if label in (None, "none") or (label == "auto" and not columns):
         return None
@@ -63,10 +63,10 @@ def label_column(
         wanted = "label or labels" if label == "auto" else repr(label)
         among = ", ".join(columns) or "none"
         raise SourceError(
-            f"`source.label` must be a column of {place}, or none. Found no {wanted} among: {among:.1000}. {remedy}"
+            f"`source.label` must be a column of {place}, or none. There is no {wanted}, only: {among:.1000}. {remedy}"
         )
     if label == "auto":
-        log.info("source %s: labels from the column %r", place, column)
+        log.info("source %s: reading labels from the column %r", place, column)
     return column
 
 
@@ -85,8 +85,8 @@ def encode(
     lists of names      float32 [N, C], 1 for each class in the list
     ==================  =============================================
 
-    ``classes`` leads from name to label; None: made from the sorted names. ``place`` is for errors: SourceError if the
-    values are of several kinds, or a name is not in ``classes``.
+    ``classes`` maps names to labels; None: number the sorted names. ``place`` appears in error messages. Raises
+    SourceError if the values are of several kinds, or a name is not in ``classes``.
 
     >>> encode(["dog", "cat"], classes=None, place="train.csv")
     (array([1, 0]), ['cat', 'dog'])
@@ -100,8 +100,8 @@ def encode(
             raise _refused(values, kinds, place) from error
         if classes is not None and (beyond := outside(numbers, len(classes))):
             raise SourceError(
-                f"labels in {place!r} must be 0 .. {len(classes) - 1}, as there are {len(classes)} classes. Found: "
-                f"{beyond}."
+                f"labels in {place!r} must be 0 .. {len(classes) - 1}, because there are {len(classes)} classes. "
+                f"Found: {beyond}."
             )
         return numbers, named
     if all(issubclass(kind, int | float | np.number) for kind in kinds):
@@ -120,8 +120,8 @@ def encode(
         lengths = {len(row) for row in values}
         if len(lengths) > 1:
             raise SourceError(
-                f"lists of numbers as labels must have one length in {place!r}. Found: {min(lengths)} .. "
-                f"{max(lengths)}. For sets of classes, list their names."
+                f"if labels are lists of numbers, all must have the same length. Found in {place!r}: "
+                f"{min(lengths)} .. {max(lengths)}. For sets of classes, list class names instead of numbers."
             )
         if inside and all(issubclass(kind, int | float) for kind in inside):
             return _finite(np.asarray(values, dtype=np.float32), place), named
@@ -131,7 +131,7 @@ def encode(
 def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
     if bad.any():
-        raise SourceError(f"label {bad.argmax()} in {place!r} is not a finite number. Found {bad.sum()} such ones.")
+        raise SourceError(f"labels in {place!r} must be finite. {bad.sum()} are not, first label {bad.argmax()}.")
     return values
 
 
@@ -140,8 +140,8 @@ def _mapping(names: set[str], classes: Mapping[str, int] | None, place: str) -> 
         return {name: label for label, name in enumerate(sorted(names))}
     if unknown := sorted(name for name in names if name not in classes):
         raise SourceError(
-            f"`source.classes` has {len(classes)} classes and knows nothing of {len(unknown)} labels in {place!r}: "
-            f"{some(unknown)}. Add them to it."
+            f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} labels of {place!r}: "
+            f"{some(unknown)}. Add them to `source.classes`."
         )
     return classes
 
@@ -150,11 +150,11 @@ def _refused(values: Sequence[Any] | NDArray[Any], kinds: set[Any], place: str) 
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     firsts = {type(value): value for value in reversed(list(values))}
     return SourceError(
-        f"labels in {place!r} must all be numbers, all names, or all lists of one of them. Found: {names}, such as "
-        f"{some(list(firsts.values()))}."
+        f"labels in {place!r} must all be numbers, all be names, all be lists of numbers, or all be lists of names. "
+        f"Found: {names}, such as {some(list(firsts.values()))}."
     )
 
 
 def some(names: Sequence[Any]) -> str:
-    """The first few of them, for a message."""
+    """The first five names as text for a message."""
     return ", ".join(repr(name) for name in names[:5]) + (", …" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""Which samples of a source are active: subset, exclude, and file name extensions."""
+"""Filters of a source. Its active samples are those that ``subset`` selects and ``exclude`` does not remove."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpuaug.source.paths import redact
 
 log = logging.getLogger("gpuaug")
 
-# torchvision's IMG_EXTENSIONS, and gif
+# torchvision's IMG_EXTENSIONS plus gif
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 
 Subset = int | float | Sequence[int] | Tensor | str | os.PathLike[str] | None
@@ -34,9 +34,9 @@ def active(
     root: str,
     numbers: NDArray[np.int64] | None = None,
 ) -> Tensor | None:
-    """Ascending numbers of the active samples, int64; None: all.
+    """Ascending numbers of the active samples, int64; None: all samples are active.
 
-    ``names`` are the keys of the samples, and ``numbers`` their numbers, ascending; None: 0 .. len(names) - 1.
+    ``names`` are the keys of all samples. ``numbers`` are their ascending numbers; None: 0 .. len(names) - 1.
     """
     known = np.arange(len(names)) if numbers is None else numbers
     chosen = known if subset is None else _subset(subset, known)
@@ -44,17 +44,17 @@ def active(
         keys = _excluded(exclude)
         out = known[[row for row, name in enumerate(names) if name in keys]]
         if missing := len(keys) - len(out):
-            log.warning("source %s: %d of %d keys in `source.exclude` are not here", redact(root), missing, len(keys))
+            log.warning("source %s: %d of %d keys in `source.exclude` are unknown", redact(root), missing, len(keys))
         left = chosen[~np.isin(chosen, out)]
-        log.info("source %s: %d samples left out by %s", redact(root), len(chosen) - len(left), os.fspath(exclude))
+        log.info("source %s: %d samples excluded by %s", redact(root), len(chosen) - len(left), os.fspath(exclude))
         if not len(left):
-            raise SourceError(f"`source.exclude` leaves no samples: {os.fspath(exclude)!r} names all {len(chosen)}.")
+            raise SourceError(f"`source.exclude` must leave samples. {os.fspath(exclude)!r} has all {len(chosen)}.")
         chosen = left
     return None if len(chosen) == len(known) else share(torch.from_numpy(chosen))
 
 
 def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
-    """The extensions in lower case, with a dot."""
+    """The extensions in lower case, each with a leading dot."""
     several = isinstance(extensions, Iterable) and not isinstance(extensions, str | bytes | Tensor | np.ndarray)
     if not several or not extensions or not all(isinstance(x, str) and x for x in extensions):
         raise ConfigError(f"`source.extensions` must be a list such as ['.jpg', '.png']. Found: {extensions!r}.")
@@ -62,7 +62,7 @@ def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The samples that ``source.subset`` names among the ``known`` ones, ascending."""
+    """The samples that ``source.subset`` selects from the ``known`` numbers, ascending."""
     total = len(known)
     if isinstance(subset, bool):
         raise SourceError(f"`source.subset` must be a count, a fraction, or a FILE of sample numbers. Found: {subset}.")
@@ -72,7 +72,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
         subset = max(1, round(subset * total))
     if isinstance(subset, int):
         if not 1 <= subset <= total:
-            raise SourceError(f"a count in `source.subset` must lie in 1 .. {total}. Found: {subset}.")
+            raise SourceError(f"a count in `source.subset` must be 1 .. {total}. Found: {subset}.")
         return known[np.arange(subset, dtype=np.int64) * total // subset]
     if isinstance(subset, str | os.PathLike):
         numbers = read_numbers(subset, key="source.subset", dtype=np.int64)
@@ -88,7 +88,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
         text = f"{len(numbers)} numbers, {len(ascending)} of them distinct"
         if len(ascending):
             text += f", from {ascending[0]} to {ascending[-1]}"
-        gaps = "" if known[-1] == total - 1 else f", those {total} that are stored"
+        gaps = "" if known[-1] == total - 1 else f" (only the {total} stored samples)"
         raise SourceError(
             f"sample numbers in `source.subset` must be {known[0]} .. {known[-1]}{gaps}, each once. Found: {text}."
         )
@@ -96,7 +96,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
-    """Keys in a file of JSON lines; a last line without line end, left by a killed run, is ignored."""
+    """Keys in a file of JSON lines. An incomplete last line, as a killed run leaves it, is ignored."""
     if not isinstance(file, str | os.PathLike):
         raise SourceError(f"`source.exclude` must be a FILE, as `faults.file` writes it. Found: {file!r:.200}.")
     path = os.path.expanduser(os.fspath(file))
@@ -110,12 +110,12 @@ def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
                     keys.add(os.fsencode(json.loads(line)["key"]))
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     if not line.endswith("\n"):
-                        log.warning("source: the last line of %s is cut off; it excludes nothing", path)
+                        log.warning("source: the last line of %s is incomplete and is ignored", path)
                         continue
                     raise ValueError(f"line {number}: {line.strip()[:100]!r}") from error
     except (OSError, ValueError) as error:
         raise SourceError(
-            f'`source.exclude` must be a FILE of JSON lines with "key", as `faults.file` holds them. '
+            f'`source.exclude` must be a FILE of JSON lines with the field "key", as `faults.file` writes it. '
             f"Found: {path!r} ({error})."
         ) from error
     return keys

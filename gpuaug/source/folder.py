@@ -24,35 +24,35 @@ from gpuaug.source.remote.storage import Range, Remote, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # of a folder through links in links: n folders that all link to each other have n! paths
-TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # a path of more than 4096 bytes or 40 links cannot be opened
+MOST_VISITS = 8  # of one folder, through links in linked folders: n folders that link to each other have n! paths
+TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
 
 
 class FolderSource(ListedSource):
     """``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders and files sorted.
 
-    Every file with an image extension is listed and none is opened: a broken link or an empty file becomes a fault of
-    its sample. Names need not be UTF-8. Links to folders are followed, but never into a folder above the link, and at
-    most eight times per class and folder through links in links. Folders whose path is too long for the system are
-    left out. One warning counts the folders that were not entered.
+    Every file with an image extension is listed without opening it. So a broken link or an empty file becomes a fault
+    of its sample. Names need not be UTF-8. Links to folders are followed, except to a folder above the link. Through
+    links inside linked folders, each folder is visited at most eight times per class. Folders whose path is too long
+    for the system are skipped. One warning counts the skipped folders.
 
     Args:
         root: the folder, or its URL (``s3://bucket/train``).
-        labels: ``folder``: the first subfolder is the class; ``none``: images anywhere below ``root``, no labels.
-        classes: class mapping of another run, for evaluation: names in the order of their labels, a mapping from name
-            to label, or a FILE: .json with one of these, else text with one name per line. A class may have no folder
-            here; a folder that is not a class is an error.
-        subset: a count or a fraction: so many samples, spread evenly over the sorted files, so that classes keep their
-            proportions and every run gets the same samples. Or a FILE or sequence of sample numbers.
+        labels: ``folder``: the first subfolder is the class; ``none``: all images below ``root``, without labels.
+        classes: class mapping of another run, for evaluation. Names in the order of their labels, a mapping from name
+            to label, or a FILE: .json with names or a mapping, else text with one name per line. A class without a
+            folder is allowed; a folder that is not a class is an error.
+        subset: a number or a fraction of samples, spread evenly over the sorted files: classes keep their proportions,
+            and every run gets the same samples. Or a FILE or sequence of sample numbers.
         exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them. Applied after
             ``subset``.
-        extensions: of image files; case is ignored.
+        extensions: file name extensions of images; case is ignored.
         remote: how to read from a URL.
 
-    Samples keep their numbers under ``subset`` and ``exclude``; ``source[i]`` takes that number.
+    ``subset`` and ``exclude`` do not renumber the samples: ``source[i]`` takes the number in the whole folder.
 
     Raises:
-        SourceError: if the folder or a file cannot be used, or no image is left.
+        SourceError: if the folder or a FILE cannot be used, or no image is left.
 
     >>> source = FolderSource("data/train", subset=0.1)
     >>> data, label = source[0]
@@ -74,21 +74,21 @@ class FolderSource(ListedSource):
         endings = extensions_of(extensions)
         self.root = absolute(root)
         self._storage = Storage(remote)
-        self._versions: Names | None = None  # of remote files, for the disk cache
-        self._large: dict[int, int] = {}  # bytes of large remote files, by number
+        self._versions: Names | None = None  # versions of remote files, for the disk cache
+        self._large: dict[int, int] = {}  # sizes of large remote files, by sample number
         began = time.monotonic()
         tree = _UrlTree(self.root, self._storage, endings) if is_url(self.root) else _LocalTree(self.root, endings)
         if labels == "folder":
             self._list_classes(None if classes is None else class_mapping(classes), tree, endings)
         elif classes is not None:
-            raise ConfigError("`source.classes` names the folders' labels, but `source.labels` is none. Drop one.")
+            raise ConfigError("`source.classes` numbers the classes, but `source.labels` is none. Remove one of them.")
         else:
             self._names = Names.of(tree.images(None))
             if not len(self._names):
                 raise SourceError(f"no images in {redact(self.root)!r}: no file below it ends in {', '.join(endings)}.")
         if isinstance(tree, _LocalTree):
             tree.warn()
-        else:  # keep what reading needs: nearly nothing per sample unless there is a disk cache
+        else:  # keep only what reading needs: versions for a disk cache, and the sizes of large files
             files = [tree.files[os.fsdecode(name)] for name in self._names]
             self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
             if self._storage.remote.cache is not None:
@@ -116,15 +116,15 @@ class FolderSource(ListedSource):
         folders, beside = tree.classes()
         folders.sort()
         if not folders:
-            remedy = "Set `source.labels=none` to read them without labels." if beside else "Is `source.root` right?"
-            raise SourceError(f"no class folders in {self.root!r}, and {beside} images directly in it. {remedy}")
+            remedy = "Set `source.labels=none` to read images without labels." if beside else "Check `source.root`."
+            raise SourceError(f"no class folders in {self.root!r}. Images directly in this folder: {beside}. {remedy}")
         if beside:
-            log.warning("source %s: %d images beside the class folders are left out", self.root, beside)
+            log.warning("source %s: %d images are ignored, because they are not in a class folder", self.root, beside)
         mapping = {name: label for label, name in enumerate(folders)} if given is None else given
         if unknown := [name for name in folders if name not in mapping]:
             raise SourceError(
-                f"`source.classes` has {len(mapping)} classes and knows nothing of {len(unknown)} of the "
-                f"{len(folders)} folders in {self.root!r}: {some(unknown)}. Add them to it, or move them away."
+                f"`source.classes` has {len(mapping)} classes, but lacks {len(unknown)} of the {len(folders)} folders "
+                f"in {self.root!r}: {some(unknown)}. Add them to `source.classes`, or move the folders away."
             )
         counts = dict.fromkeys(folders, 0)
 
@@ -144,7 +144,7 @@ class FolderSource(ListedSource):
         if empty and given is None:
             raise SourceError(
                 f"{len(empty)} of the {len(folders)} class folders in {self.root!r} have no images: {some(empty)}. "
-                "Remove them, or give `source.classes`, where a class may be without images."
+                "Remove these folders, or set `source.classes`, which may have classes without images."
             )
         labels = np.array([mapping[folder] for folder in folders], dtype=np.int64)
         self._set_labels(np.repeat(labels, list(counts.values())), classes=mapping)
@@ -155,29 +155,29 @@ class _LocalTree:
 
     def __init__(self, root: str, endings: tuple[str, ...]) -> None:
         self.root, self.endings = root, endings
-        self.skipped: Counter[str] = Counter()  # folders that were not entered, by reason
-        self._first = ""  # the first of them
+        self.skipped: Counter[str] = Counter()  # number of skipped folders, by reason
+        self._first = ""  # the first skipped folder
         if not os.path.exists(root):
             above = root
             while not os.path.exists(above):
                 above = os.path.dirname(above)
-            raise SourceError(f"`source.root` does not exist: {root!r}. The part that exists is {above!r}.")
+            raise SourceError(f"`source.root` does not exist: {root!r}. This part of the path exists: {above!r}.")
         if not os.path.isdir(root):
             raise SourceError(f"`source.root` must be a folder. Found a file: {root!r}.")
 
     def classes(self) -> tuple[list[str], int]:
-        """Folders directly in the root, and the number of images beside them."""
+        """Names of the folders directly in the root, and number of images directly in it."""
         entries = _scan(self.root)
         folders = [entry.name for entry in entries if _is_folder(entry)]
         images = [e for e in entries if e.name.lower().endswith(self.endings) and not _is_folder(e)]
         return folders, len(images)
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder, or all (None), one list per folder as ``sorted(os.walk(...))``."""
+        """Keys of the images below a class folder (None: root), one list per folder, as in ``sorted(os.walk(...))``."""
         listed: list[tuple[str, list[str]]] = []  # folder, names of its images
-        visits: Counter[tuple[int, int]] = Counter()  # through links in links, by device and inode
+        visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
-        # breadth first and by name, so that every machine leaves out the same folders
+        # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()
@@ -187,13 +187,13 @@ class _LocalTree:
             except OSError as error:
                 if error.errno not in TOO_LONG:
                     raise _unlisted(path, error) from error
-                self._skip(path, "have a path too long to be opened")
+                self._skip(path, "have a path that is too long to open")
                 continue
             if identity in above:
                 self._skip(path, "lead back to a folder above them")
                 continue
             if links > 1 and visits[identity] == MOST_VISITS:
-                self._skip(path, f"were reached {MOST_VISITS} times through links in links")
+                self._skip(path, f"were already visited {MOST_VISITS} times through links inside linked folders")
                 continue
             visits[identity] += links > 1
             names, below = [], above | {identity}
@@ -204,15 +204,15 @@ class _LocalTree:
                     names.append(entry.name)
             if names:
                 listed.append((prefix, names))
-        # without the last "/": torchvision sorts the paths of folders
+        # sort without the last "/", as torchvision sorts folder paths
         for prefix, names in sorted(listed, key=lambda item: item[0][:-1]):
             yield [os.fsencode(prefix + name) for name in names]
 
     def warn(self) -> None:
-        """Log one line about the folders that were not entered."""
+        """Log one line about the skipped folders."""
         if self.skipped:
             log.warning(
-                "source %s: %d folders are not entered: %s; the first is %r",
+                "source %s: %d folders are skipped: %s; the first is %r",
                 self.root, self.skipped.total(),
                 ", ".join(f"{count} {reason}" for reason, count in self.skipped.items()), self._first,
             )  # fmt: skip
@@ -223,7 +223,7 @@ class _LocalTree:
 
 
 class _UrlTree:
-    """The images below a URL. Object stores do not know folders without files; these are ignored."""
+    """The images below a URL. Empty folders are ignored, because object stores do not list them."""
 
     def __init__(self, root: str, storage: Storage, endings: tuple[str, ...]) -> None:
         self.files = {file.path: file for file in storage.find(root) if file.path.lower().endswith(endings)}
@@ -233,11 +233,11 @@ class _UrlTree:
             self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
 
     def classes(self) -> tuple[list[str], int]:
-        """Folders directly in the root, and the number of images beside them."""
+        """Names of the folders directly in the root, and number of images directly in it."""
         return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder, or all (None), one list per folder."""
+        """Keys of the images below a class folder (None: root), one list per folder."""
         folders: dict[str, list[str]] = {}
         for first in self.by_class if folder is None else [folder]:
             folders |= self.by_class[first]
@@ -254,13 +254,13 @@ def _scan(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _unlisted(folder: str, error: OSError) -> SourceError:
-    return SourceError(f"folder {folder!r} cannot be listed ({error}). Give read access, or move it away.")
+    return SourceError(f"folder {folder!r} cannot be listed ({error}). Grant read access, or move the folder away.")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself; listed as a file if it is named as an image
+    except OSError:  # a link to itself; listed as a file if its name has an image extension
         return False
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face ``datasets.Dataset`` as a source of its undecoded images."""
+"""A source that reads undecoded images from a Hugging Face ``datasets.Dataset``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuaug.source.remote.storage import Storage
 
 
 def is_dataset(candidate: Any) -> bool:
-    """Whether an object is a Dataset, by its attributes: ``datasets`` need not be installed."""
+    """Whether an object has the attributes of a Dataset. ``datasets`` need not be installed."""
     attributes = ("features", "column_names", "select_columns", "with_format", "__len__", "__getitem__")
     return all(hasattr(candidate, name) for name in attributes)
 
@@ -23,14 +23,14 @@ def is_dataset(candidate: Any) -> bool:
 class DatasetSource(ListedSource):
     """Rows of a ``datasets.Dataset`` with one column of images (``Image(decode=False)``, or binary).
 
-    A Loader wraps a Dataset by itself. Use this class if the label column has another name, or for no labels.
+    A Loader wraps a Dataset automatically. Use this class to name the label column, or to read no labels.
 
     Args:
-        dataset: with one column of images; drop other image columns first.
-        label: column of the labels; ``auto``: ``label`` or ``labels``, or the only ClassLabel; ``none``: no labels.
+        dataset: a Dataset with exactly one image column; remove other image columns first.
+        label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
 
     Raises:
-        SourceError: if there is no such column of images or labels, or the images are decoded.
+        SourceError: if the image column or label column is missing, or the images are decoded.
 
     >>> dataset = datasets.load_dataset("food101", split="train")
     >>> source = DatasetSource(dataset.cast_column("image", datasets.Image(decode=False)))
@@ -43,19 +43,19 @@ class DatasetSource(ListedSource):
         images = [name for name, feature in features.items() if _is_image(feature)]
         if len(images) != 1:
             raise SourceError(
-                f"a Dataset must have one column of images. Found {len(images)} among {list(features)}. Take the "
-                "columns that you want: dataset.select_columns(['image', 'label'])."
+                f"a Dataset must have one image column. Found {len(images)} in the columns {list(features)}. Select "
+                "the columns to read: dataset.select_columns(['image', 'label'])."
             )
         self._image = images[0]
         if getattr(features[self._image], "decode", False):
             raise SourceError(
-                f"the images of a Dataset must be undecoded, and its column {self._image!r} decodes them. Cast it: "
+                f"the images of a Dataset must not be decoded, but the column {self._image!r} decodes them. Cast it: "
                 f"dataset.cast_column({self._image!r}, datasets.Image(decode=False))."
             )
         dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
         columns = [name for name in features if name != self._image]
-        remedy = "Name one: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
+        remedy = "Name the column: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
         label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
         self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
@@ -64,7 +64,7 @@ class DatasetSource(ListedSource):
             names = getattr(features[label], "names", None)
             values = list(dataset.select_columns([label])[:][label])
             if any(value is None for value in values):
-                raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Fill it.")
+                raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Add one.")
             self._set_labels(values, classes=None, names=names if isinstance(names, list) else None)
         self._dataset = dataset.select_columns([self._image])
 
@@ -75,7 +75,7 @@ class DatasetSource(ListedSource):
         row = self._dataset[index][self._image]
         data, path = (row.get("bytes"), row.get("path")) if isinstance(row, dict) else (row, None)
         try:
-            if data is None and path is not None:  # a Dataset of an image folder holds paths only
+            if data is None and path is not None:  # a Dataset made from an image folder has only paths
                 data = self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
         except (OSError, ReadError) as error:
             return error

@@ -1,13 +1,13 @@
-"""Augmented epochs on disk: the format, and the source that reads it.
+"""Augmented epochs on disk: their file format, and the source that reads them.
 
 A complete folder of `gpuaug materialize` contains
 
-- ``manifest.json``: what the epochs were made from, views, sizes and labels; written last,
+- ``manifest.json``: source, recipe, views, sizes and labels of the epochs; written last,
 - ``epoch-0000/order.npy``: int64 [M], sample numbers in the order of that epoch, one per row,
-- ``epoch-0000/00000.npy``: a chunk of these rows, a structured array with a field per view (``view0`` ...: uint8
-  [H, W, 3] before normalization, or the final dtype [3, H, W], bfloat16 as uint16) and ``label``,
+- ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array. Its fields are ``label`` and one per view
+  (``view0`` ...): uint8 [H, W, 3] before normalization, or the final dtype [3, H, W], with bfloat16 as uint16,
 - ``epoch-0000/00000.json``: the chunk's checksum, and the faults of samples without pixels,
-- keys, labels and numbers of the samples, as in their source.
+- ``*.npy`` with the keys, labels and numbers of the samples, as in their source.
 
 ``numpy.load(chunk, mmap_mode="r")["view0"]`` shows the stored images.
 """
@@ -41,21 +41,21 @@ from gpuaug.source.paths import absolute
 log = logging.getLogger("gpuaug")
 
 KIND, VERSION = "gpuaug materialize", 1  # of the format
-MANIFEST, PLAN = "manifest.json", ".plan.json"  # of a complete folder; of one that is being written
+MANIFEST, PLAN = "manifest.json", ".plan.json"  # a finished folder has the first, an unfinished one only the second
 STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
-MAPPED_CHUNKS = 64  # that a process keeps mapped: each needs a file descriptor
+MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file descriptor
 
 
 class MaterializedSource(ListedSource):
     """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
 
-    The loader needs the recipe and seed that made them, and refuses others. Samples keep the numbers, keys, labels and
-    classes of their source, and a loader's state fits both.
+    The loader must have the recipe and seed that the epochs were made with; it refuses others. Samples keep the
+    numbers, keys, labels and classes of their source, so a loader's state is valid for both sources.
 
     Args:
         root: the folder.
-        original: the source that the epochs were made from, to check that it has the same samples; None: no check.
-        subset, exclude: as in :class:`FolderSource`, among the stored samples.
+        original: the source that the epochs were made from. Its samples must be the same; None: no check.
+        subset, exclude: as in :class:`FolderSource`, applied to the stored samples.
 
     Raises:
         SourceError: if the folder is incomplete or damaged, or was made from another source.
@@ -86,19 +86,19 @@ class MaterializedSource(ListedSource):
         self._names = self._keys()
         if original is not None and (digest := adapt(original).digest()) != self.digest():
             raise SourceError(
-                f"`source.original` has other samples than the epochs in {self.root!r} were made of: digest {digest}, "
-                f"and {self.digest()} there. Materialize anew, or restore the files."
+                f"`source.original` does not have the samples of the epochs in {self.root!r}: its digest is {digest}, "
+                f"not {self.digest()}. Run `gpuaug materialize` into a new folder, or restore the files."
             )
         chosen = active(self._names, subset, exclude, root=self.root, numbers=numbers)
         self.indices = self._stored if chosen is None else chosen
         log.info("source %s: %s", self.root, self)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Stored bytes of sample number ``index`` in the first epoch, and its label."""
+        """Stored bytes of sample ``index`` in the first stored epoch, and its label."""
         self._check(index)
         rows = np.flatnonzero(self.rows.order(0) == operator.index(index))
         if not len(rows):
-            raise IndexError(f"sample {index} is not in the first epoch of {self.root!r}.")
+            raise IndexError(f"sample {index} is not in the first stored epoch of {self.root!r}.")
         return self.rows[int(rows[0])]
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class MaterializedSource(ListedSource):
 
     @property
     def stored(self) -> MaterializedSource:
-        """This source. A loader replays a source with this attribute instead of decoding it."""
+        """This source. If a source has this attribute, the loader replays it instead of decoding."""
         return self
 
     def digest(self) -> str:
@@ -124,7 +124,7 @@ class MaterializedSource(ListedSource):
         return super()._label_of(index if self._stored is None else int(self._stored[index]))
 
     def _check(self, index: int) -> int:
-        """Position of a sample number among the stored ones; IndexError if it is not stored."""
+        """Position of a sample among the stored samples; IndexError if the sample is not stored."""
         number = operator.index(index)
         position = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
         if not 0 <= position < len(self._names) or (self._stored is not None and int(self._stored[position]) != number):
@@ -135,7 +135,7 @@ class MaterializedSource(ListedSource):
         blob, offsets = self._numbers("keys", dtype=np.uint8), self._numbers("key_offsets")
         count = self.manifest["samples"] if self._stored is None else len(self._stored)
         if blob is None or offsets is None or not len(offsets) == count + 1 == self.manifest["samples"] + 1:
-            raise _damaged(os.path.join(self.root, "keys.npy"), "its keys are not those of the manifest")
+            raise _damaged(os.path.join(self.root, "keys.npy"), "its number of keys differs from the manifest")
         ends = offsets.numpy()
         if ends[0] or (np.diff(ends) < 0).any() or ends[-1] > len(blob):
             raise _damaged(os.path.join(self.root, "key_offsets.npy"), "the keys overlap or are missing")
@@ -147,14 +147,14 @@ class MaterializedSource(ListedSource):
 
 
 class Rows:
-    """The source that workers read: stored samples by row number, one epoch after the other.
+    """The source that workers read: stored samples by row number, epoch after epoch.
 
     ``rows[n]`` returns the pixels of all views as one view of mapped memory. For a sample without pixels it returns the
-    JSON of its fault, whose length differs. Pickles to the path and the manifest. The loader asks it for the row of
-    (epoch, index, repeat), and for the pixels in the bytes of its rows.
+    sample's fault as JSON, which always has another length than the pixels. The loader gets row numbers from
+    :meth:`numbers`, and images from :meth:`pixels` and :meth:`views`. Only the path and the manifest are pickled.
 
     Attributes:
-        dtype: of the stored pixels; uint8 is before normalization.
+        dtype: dtype of the stored pixels; uint8 pixels are not normalized yet.
     """
 
     indices = labels = classes = class_to_idx = num_classes = None
@@ -165,10 +165,10 @@ class Rows:
         self.dtype: torch.dtype = getattr(torch, manifest["store"])
         self.record = record(manifest)
         fields: Any = self.record.fields
-        self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of all views
+        self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes per sample
         self.first = torch.from_numpy(np.cumsum([0, *manifest["rows"]]))  # int64 [K + 1], first row of each epoch
         self._labels = _load(Path(root, "labels.npy"), dtype=np.int64, optional=True)
-        # label(row), for samples that cannot be read; None if only reading a sample shows its label
+        # label(row), for samples that cannot be read; None if labels are stored only with the pixels
         self.label = None if self._labels is None else self._label
         self._repeats_logged = False
         self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)
@@ -182,7 +182,7 @@ class Rows:
 
     def __getitem__(self, row: int) -> tuple[Any, Any]:
         """Stored bytes and label of one row; SourceError if its chunk is missing or damaged."""
-        slot, position = locate(self.first, row)  # the stored epoch, counted from 0, and the place in it
+        slot, position = locate(self.first, row)  # slot: stored epoch, counted from 0; position: row in this epoch
         number, within = divmod(position, self.manifest["chunk"])
         samples, pixels, faults = self._chunk(slot, number)
         label = None if self.manifest["label"] is None else samples["label"][within]
@@ -200,11 +200,11 @@ class Rows:
         return str(self.manifest["key"])
 
     def order(self, slot: int) -> NDArray[np.int64]:
-        """Sample numbers in the order of a stored epoch, int64 [M], mapped."""
+        """Sample numbers in the order of a stored epoch: int64 [M], memory-mapped."""
         file = epoch_folder(Path(self.root), self.manifest, slot) / "order.npy"
         numbers = _load(file, dtype=np.int64)
         if len(numbers) != self.manifest["rows"][slot]:
-            raise _damaged(file, f"{len(numbers)} numbers")
+            raise _damaged(file, f"it has {len(numbers)} numbers, not {self.manifest['rows'][slot]}")
         return numbers
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -213,7 +213,7 @@ class Rows:
         if epoch != stored and not self._repeats_logged:
             self._repeats_logged = True
             log.warning(
-                "epoch %d shows the augmentations of epoch %d again: %d epochs are stored, from %d on",
+                "epoch %d repeats the images of epoch %d: only %d epochs are stored, the first is epoch %d",
                 epoch, stored, self.manifest["epochs"], self.manifest["start_epoch"],
             )  # fmt: skip
 
@@ -222,8 +222,8 @@ class Rows:
             if (missing := ~there & valid.numpy()).any():
                 at = int(missing.argmax())
                 sample = f"sample {int(indices[at])} (repeat {int(repeats[at])})"
-                raise ConfigError(f"{sample} is not among the stored ones of epoch {stored}.")
-            if not there.all():  # what fills a last batch shows a sample of the epoch again
+                raise ConfigError(f"{sample} is not stored in epoch {stored}.")
+            if not there.all():  # the samples that pad a last batch: use their first row in the epoch
                 again, _ = self._find(stored, indices.numpy(), np.zeros_like(positions))
                 positions = np.where(there, positions, again)
             return torch.from_numpy(positions) + self.first[stored - self.manifest["start_epoch"]]
@@ -231,11 +231,11 @@ class Rows:
         return rows
 
     def has(self, epoch: int, indices: Tensor) -> bool:
-        """Whether all samples of an epoch's order, int64 [M], are stored for it."""
+        """Whether all samples in the order of an epoch, int64 [M], are stored for that epoch."""
         return bool(self._find(self.stored_epoch(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
 
     def stored_epoch(self, epoch: int) -> int:
-        """The stored epoch that is shown in place of ``epoch``: itself, or another one where it is not stored."""
+        """The stored epoch whose images ``epoch`` shows: ``epoch`` if it is stored, else a repeated epoch."""
         first, count = int(self.manifest["start_epoch"]), int(self.manifest["epochs"])
         return first + (epoch - first) % count
 
@@ -246,7 +246,7 @@ class Rows:
         return [Fault(row, f["stage"], f["reason"], f["size"], bytes.fromhex(f["head"])) for row, f in stored]
 
     def pixels(self, batch: EncodedBatch) -> Tensor:
-        """Stored bytes of all views, uint8 [B, bytes]; zero where a sample has no pixels. Copied only for those."""
+        """Stored bytes of all views, uint8 [B, bytes]; copied only if samples have no pixels, which become zeros."""
         good = self._has_pixels(batch)
         if good.all():
             return batch.data.view(len(batch), self.size)
@@ -256,7 +256,7 @@ class Rows:
         return flat
 
     def views(self, pixels: Tensor) -> list[Tensor]:
-        """The views in stored bytes, on any device: uint8 [B, H, W, 3], or the stored dtype [B, 3, H, W]."""
+        """The views as tensors on the device of ``pixels``: uint8 [B, H, W, 3], or the stored dtype [B, 3, H, W]."""
         fields: Any = self.record.fields
         views = []
         for number in range(len(self.manifest["views"])):
@@ -265,20 +265,20 @@ class Rows:
             if self.dtype == torch.uint8 or part.stride(0) % self.dtype.itemsize:
                 part = part.contiguous()
             if part.storage_offset() % self.dtype.itemsize:
-                part = part.clone()  # labels and faults before it moved it off the dtype's alignment
+                part = part.clone()  # earlier bytes can put it at an offset that is not aligned for the dtype
             views.append(part.view(self.dtype).view(len(pixels), *kind.shape))
         return views
 
     def _has_pixels(self, batch: EncodedBatch) -> NDArray[np.bool_]:
-        """Per row; a fault has another number of bytes than pixels have."""
+        """Whether each row has pixels: a fault never has as many bytes as the pixels."""
         return np.asarray(np.diff(batch.offsets.numpy()) == self.size)
 
     def _find(
         self, epoch: int, indices: NDArray[np.int64], repeats: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Positions in the stored epoch, and whether the samples are there at all."""
+        """Positions in the stored epoch, and whether each sample is stored there."""
         values, positions = self._table(epoch - self.manifest["start_epoch"])
-        wanted = (indices << 16) | repeats  # one number for both; repeats are below 2**16, as the draws require
+        wanted = (indices << 16) | repeats  # one number per pair: `gpuaug.random` requires repeats below 2**16
         at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
         return positions[at], values[at] == wanted
 
@@ -287,7 +287,7 @@ class Rows:
         stored = _load(Path(self.root, "indices.npy"), dtype=np.int64, optional=True)
         last = self.manifest["samples"] - 1 if stored is None else int(stored[-1])
         if beyond := outside(indices, last + 1):
-            raise _damaged(self.root, f"an order of samples 0 .. {last} holds {beyond}")
+            raise _damaged(self.root, f"an order must have samples 0 .. {last}, but has {beyond}")
         values = (indices << 16) | occurrences(torch.from_numpy(indices)).numpy()
         positions = np.argsort(values, kind="stable")
         return values[positions], positions
@@ -297,7 +297,7 @@ class Rows:
         return int(self._labels[self.order(slot)[position]])
 
     def _mapped(self, slot: int, number: int) -> tuple[Any, NDArray[np.uint8], dict[int, Any]]:
-        """A chunk: its records, their pixels uint8 [n, size], and the faults by row."""
+        """A chunk: records, their pixels as uint8 [n, size], and the faults by row."""
         file = chunk_file(Path(self.root), self.manifest, slot, number)
         rows = chunk_rows(self.manifest, slot, number)
         try:
@@ -308,7 +308,7 @@ class Rows:
         except NO_ARRAY as error:
             raise SourceError(
                 f"the chunk {str(file)!r} is missing or damaged ({error}). Remove it, and run the same "
-                "`gpuaug materialize` once more: only that chunk is made anew."
+                "`gpuaug materialize` command again. The command writes only this chunk again."
             ) from error
         pixels = np.asarray(samples).view(np.uint8).reshape(rows, -1)[:, : self.size]
         return samples, pixels, faults
@@ -347,14 +347,14 @@ def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
 
 
 def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """The note that is written after a chunk: rows, digest, faults; OSError or ValueError without a valid one."""
+    """The note beside a chunk: rows, digest and faults; OSError or ValueError if the note is missing or wrong."""
     note = json.loads(read_file(str(file.with_suffix(".json"))))
     if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
         raise ValueError(f"its note is {str(note)[:100]}")
     for fault in note["faults"]:
         kinds = {"row": int, "stage": str, "reason": str, "size": int, "head": str}
         if not isinstance(fault, dict) or {name: type(value) for name, value in fault.items()} != kinds:
-            raise ValueError(f"its note names the fault {str(fault)[:100]}")
+            raise ValueError(f"its note has an invalid fault: {str(fault)[:100]}")
         bytes.fromhex(fault["head"])
     return note
 
@@ -366,14 +366,14 @@ def read_manifest(root: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         text = f"must be a folder that `gpuaug materialize` wrote. Found no {MANIFEST} in {str(root)!r}."
         if (root / PLAN).exists():
-            text = f"is not finished: {str(root)!r}. Run the same `gpuaug materialize` once more: it goes on."
+            text = f"is not finished: {str(root)!r}. To continue, run the same `gpuaug materialize` command again."
         raise SourceError(f"`source.root` {text}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(root / MANIFEST, error) from error
 
 
 def _load(file: Path, *, dtype: Any, optional: bool = False) -> Any:
-    """A list of numbers, mapped; None if the file is missing and optional."""
+    """A memory-mapped array of numbers; None if the file is optional and missing."""
     try:
         check_regular(os.stat(file), file)
         return check_array(np.lib.format.open_memmap(file, mode="r"), dtype)
@@ -384,4 +384,4 @@ def _load(file: Path, *, dtype: Any, optional: bool = False) -> Any:
 
 
 def _damaged(file: str | os.PathLike[str], what: Any) -> SourceError:
-    return SourceError(f"{os.fspath(file)!r} is damaged: {what}. Run the same `gpuaug materialize` once more.")
+    return SourceError(f"{os.fspath(file)!r} is damaged: {what}. Run the same `gpuaug materialize` again.")

@@ -1,4 +1,4 @@
-"""The folder that `gpuaug pack` writes: decoded uint8 arrays or JPEG shards at several sizes, memory-mapped."""
+"""Reads the folder that `gpuaug pack` writes: memory-mapped uint8 arrays or JPEG shards, at several sizes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gpuaug.source.local import read_file
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
-MANIFEST = "manifest.json"  # written last: without it a folder is not finished
+MANIFEST = "manifest.json"  # written last: a folder without a manifest is not finished
 KIND, VERSION = "gpuaug pack", 1
 ENDINGS = {"uint8": "bin", "jpeg": "tar"}
-FULL = "full"  # instead of a size: not resized
+FULL = "full"  # used as the size of images that are not resized
 
 Size = int | str
 
@@ -35,21 +35,21 @@ Size = int | str
 class PackedSource(ListedSource):
     """The folder of `gpuaug pack`, with the keys, labels and classes of the packed source.
 
-    Samples are numbered 0 .. N - 1 in the order of the packed source. Arrays are memory-mapped. With ``num_workers=0``,
-    their default, `decode` crops its views from the mapped files without a copy; a worker would copy every batch into
-    shared memory.
+    Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and their default
+    is ``num_workers=0``. Then `decode` crops views from the mapped files without a copy, but a worker would copy every
+    batch into shared memory.
 
     Args:
-        root: the folder, or its URL, which is read in ranges instead of memory-mapped.
-        size: shorter side to read, one of the packed sizes; None: the largest. A mapping from epoch to size changes it
-            during training: ``{0: 128, 30: 160}`` reads 128 in the epochs 0 .. 29, and 160 from epoch 30 on.
+        root: the folder, or its URL. From a URL, ranges are read instead of memory-mapped files.
+        size: shorter side to read, one of the packed sizes; None: the largest. A mapping from epoch to size changes the
+            size during training: ``{0: 128, 30: 160}`` reads 128 in epochs 0 .. 29, and 160 from epoch 30 on.
         classes: class mapping of another run, as in :class:`FolderSource`; labels are converted by name.
         subset: a count, a fraction, or a FILE or sequence of sample numbers.
         exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them.
         remote: how to read from a URL.
 
     Raises:
-        SourceError: if it is not a complete folder of `gpuaug pack`, or has no such size.
+        SourceError: if ``root`` is not a complete folder of `gpuaug pack`, or does not have ``size``.
 
     >>> source = PackedSource("data/packed", size={0: 128, 30: 160})
     >>> source.at_epoch(30).size
@@ -75,8 +75,8 @@ class PackedSource(ListedSource):
         self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self._schedule = self._sizes_by_epoch(size)
-        self.used = sorted({size for _, size in self._schedule}, key=str)  # the sizes that some epoch reads
-        self.total = int(self.manifest["samples"])  # active or not
+        self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that at least one epoch reads
+        self.total = int(self.manifest["samples"])  # of all samples, also excluded ones
         self._first = bounds_of(self.manifest["shards"])
         keys = self._array("index/keys.bin", np.uint8)
         ends = self._array("index/keys.npy", np.int64, self.total + 1)
@@ -89,7 +89,7 @@ class PackedSource(ListedSource):
         self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # every process maps the files itself
+        return {**self.__dict__, "_opened": {}}  # each process maps the files itself
 
     @property
     def size(self) -> Size:
@@ -102,16 +102,16 @@ class PackedSource(ListedSource):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)``: ``(bytes, label)`` or the exception of each sample, requested at the same time."""
+        """``read_many(numbers)`` reads all at the same time: a list of ``(bytes, label)`` or exceptions."""
         return self._read
 
     @property
     def by_epoch(self) -> Rows | None:
-        """The source that the loader reads if the size depends on the epoch, else None."""
+        """The source that the loader reads instead if the size depends on the epoch; else None."""
         return Rows(self) if len(self._schedule) > 1 else None
 
     def at_epoch(self, epoch: int) -> PackedSource:
-        """The same samples at the size of ``epoch``; shares the maps of the files."""
+        """A source with the same samples at the size of ``epoch``. Both sources share the mapped files."""
         view = copy.copy(self)
         view.used = [self.size_of(epoch)]
         view._schedule = [(0, view.used[0])]
@@ -139,7 +139,7 @@ class PackedSource(ListedSource):
             size, shard, begin, length = self._locate(row)
             try:
                 file = self._open(size, shard)
-                # the disk reads all samples at the same time; 2 us each if they are in memory
+                # start all disk reads at once; this takes 2 us per sample that is already in memory
                 start = begin - begin % mmap.PAGESIZE
                 file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
                 items.append((memoryview(file)[begin : begin + length], self._label_of(row)))
@@ -148,7 +148,7 @@ class PackedSource(ListedSource):
         return items
 
     def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes."""
+        """Size, shard, first byte and number of bytes of a row."""
         position, number = divmod(row, self.total)
         size, (shard, _) = self.used[position], locate(self._first, number)
         return size, shard, int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
@@ -165,7 +165,7 @@ class PackedSource(ListedSource):
         if (size, shard) not in self._opened:
             name = shard_name(size, shard, self.format)
             with open(os.path.join(self.root, name), "rb") as file:
-                # reading a map beyond the end of its file would end the process
+                # access beyond the end of a mapped file would kill the process
                 actual, expected = os.fstat(file.fileno()).st_size, self.manifest["files"][name][0]
                 if actual != expected:
                     raise SourceError(f"{name} in {self.root!r} has {actual} bytes instead of {expected}. {_REPAIR}")
@@ -180,7 +180,7 @@ class PackedSource(ListedSource):
         except FileNotFoundError as error:
             raise SourceError(
                 f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
-                f"{redact(self.root)!r}. The same `gpuaug pack` command goes on where a stopped one was."
+                f"{redact(self.root)!r}. To finish a stopped run, start the same `gpuaug pack` command again."
             ) from error
         except (OSError, ValueError, RecursionError) as error:
             raise SourceError(f"{MANIFEST} in {redact(self.root)!r} cannot be used: {error}. {_REPAIR}") from error
@@ -223,21 +223,21 @@ class PackedSource(ListedSource):
     def _take_labels(self, classes: Classes) -> None:
         if self.manifest["labels"] is None:
             if classes is not None:
-                raise ConfigError("`source.classes` names labels, and this packed source has none. Drop it.")
+                raise ConfigError("this packed source has no labels. Remove `source.classes`.")
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
-        if len(values) != self.total:  # there may be several per sample
-            raise SourceError(f"index/labels.npy in {redact(self.root)!r} does not fit its {MANIFEST}. {_REPAIR}")
+        if len(values) != self.total:  # a sample may have several labels, so only the first axis is checked
+            raise SourceError(f"index/labels.npy in {redact(self.root)!r} does not match {MANIFEST}. {_REPAIR}")
         self._set_labels(values, classes=classes, names=self.manifest["classes"])
 
     def _sizes_by_epoch(self, size: Any) -> list[tuple[int, Size]]:
-        """(first epoch, size), ascending, beginning with epoch 0."""
+        """Pairs (first epoch, size), sorted by epoch; the first epoch is 0."""
         if size is None:
             return [(0, self.sizes[-1])]
         schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
             if isinstance(epoch, bool) or not str(epoch).isascii() or not str(epoch).isdecimal():
-                raise ConfigError(f"`source.size` as a mapping needs epochs 0, 1, ... as keys. Found: {epoch!r}.")
+                raise ConfigError(f"the keys of a mapping `source.size` must be epochs 0, 1, .... Found: {epoch!r}.")
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))
                 raise ConfigError(f"`source.size` must be one of the packed sizes: {known}. Found: {chosen!r}.")
@@ -245,15 +245,15 @@ class PackedSource(ListedSource):
         schedule.sort(key=lambda item: item[0])
         if not schedule or schedule[0][0] != 0 or len(dict(schedule)) < len(schedule):
             raise ConfigError(
-                f"`source.size` as a mapping must begin with epoch 0, and name every epoch once. Found: {dict(size)!r}."
+                f"a mapping `source.size` must have the key 0, and each epoch only once. Found: {dict(size)!r}."
             )
         return schedule
 
 
 class Rows(SourceView):
-    """The samples of a packed source at several sizes: row = position of the size * N + sample number.
+    """The samples of a packed source at several sizes: row = (position of the size) * N + sample number.
 
-    The epoch selects the rows, so workers need not know it.
+    The row numbers of an epoch already contain its size, so workers do not need to know the epoch.
     """
 
     def __init__(self, source: PackedSource) -> None:
@@ -287,7 +287,7 @@ class Rows(SourceView):
         return self.source.key(row % self.total)
 
 
-_REPAIR = "`gpuaug pack out=DIR verify=true` says what is damaged; pack again into a new folder."
+_REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
 
 
 def shard_name(size: Size, shard: int, form: str) -> str:

@@ -27,31 +27,31 @@ from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
 
 log = logging.getLogger("gpuaug")
 
-INDEX_THREADS = 8  # that read footers and labels
-OPEN_FILES = 64  # footers that a process keeps
-WAVE_BYTES = 64 << 20  # of remote row groups at a time, not counting the last of them
-BYTES = ("binary", "large_binary", "binary_view")  # Arrow's types
+INDEX_THREADS = 8  # threads that read footers and labels
+OPEN_FILES = 64  # files whose footers a process keeps
+WAVE_BYTES = 64 << 20  # of remote row groups that are requested together, without the last one
+BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
 
 class ParquetSource(ListedSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    Small row groups are therefore best for a shuffled order: with 100 photographs per group, a sample costs the reading
-    of a hundred, and of one in a tar shard. A sequential epoch reads everything once. So does the first epoch with
-    ``cache=ram``, which stores all images of a row group that was read for one of them.
+    So small row groups are best for a shuffled order: with 100 photographs per group, each sample needs a read of 100
+    photographs (in a tar shard: of one). A sequential epoch reads everything once. So does the first epoch with
+    ``cache=ram``, because the cache stores all images of each row group that is read.
 
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
-        image: column of the images: binary, or structs with ``bytes``; None: the only such column.
+        image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types.
         label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
             only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata.
         classes, subset, exclude: as in :class:`FolderSource`.
-        row_groups: how many of the last used row groups each process keeps.
+        row_groups: number of recently used row groups that each process keeps in memory.
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if pyarrow is missing, a file cannot be read, or has no such column.
+        SourceError: if pyarrow is missing, a file cannot be read, or a column is missing.
 
     >>> source = ParquetSource("data/train-*.parquet", label="none")
     """
@@ -82,7 +82,7 @@ class ParquetSource(ListedSource):
             self._column = _image_column(schema, image, place)
             columns = [field.name for field in schema if _bytes_column(field) is None]
             named = [name for name in columns if _class_names(schema, name)]
-            remedy = "Set it to one of them, or to none for no labels."
+            remedy = "Set `source.label` to one of these, or to none for no labels."
             column = label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
             for file, meta in zip(files, metadata, strict=True):
                 _check(file, meta, schema, [self._column.split(".")[0], *([column] if column else [])])
@@ -99,10 +99,10 @@ class ParquetSource(ListedSource):
             labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
             self._set_labels(labels, classes=classes, names=_class_names(schema, column))
         elif classes is not None:
-            raise ConfigError("`source.classes` names the labels, but there is no column of labels. Drop it.")
+            raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
         largest = max(n for groups in rows for n in groups)
-        remedy = "; a shuffled order reads them all for each one, unless `cache=ram` keeps them" if largest > 1 else ""
-        log.info("source %s: up to %d images in a row group, read together%s", redact(self.root), largest, remedy)
+        remedy = ". In shuffled order each image costs a whole group, except with `cache=ram`" if largest > 1 else ""
+        log.info("source %s: row groups have up to %d images and are read whole%s", redact(self.root), largest, remedy)
         self._reset()
         self._activate(subset, exclude, began=began)
 
@@ -130,7 +130,7 @@ class ParquetSource(ListedSource):
                     items[row] = ReadError(f"{self.key(numbers[row])!r} has no image bytes")
                 else:
                     items[row] = data, self._label_of(numbers[row])
-        # Arrow's pool would keep several times the size of the groups: 90 instead of 20 MiB per worker, at 4 MiB each
+        # else Arrow's pool keeps several times the groups' size: with groups of 4 MiB, 90 instead of 20 MiB per worker
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
@@ -144,7 +144,7 @@ class ParquetSource(ListedSource):
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
-        """Active samples of the row group of sample ``index``, int64 ``[n]``; none if it is not in memory."""
+        """Active samples in the row group of sample ``index``, int64 ``[n]``; empty if the group is not in memory."""
         group, _ = locate(self._starts, index)
         if group not in self._groups:
             return np.zeros(0, dtype=np.int64)
@@ -155,7 +155,7 @@ class ParquetSource(ListedSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Images of each row group, or the error: first those in memory, then remote ones several at a time."""
+        """Images or error of each row group: groups in memory first, then the others, of which remote ones together."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
@@ -196,13 +196,13 @@ class ParquetSource(ListedSource):
         file = self._files[number]
         try:
             meta = self._footer(file)
-        except SourceError as error:  # a fault of its samples: the file was readable at the start
+        except SourceError as error:  # only its samples fail: the file was readable at the start
             raise ReadError(str(error)) from error
         return _Group(meta, file, inside, _range(file, meta, inside, self._column))
 
 
 class _Group(NamedTuple):
-    """A row group: footer of its file, the file, its number in the file, and the range of its images."""
+    """A row group: the file's footer, the file, the group's number in the file, and the byte range of its images."""
 
     meta: Any
     file: FileInfo
@@ -211,7 +211,7 @@ class _Group(NamedTuple):
 
 
 class _RangeFile(io.RawIOBase):
-    """A file for pyarrow: the bytes ``data`` from ``begin`` are in memory, the rest is read on demand."""
+    """A file for pyarrow. ``data``, the bytes from ``begin`` on, is in memory; other bytes are read on demand."""
 
     def __init__(self, file: FileInfo, storage: Storage, begin: int = 0, data: bytes = b"") -> None:
         self.file, self.storage, self.position, self.begin, self.data = file, storage, 0, begin, data
@@ -229,7 +229,7 @@ class _RangeFile(io.RawIOBase):
         return self.position
 
     def read(self, size: int = -1) -> bytes:
-        """Exactly ``size`` bytes, fewer only at the end of the file."""
+        """Exactly ``size`` bytes; fewer only at the end of the file."""
         left = max(0, self.file.size - self.position)
         size = left if size < 0 else min(size, left)
         start = self.position
@@ -256,7 +256,7 @@ def _metadata(file: FileInfo, storage: Storage) -> Any:
     """The footer of a file; SourceError if it cannot be read."""
     pyarrow = import_pyarrow()
     if file.size < 0:
-        raise SourceError(f"{redact(file.path)!r}: its server says no size. Use one that does, or a copy.")
+        raise SourceError(f"{redact(file.path)!r}: the server reports no size. Use another server, or a copy.")
     try:
         return pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
@@ -268,14 +268,14 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
     for name in columns:
         if name not in own.names or not own.field(name).type.equals(schema.field(name).type):
             raise SourceError(
-                f"{redact(file.path)!r} must have the columns of the first file, as {name!r}: "
+                f"{redact(file.path)!r} must have the columns of the first file, such as {name!r}: "
                 f"{schema.field(name).type}. Found: {_columns(own)}."
             )
     size = max((meta.row_group(g).total_byte_size for g in range(meta.num_row_groups)), default=0)
     if size > LARGEST_GROUP:
         raise SourceError(
-            f"row groups must be of at most {LARGEST_GROUP >> 30} GiB, as they are read as a whole. Found: {size} "
-            f"bytes in {redact(file.path)!r}. Write it with smaller ones (`row_group_size`)."
+            f"row groups must have at most {LARGEST_GROUP >> 30} GiB, because each is read whole. Found: {size} bytes "
+            f"in {redact(file.path)!r}. Write the file with smaller row groups (`row_group_size`)."
         )
 
 
@@ -284,20 +284,20 @@ def _columns(schema: Any) -> str:
 
 
 def _image_column(schema: Any, name: str | None, place: str) -> str:
-    """Path of the column of bytes, as ``image.bytes``."""
+    """Path of the image column, such as ``image.bytes``."""
     known = {field.name: path for field in schema if (path := _bytes_column(field))}
     if name is None and len(known) != 1:
-        text = f"`source.image` must be given: {len(known)} columns of {place!r} have bytes: {_columns(schema)}."
+        text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
         raise SourceError(text)
     if name is not None and name not in known:
         raise SourceError(
-            f"`source.image` must be a column of bytes in {place!r}. Found {name!r} among {_columns(schema)}."
+            f"`source.image` must be a column of bytes in {place!r}. Found: {name!r}. Columns: {_columns(schema)}."
         )
     return next(iter(known.values())) if name is None else known[name]
 
 
 def _bytes_column(field: Any) -> str | None:
-    """Path of the bytes in a column that may hold images, else None."""
+    """Path of the bytes in a column; None if the column cannot hold images."""
     if str(field.type) in BYTES:
         return str(field.name)
     parts = {part.name: str(part.type) for part in field.type} if str(field.type).startswith("struct<") else {}
@@ -305,7 +305,7 @@ def _bytes_column(field: Any) -> str | None:
 
 
 def _class_names(schema: Any, column: str) -> list[str] | None:
-    """Class names of a column, if ``datasets`` wrote them into the metadata."""
+    """Class names of a column; None if ``datasets`` did not write them into the metadata."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
         names = metadata["info"]["features"][column]["names"]
@@ -323,7 +323,7 @@ def _values(file: FileInfo, meta: Any, column: str, storage: Storage) -> Any:
         raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
     if table.num_rows != meta.num_rows:
         raise SourceError(
-            f"{redact(file.path)!r} has {table.num_rows} labels for {meta.num_rows} rows. Write it again."
+            f"{redact(file.path)!r} has {table.num_rows} labels for {meta.num_rows} rows. Write the file again."
         )
     return plain_values(table.column(column), redact(file.path))
 
@@ -334,18 +334,18 @@ def plain_values(column: Any, place: str) -> Any:
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise SourceError(
-            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Give them a value."
+            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Fill in their values."
         )
     if types.is_integer(column.type) or types.is_boolean(column.type):
         try:
             return np.array(column.cast("int64").to_numpy())
-        except import_pyarrow().ArrowInvalid as error:  # uint64
+        except import_pyarrow().ArrowInvalid as error:  # a uint64 that is too large
             raise SourceError(f"labels in {place!r} must be below 2**63: {error}.") from error
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
 def _range(file: FileInfo, meta: Any, group: int, column: str) -> Range:
-    """The range of the images of a row group."""
+    """The byte range of the image column in a row group."""
     inside = meta.row_group(group)
     for chunk in map(inside.column, range(inside.num_columns)):
         if chunk.path_in_schema == column:
@@ -353,7 +353,7 @@ def _range(file: FileInfo, meta: Any, group: int, column: str) -> Range:
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)
             if not 0 <= begin <= begin + chunk.total_compressed_size <= file.size:
-                raise ReadError(f"row group {group} of {redact(file.path)!r} lies outside of the file")
+                raise ReadError(f"row group {group} of {redact(file.path)!r} lies outside the file")
             return Range(file.path, begin, chunk.total_compressed_size, file.version)
     raise ReadError(f"row group {group} of {redact(file.path)!r} has no column {column!r}")
 

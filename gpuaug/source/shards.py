@@ -1,4 +1,4 @@
-"""WebDataset's tar shards with random access: an index says where each image is, so a sample is one range read."""
+"""WebDataset tar shards with random access. An index stores each image's position, so a sample is one range read."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from gpuaug.source.tar import Member, members
 
 log = logging.getLogger("gpuaug")
 
-INDEX_THREADS = 8  # shards that are indexed at a time
-PIECE_BYTES = 8 << 20  # of a remote shard per request while indexing: smaller members are not worth one each
-LOCAL_PIECE_BYTES = 1 << 14  # of a local shard, of which little more than the headers is read
+INDEX_THREADS = 8  # shards that are indexed at the same time
+PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
+LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
 
 
 class ShardSource(ListedSource):
-    """Samples of WebDataset: members of a tar with the same name up to the first dot, in the order of the shards.
+    """Samples of WebDataset shards, in their order. Members with the same name up to the first dot are one sample.
 
-    The positions of all samples are read once and kept in an index file. Only shards whose size, time or ETag changed
-    are read again. Hidden members, and samples without image or label, are left out with one warning. If samples of one
-    name are not adjacent in a shard, they get different keys: ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
+    The positions of all samples are read once and stored in an index file. Only shards whose size, time or ETag changed
+    are read again. Hidden members are ignored. Samples without image or label are left out, with one warning. If
+    members with one name are not adjacent, they are several samples with the keys ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
 
     Args:
-        root: shards: a path or URL with braces (``data/train-{000..099}.tar``), a list of them, or a folder of .tar.
-        labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. The extension of
-            ``a.meta.json`` is ``json`` too.
-        label_key: field of a .json label; dots lead into nested fields.
-        classes: as in :class:`FolderSource`, if the labels are names; if they are numbers, it gives the number of
-            classes.
+        root: the shards: a path or URL, with braces (``data/train-{000..099}.tar``) or without; a list; or a folder.
+        labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. ``json`` also finds
+            ``a.meta.json``.
+        label_key: field of a .json label, with dots for nested fields: ``a.b``.
+        classes: as in :class:`FolderSource` for labels that are names. For labels that are numbers, only the number
+            of classes is used.
         subset, exclude: as in :class:`FolderSource`.
-        extensions: of the image; if a sample has several, the first one of this list.
-        index: a folder for the index file; None: beside local shards if that is writable, else
+        extensions: extensions of images; if several of them match in a sample, the first in this list is used.
+        index: a folder for the index file; None: the folder of local shards if it is writable, else
             ``$XDG_CACHE_HOME/gpuaug``.
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if a shard cannot be read, is compressed or damaged, or has members outside of itself.
+        SourceError: if a shard cannot be read, is compressed or damaged, or has a member name that leads outside.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     """
@@ -79,13 +79,13 @@ class ShardSource(ListedSource):
         remote: Remote | None = None,
     ) -> None:
         if labels is not None and (not isinstance(labels, str) or not labels):
-            raise ConfigError(f"`source.labels` must be an extension, as cls or json, or none. Found: {labels!r}.")
+            raise ConfigError(f"`source.labels` must be an extension, such as cls or json, or none. Found: {labels!r}.")
         if not isinstance(label_key, str) or not label_key:
             raise ConfigError(f"`source.label_key` must be the name of a field. Found: {label_key!r}.")
         endings = tuple(x[1:] for x in extensions_of(extensions))
         label = None if labels in (None, "none") else str(labels).lower().lstrip(".")
         if label is None and classes is not None:
-            raise ConfigError("`source.classes` names the labels, but `source.labels` is none. Drop one.")
+            raise ConfigError("`source.classes` numbers the classes, but `source.labels` is none. Remove one of them.")
         began = time.monotonic()
         self._storage = Storage(remote)
         shards = self._storage.expand(root, ending=".tar")
@@ -122,7 +122,7 @@ class ShardSource(ListedSource):
 
 
 class _Rule(NamedTuple):
-    """Which members make a sample."""
+    """The extensions of images, and of the label, that make a sample."""
 
     extensions: tuple[str, ...]
     label: str | None
@@ -131,40 +131,40 @@ class _Rule(NamedTuple):
 class _Part(NamedTuple):
     """The samples of one shard."""
 
-    line: bytes  # in the index file
+    line: bytes  # this shard's line in the index file
     keys: Names
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int32]
     labels: Names
-    dropped: int  # number of samples that are left out
-    left_out: list[str]  # the first of them
-    other: list[str]  # extensions of their members
+    dropped: int  # number of samples without image or label
+    left_out: list[str]  # the first of these samples
+    other: list[str]  # extensions of the members of these samples
 
 
-# -- the index file: a line with its checksum, and a line of JSON per shard
+# -- the index file: first a line with its checksum, then one line of JSON per shard
 
 
 def _index(
     shards: list[FileInfo], *, root: str, names: list[str], rule: _Rule, remote: Remote, folder: Any
 ) -> list[_Part]:
-    """The samples of each shard. One process of a machine indexes the shards that the index file does not know."""
+    """The samples of each shard. Only one process per machine reads the shards that the index file lacks."""
     if folder is not None and (not isinstance(folder, str | os.PathLike) or is_url(folder)):
         raise ConfigError(f"`source.index` must be a local folder. Found: {folder!r}.")
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if folder is None and not is_url(root):  # beside the shards its name has no root: they may move together
+    if folder is None and not is_url(root):  # beside the shards: no root in its name, so both may move
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
-    storage = Storage(replace(remote, cache=None))  # the disk cache is for samples
+    storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
     versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]
     known = _load(paths, rule)
     if not all(version in known for version in versions):
         with ExitStack() as stack:
-            try:  # the other ranks wait, and then read the index file
+            try:  # the other ranks wait here, then read the index file
                 os.makedirs(cache, exist_ok=True)
                 stack.enter_context(locked(os.path.join(cache, "index.lock")))
             except OSError as error:
-                log.debug("index: no lock, so every process makes its own: %s", error)
+                log.debug("index: cannot lock it, so every process builds its own: %s", error)
             known |= _load(paths, rule)
             new = [(shard, version) for shard, version in zip(shards, versions, strict=True) if version not in known]
             if new:
@@ -175,7 +175,7 @@ def _index(
                 known |= {version: part for (_, version), part in zip(new, parts, strict=True)}
                 saved = _save(paths, b"\n".join(known[version].line for version in versions))
                 samples, took = sum(len(part.offsets) for part in parts), time.monotonic() - began
-                log.info("index: %d new samples in %.1f s, kept in %s", samples, took, saved or "memory only")
+                log.info("index: %d new samples in %.1f s, stored in %s", samples, took, saved or "memory only")
     return [known[version] for version in versions]
 
 
@@ -185,28 +185,28 @@ def _file_name(*content: Any) -> str:
 
 
 def _load(paths: list[str], rule: _Rule) -> dict[tuple[str, int, str], _Part]:
-    """The shards in the first index file that can be used; {} if all are missing, damaged, or of another version."""
+    """The shards in the first usable index file; {} if every file is missing, damaged or of another version."""
     for path in paths:
         try:
             checksum, _, body = read_file(path, limit=sys.maxsize).partition(b"\n")
             if checksum != _checksum(body):
-                raise ValueError("its checksum differs")
+                raise ValueError("its content does not match its checksum")
             return dict(_parse(line, rule) for line in body.split(b"\n"))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-            log.warning("index: %s cannot be used, and is made again: %s", path, error)
+            log.warning("index: %s cannot be used and is built again: %s", path, error)
     return {}
 
 
 def _save(paths: list[str], body: bytes) -> str | None:
-    """Write the index file into the first folder that is writable, and return its path."""
+    """Write the index file to the first writable path and return that path; None if no path is writable."""
     for path in paths:
         try:
             files.write(path, _checksum(body), b"\n", body)
             return path
         except OSError as error:
-            log.info("index: not kept in %s: %s", os.path.dirname(path), error)
+            log.info("index: cannot be stored in %s: %s", os.path.dirname(path), error)
     return None
 
 
@@ -215,7 +215,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
-    """A shard's name, size and version, and its samples; an error that `_load` catches if a field is wrong."""
+    """A shard's (name, size, version) and samples. If a field is wrong, raises an error that `_load` catches."""
     entry = json.loads(line)
     name, size, version = entry["stamp"]
     texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
@@ -224,22 +224,22 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     if not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
         raise ValueError("its numbers are not whole numbers")
     keys, labels = texts[:2]
-    # not shared: in shared memory each of many shards would take a file descriptor
+    # not shared: shared memory would need a file descriptor for each shard
     names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
     offsets, sizes = (np.array(column, dtype=np.int64) for column in numbers)
     if not len(offsets) == len(sizes) == len(set(keys)) == len(keys) or len(labels) != len(keys) * bool(rule.label):
-        raise ValueError("its columns differ in length, or two samples have one name")
+        raise ValueError("its columns differ in length, or two samples have the same key")
     if ((offsets < 0) | (sizes < 0) | (sizes > LARGEST_FILE) | (offsets > size - sizes)).any():
-        raise ValueError("samples lie outside of their shard")
+        raise ValueError("samples lie outside their shard")
     joined = "\0".join(["", *keys])
     if "\0/" in joined or (".." in joined and any(".." in key.split("/") for key in keys)):
-        raise ValueError("names lead outside")
+        raise ValueError("keys lead outside the folder")
     part = _Part(line, next(names), offsets, sizes.astype(np.int32), next(names), entry["dropped"], *texts[2:])
     return (name, size, version), part
 
 
 def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, storage: Storage) -> _Part:
-    """The samples of a shard, from the headers of the tar."""
+    """Read the tar headers of a shard and return its samples."""
     place, read = redact(shard.path), _reader(shard, storage)
     entry: dict[str, Any] = {"stamp": version, "dropped": 0, "left_out": [], "keys": [], "offsets": [], "sizes": [],
                              "labels": []}  # fmt: skip
@@ -253,22 +253,22 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
             entry["left_out"] += [os.fsdecode(key)] * (len(entry["left_out"]) < 5)
             continue
         if image.size > LARGEST_FILE or (label is not None and label.size > PIECE_BYTES):
-            raise SourceError(f"shard {place!r}: {image.name!r} or its label is too large to be one.")
+            raise SourceError(f"shard {place!r}: the image {image.name!r} or its label is too large.")
         entry["keys"].append(os.fsdecode(_unique(image.name, times)))
         entry["offsets"].append(image.offset)
         entry["sizes"].append(image.size)
-        if label is not None:  # in the piece that was read for the headers
+        if label is not None:  # mostly in the piece that was read for the headers
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(
-            "shard %r has %d names more than once, such as %r: the second sample's key is %r",
+            "shard %r has several samples of the same name: %d names, such as %r. The key of the second sample is %r",
             place, len(more), os.fsdecode(more[0]), os.fsdecode(more[0] + b"#2"),
         )  # fmt: skip
     return _parse(json.dumps({**entry, "other": sorted(other)}).encode(), rule)[1]
 
 
 def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Member | None]:
-    """The image and the label of a sample; None if it has none."""
+    """The image and the label of a sample; None for a missing one."""
     image = next((sample[x] for x in rule.extensions if x in sample), None)
     if rule.label is None:
         return image, None
@@ -278,7 +278,7 @@ def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Memb
 
 
 def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
-    """A new key for the shard; ``times`` counts the keys that were made from each name."""
+    """A key that is new in the shard. ``times`` counts the keys that were made from each name."""
     key = name
     while key in times:
         times[name] += 1
@@ -288,12 +288,12 @@ def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
 
 
 def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[str, Member]]]:
-    """Adjacent members with the same name up to the first dot, by lower-case extension."""
+    """Groups of adjacent members with the same name up to the first dot, as a mapping from lower-case extension."""
     last, sample = b"", dict[str, Member]()
     for member in listed:
         folder, slash, name = member.name.rpartition(b"/")
         stem, dot, extension = name.partition(b".")
-        if not stem or not dot:  # hidden, or without extension: webdataset skips it as well
+        if not stem or not dot:  # hidden, or without extension: skipped, as in webdataset
             continue
         key = folder + slash + stem
         if key != last:
@@ -309,9 +309,9 @@ def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[
 
 
 def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
-    """``read(at, size)`` of a shard, which it reads in pieces; they are large if it is remote."""
+    """A function ``read(at, size)`` that reads a shard in pieces: large pieces if the shard is remote."""
     if shard.size < 0:
-        raise SourceError(f"shard {redact(shard.path)!r}: its server says no size. Use one that does, or a copy.")
+        raise SourceError(f"shard {redact(shard.path)!r}: the server reports no size. Use another server, or a copy.")
     piece = PIECE_BYTES if is_url(shard.path) else LOCAL_PIECE_BYTES
     begin, data = 0, b""
 
@@ -332,7 +332,7 @@ def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
 
 
 def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) -> Any:
-    """The label in a member: a field of JSON, else a number or a name."""
+    """The label in a member: a field if the member is JSON, else a number or a name."""
     try:
         if label.split(".")[-1] == "json":
             value = json.loads(text)
@@ -346,15 +346,15 @@ def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) 
             raise ValueError("it is empty")
         return int(word) if re.fullmatch(r"[+-]?\d{1,18}", word) else word
     except KeyError as error:
-        reason = f"no field {error}: set `source.label_key`"
+        reason = f"it has no field {error}: set `source.label_key`"
     except (ValueError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-    raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not a label ({reason}).")
+    raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not valid ({reason}).")
 
 
 def _hint(parts: list[_Part], rule: _Rule) -> str:
     other = sorted({extension for part in parts for extension in part.other})
     if not other:
-        return "They are empty."
+        return "The shards are empty."
     wanted = f"{', '.join(rule.extensions)}" + ("" if rule.label is None else f" with {rule.label}")
-    return f"Their members end in {some(other)}; wanted: {wanted}. Set `source.extensions` and `source.labels`."
+    return f"Extensions found: {some(other)}. Needed: {wanted}. Set `source.extensions` and `source.labels`."

@@ -25,21 +25,21 @@ _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
 
 class TableSource(ListedSource):
-    """Image files in the order of a table's rows.
+    """Image files that a table lists, in the order of its rows.
 
-    Labels are whole numbers (classes), other numbers (targets), or names (classes, sorted). Several label columns give
-    float32 [K] per sample, with the columns as classes. A Parquet column may hold lists of numbers, all of one length,
-    or lists of class names.
+    Labels are whole numbers (classes), other numbers (targets), or names (sorted, they become classes). Several label
+    columns give float32 [K] per sample; the column names become the classes. A Parquet column may hold lists of
+    numbers, all of the same length, or lists of class names.
 
     Args:
-        root: the table, a path or URL that ends in .csv, .tsv or .parquet; its first line or schema names the columns.
-        path: column of the paths, which are relative to the table's folder and may not leave it.
+        root: path or URL of the table: .csv, .tsv or .parquet. The first line or the schema names the columns.
+        path: column of the image paths. They are relative to the table's folder and must not lead outside.
         label: column of the labels, or a list of columns; ``none``: no labels.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
     Raises:
-        SourceError: if the table cannot be read, has no such column, or a row has no valid path or label.
+        SourceError: if the table cannot be read, a column is missing, or a row has no valid path or label.
 
     >>> source = TableSource("data/train.csv", path="file", label="class")
     """
@@ -66,7 +66,7 @@ class TableSource(ListedSource):
         if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
-            raise ConfigError("`source.classes` names the labels of one column. Drop it.")
+            raise ConfigError("`source.classes` needs exactly one label column. Remove `source.classes`.")
         began = time.monotonic()
         table = absolute(root)
         self._storage = Storage(remote)
@@ -110,7 +110,7 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
     for row in filter(None, lines):
         if len(row) != len(head):
             raise SourceError(
-                f"line {lines.line_num} of {place!r} has {len(row)} fields, and the first one {len(head)}."
+                f"line {lines.line_num} of {place!r} has {len(row)} fields, but the first line {len(head)}."
             )
         rows.append([row[at] for at in wanted])
     paths, *columns = zip(*rows, strict=True) if rows else [()] * len(names)
@@ -118,9 +118,9 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
 
 
 def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
-    """Text as whole numbers, other numbers, or names."""
+    """Convert a column of text to whole numbers, else to other numbers, else keep names."""
     if "" in column:
-        raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Fill it, or leave out the row.")
+        raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Add a value, or remove the row.")
     if all(map(_WHOLE_NUMBER.fullmatch, column)):
         return [int(value) for value in column]
     try:
@@ -141,20 +141,20 @@ def _parquet(data: bytes, names: list[str], place: str) -> list[Any]:
 def _column(name: str, head: list[str], place: str) -> int:
     if head.count(name) != 1:
         raise SourceError(
-            f"the table {place!r} must have one column {name!r}. Found: {some(head)}. Set `source.path` and "
+            f"the table {place!r} must have one column {name!r}. Columns: {some(head)}. Set `source.path` and "
             "`source.label` (none: no labels)."
         )
     return head.index(name)
 
 
 def _checked_path(path: Any, row: int, place: str) -> bytes:
-    """The path without ``./``, if it stays below the folder of the table."""
+    """The path without ``./``; SourceError if it leads outside the table's folder."""
     if isinstance(path, str):
         short = re.sub(r"^(\./+)+", "", path.strip())
         if is_safe(short) and not short.endswith("/"):
             return os.fsencode(short)
     raise SourceError(
-        f"paths in {place!r} must be relative to its folder, and stay in it. Found in row {row}: {path!r:.200}."
+        f"paths in {place!r} must be relative and stay inside the table's folder. Found in row {row}: {path!r:.200}."
     )
 
 
@@ -162,6 +162,6 @@ def _matrix(columns: list[Any], names: list[str], place: str) -> Any:
     for name, column in zip(names, columns, strict=True):
         if len(column) and not isinstance(column[0], int | float | np.number):
             raise SourceError(
-                f"several columns of labels must be numbers in {place!r}. Found {column[0]!r} in {name!r}."
+                f"several label columns must all hold numbers. Found in {place!r}, column {name!r}: {column[0]!r}."
             )
     return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)

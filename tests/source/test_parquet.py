@@ -108,7 +108,7 @@ def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
 def test_what_a_shuffled_order_costs_is_said_with_the_remedy(folder, caplog):
     caplog.set_level("INFO", "gpuaug")
     ParquetSource(folder)
-    assert "read together; a shuffled order reads them all for each one, unless `cache=ram` keeps them" in caplog.text
+    assert "`cache=ram`" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
@@ -149,9 +149,9 @@ def test_columns(tmp_path, caplog):
     pq.write_table(large, tmp_path / "large.parquet")
     with pytest.raises(SourceError, match="must be below 2\\*\\*63"):
         ParquetSource(tmp_path / "large.parquet")
-    with pytest.raises(SourceError, match=r"source\.label.*Found no 'nothing' among: labels, age"):
+    with pytest.raises(SourceError, match=r"source\.label.*no 'nothing'.*: labels, age"):
         ParquetSource(path, label="nothing")
-    with pytest.raises(SourceError, match=r"source\.image.*Found 'age'"):
+    with pytest.raises(SourceError, match=r"source\.image.*'age'"):
         ParquetSource(path, image="age")
     with pytest.raises(ConfigError, match=r"source\.classes"):
         ParquetSource(path, label="none", classes=["a"])
@@ -276,7 +276,7 @@ def test_datasets_of_hugging_face(tmp_path, caplog):
         adapt(of_files)
     plain = adapt(of_files.cast_column("image", datasets.Image(decode=False)))
     assert sorted(plain) == sorted(local)
-    with pytest.raises(SourceError, match="one column of images"):
+    with pytest.raises(SourceError, match="one image column"):
         adapt(dataset.remove_columns("image"))
     found, _, _ = read_all(source, num_workers=1, start_method="spawn")
     assert found == {i: x[0] for i, x in enumerate(local)}
@@ -314,12 +314,12 @@ def test_labels_of_another_name_are_asked_for(tmp_path):
 
     text = datasets.Value("string")
     *makers, dataset = both(fine_label=(names, [0, 1, 1]), coarse_label=(names, [1, 0, 0]), caption=(text, ["x"] * 3))
-    with pytest.raises(SourceError, match=r"no label or labels among: fine_label, coarse_label, caption.*label='none'"):
+    with pytest.raises(SourceError, match=r"no label or labels.*: fine_label, coarse_label, caption.*label='none'"):
         adapt(dataset)
     for make in makers:
-        with pytest.raises(SourceError, match=r"no label or labels among: fine_label, coarse_label, caption"):
+        with pytest.raises(SourceError, match=r"no label or labels.*: fine_label, coarse_label, caption"):
             make()
-        with pytest.raises(SourceError, match=r"no 'fine' among: fine_label"):
+        with pytest.raises(SourceError, match=r"no 'fine'.*: fine_label"):
             make(label="fine")
         assert make(label="fine_label").labels.tolist() == [0, 1, 1]
         assert make(label="coarse_label").classes == ["a", "b"]
@@ -329,7 +329,7 @@ def test_labels_of_another_name_are_asked_for(tmp_path):
     for make in both(caption=(text, ["x", "y", "x"]), kind=(names, [1, 0, 1]))[:2]:
         assert make().labels.tolist() == [1, 0, 1]  # the only one with classes
     for make in both(caption=(text, ["x", "y", "x"]))[:2]:
-        with pytest.raises(SourceError, match="among: caption"):
+        with pytest.raises(SourceError, match=": caption"):
             make()
     for make in both()[:2]:
         assert make().labels is None  # images alone: nothing is left aside

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -159,14 +160,14 @@ def test_labels(tmp_path, shards):
     assert ShardSource(many, labels="json").num_classes == 3
     with pytest.raises(SourceError, match=r"label_key"):
         ShardSource(shards, labels="json", label_key="nothing")
-    with pytest.raises(SourceError, match="is not a label"):
+    with pytest.raises(SourceError, match="the json of .* not valid"):
         ShardSource(shards, labels="json", label_key="x")
-    with pytest.raises(SourceError, match="knows nothing of 1 labels"):
+    with pytest.raises(SourceError, match="lacks 1 labels"):
         ShardSource(shards, labels="json", classes=["c0"])
     with pytest.raises(SourceError, match=r"0 \.\. 1"):
         ShardSource(shards, classes=["a", "b"])
     odd = write(tmp_path / "odd.tar", [("a.jpg", b"a"), ("a.cls", b"1"), ("b.jpg", b"b"), ("b.cls", b"two")])
-    with pytest.raises(SourceError, match="must all be numbers, all names"):
+    with pytest.raises(SourceError, match="must all be numbers"):
         ShardSource(odd)
 
 
@@ -237,7 +238,7 @@ def test_a_damaged_index_is_made_again(shards, caplog):
         path.write_bytes(damaged)
         count, again = looked_at(caplog, shards)
         assert count == 3
-        assert "is made again" in caplog.text
+        assert "built again" in caplog.text
         assert list(again) == list(source)
     assert path.read_bytes() == whole
     assert sorted(x.name for x in shards.iterdir()) == sorted([path.name, *(f"train-{k:03}.tar" for k in range(3))])
@@ -304,7 +305,7 @@ def test_samples_of_one_name_have_keys_of_their_own(tmp_path, caplog):
     path = write(tmp_path / "x.tar", entries)
     with caplog.at_level(logging.INFO, "gpuaug"):
         source = ShardSource(path)
-    assert "1 names more than once, such as 'a.jpg': the second sample's key is 'a.jpg#2'" in caplog.text
+    assert re.search(r"1 names, such as 'a\.jpg'.*'a\.jpg#2'", caplog.text)
     assert keys(source) == [f"x.tar/{name}" for name in ("a.jpg", "b.jpg", "a.jpg#2", "a.jpg#3", "c.jpg", "a.jpg#4")]
     assert list(source) == [(b"%d" % (i + 1), i) for i in range(6)]
     (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "x.tar/a.jpg"}) + "\n")
@@ -363,7 +364,7 @@ def link(name, kind, target="/etc/passwd"):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_hostile_members_are_refused(tmp_path, entries, message, kind):
     path = write(tmp_path / "in" / "x.tar", [("ok.jpg", b"ok"), *entries], kind)
-    with pytest.raises(SourceError, match=rf"shard '.*x\.tar': .*{message}.* at byte"):
+    with pytest.raises(SourceError, match=rf"shard '.*x\.tar': .*{message}.* byte [0-9]+ of"):
         ShardSource(path, labels="none")
     assert sorted(x.name for x in tmp_path.rglob("*.*") if "home" not in str(x)) == ["x.tar"]
 
@@ -395,8 +396,8 @@ def test_broken_tars_are_refused(tmp_path, shards):
     path.write_bytes(whole[: -(-end // 512) * 512])  # without the blocks that mark the end: nothing is missing
     assert len(ShardSource(path)) == 10
     for data, message in (
-        (b"", "no images"), (b"\0" * 1024, "no images"), (b"hello" * 300, "no header of a tar"),
-        (b"\x1f\x8b" + whole, "compressed"), (b"\xff" * 2048, "no header"),
+        (b"", "no images"), (b"\0" * 1024, "no images"), (b"hello" * 300, "no valid tar header"),
+        (b"\x1f\x8b" + whole, "compressed"), (b"\xff" * 2048, "no valid tar header"),
     ):  # fmt: skip
         path.write_bytes(data)
         with pytest.raises(SourceError, match=message):
@@ -494,7 +495,7 @@ def test_any_bytes_are_done_with_in_bounded_steps(data):
 def test_headers_never_lead_backwards(kind, binary, number):
     data = header(b"0", b"%011o\0" % 0, b"a.jpg") + header(kind, octal_or_binary(number, binary)) + bytes(1024)
     error, _ = steps(data, 12)
-    assert f"a size of {number} bytes at byte 512 of 2048" in str(error)
+    assert re.search(rf"size of {number} bytes\..* byte 512 of 2048", str(error))
 
 
 def test_a_shard_that_is_cut_later_costs_its_samples_only(shards, caplog):

@@ -71,7 +71,7 @@ def test_targets(place, name):
     assert several.num_classes == 2
     _, labels, _ = read_all(ages)
     assert labels == dict(enumerate([1.5, 2, -3, 400, 0]))
-    with pytest.raises(SourceError, match="must be numbers"):
+    with pytest.raises(SourceError, match="must all hold numbers"):
         TableSource(path, label=["path", "dog"])
 
 
@@ -82,7 +82,7 @@ def test_lists_of_parquet(place):
     tags = TableSource(path, label="tags")
     assert tags.classes == ["x", "y", "z"]
     assert [x[1] for x in tags] == [[1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]
-    with pytest.raises(SourceError, match="must have one length"):
+    with pytest.raises(SourceError, match="same length"):
         TableSource(path, label="odd")
 
 
@@ -108,7 +108,7 @@ def test_paths_cannot_leave_the_folder_of_the_table(place, bad):
     if isinstance(bad, str) and "\0" not in bad:
         tables.append(write(place, path=[NAMES[0], bad], label=[0, 1]))
     for table in tables:
-        with pytest.raises(SourceError, match=r"relative to its folder, and stay in it\. Found in row [01]"):
+        with pytest.raises(SourceError, match=r"must be relative.* row [01]"):
             TableSource(table)
 
 
@@ -141,7 +141,7 @@ def test_tables_that_cannot_be_used(place):
     good = {"path": NAMES[:2], "label": [0, 1]}
     for name in ("t.csv", "t.parquet"):
         table = write(place, name, **good)
-        with pytest.raises(SourceError, match=r"one column 'klass'\. Found: 'path', 'label'"):
+        with pytest.raises(SourceError, match=r"one column 'klass'\..*: 'path', 'label'"):
             TableSource(table, label="klass")
         with pytest.raises(SourceError, match="one column 'file'"):
             TableSource(table, path="file")
@@ -151,11 +151,11 @@ def test_tables_that_cannot_be_used(place):
         TableSource(write(place, path=NAMES[:2], label=[1, ""]))
     with pytest.raises(SourceError, match="are null"):
         TableSource(write(place, "n.parquet", path=NAMES[:2], label=[1, None]))
-    with pytest.raises(SourceError, match="is not a finite number"):
+    with pytest.raises(SourceError, match="must be finite"):
         TableSource(write(place, path=NAMES[:2], label=[0.5, "nan"]))
     for text, message in (
         ("", "one column"),
-        ("path,label\na.jpg\n", "line 2 of .* has 1 fields, and the first one 2"),
+        ("path,label\na.jpg\n", "line 2 of .* has 1 fields.* 2"),
         ('path,label\n"a.jpg,1', "cannot be read"),
         ("path,path,label\na,b,1\n", "one column 'path'"),
         ("path,label\n" + "x" * 200_000 + ",1\n", "cannot be read"),
