@@ -160,11 +160,12 @@ def test_a_quoted_value_may_hold_anything():
 def test_replacing_an_operation_with_what_would_keep_old_arguments_is_refused():
     new = "augment.ops.jitter={_target_: kornia.augmentation.RandomGrayscale, rgb_weights: null}"
     message = refused(new)
-    assert "`augment.ops.jitter` was kornia.augmentation.ColorJitter" in message
-    assert "brightness, contrast, saturation, hue, order, p would stay" in message  # RandomGrayscale would take p
+    assert message.startswith("`augment.ops.jitter` ")
+    assert "kornia.augmentation.ColorJitter " in message
+    assert "brightness, contrast, saturation, hue, order, p." in message  # RandomGrayscale would take p
     assert "'~augment.ops.jitter'" in message
     rest = [f"~augment.ops.jitter.{key}" for key in ("brightness", "contrast", "saturation", "hue")]
-    assert "order, p would stay" in refused(new, *rest)
+    assert ": order, p." in refused(new, *rest)
     cfg = compose("train", ["~augment.ops.jitter", "+" + new.replace("null", "null, p: 0.2")])
     assert list(cfg.augment.ops) == ["vflip", "flip", "gray", "jitter"]
     assert cfg.augment.ops.jitter == {
