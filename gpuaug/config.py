@@ -292,7 +292,7 @@ class _Call:
 def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[str, Any] | None = None) -> Any:
     """Replace every mapping that has a ``_target_`` by a :class:`_Call`. No object is created yet."""
     if isinstance(value, str) and value == "???":
-        raise ConfigError(f"`{key}` is missing. Set {key}=...")
+        raise ConfigError(f"`{key}` must be given. Set {key}=...")
     if isinstance(value, (list, tuple)):
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
