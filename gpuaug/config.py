@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
-_NAMED = ("ops", "views")  # mappings of named objects, where null switches an entry off
+_NAMED = ("ops", "views")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
 
@@ -306,9 +306,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
     kwargs = {k: v for k, v in value.items() if k != "_target_"}
     if value["_target_"] is None:  # a group's option for "nothing", such as mix=none
         if kwargs:
-            raise ConfigError(
-                f"`{_join(key, next(iter(kwargs)))}` has no effect: `{key}` is switched off. Remove it."
-            )
+            raise ConfigError(f"`{_join(key, next(iter(kwargs)))}` has no effect: `{key}` is switched off. Remove it.")
         return None
     cls = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
     _check_arguments(cls, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])

@@ -210,9 +210,7 @@ def verdicts() -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.info(
-            "doctor's stored results cannot be read and are ignored: %s: %s", type(error).__name__, error
-        )
+        log.info("doctor's stored results cannot be read and are ignored: %s: %s", type(error).__name__, error)
         return {}
 
 
