@@ -53,8 +53,8 @@ class Loader:
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
         cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes after they were read; None: no cache.
-        ahead: size of an extra buffer for encoded batches in memory, such as 2147483648 or ``"2GiB"``. None: no extra
-            buffer, only what the workers read ahead.
+        ahead: bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``. None: no extra buffer,
+            only what the workers read ahead.
         faults: what happens to samples that cannot be read or decoded.
         device: ``auto`` (CUDA if there is a device, else CPU), ``cuda`` (``cuda:$LOCAL_RANK``; without LOCAL_RANK
             torch's current device), ``cpu``, or a torch.device. On CUDA a loader thread allocates memory and launches
