@@ -1,10 +1,10 @@
-"""Encoded images to augmented batches on the training device.
+"""Turns encoded images into augmented batches on the training device.
 
-Workers ship bytes, DALI decodes them on the device, Kornia's operations augment whole batches there, and one Hydra
-YAML describes all of it. Names are imported on first use, so ``import gpuaug`` costs nothing.
+Workers read bytes, DALI decodes them on the device, and Kornia's operations augment whole batches there. One Hydra YAML
+describes all of it. Names are imported on first use, so ``import gpuaug`` is fast.
 
-Every constructor and method raises :class:`ConfigError` for an argument that cannot work; docstrings name other errors.
-All of them are :class:`GpuaugError`.
+Every constructor and method raises :class:`ConfigError` for an invalid argument. Docstrings name the other errors. All
+of these errors are subclasses of :class:`GpuaugError`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what type checkers and editors see; the table below is what runs
+if TYPE_CHECKING:  # only for type checkers and editors; at run time the table below is used
     from gpuaug.augment.crop import RandomCrop as RandomCrop
     from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
     from gpuaug.augment.crop import Resize as Resize

@@ -1,4 +1,4 @@
-"""What travels between the stages: encoded bytes, boxes to decode, images and labels."""
+"""The types that stages pass to each other: encoded bytes, boxes to decode, images and labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Interpolation = Literal["bilinear", "bicubic"]
 class Fault:
     """One sample of a batch that could not be read or decoded.
 
-    ``row`` is its place in the batch, ``size`` the number of encoded bytes that were there, ``head`` the first of them.
+    ``row`` is its row in the batch, ``size`` the number of encoded bytes, and ``head`` the first of these bytes.
     """
 
     row: int
@@ -33,20 +33,20 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
-    """The encoded images of a batch, packed one after the other; made by a worker, all tensors on the CPU.
+    """The encoded images of a batch, packed one after the other. A worker makes it; all tensors are on the CPU.
 
-    One buffer, so that a batch is one shared-memory segment instead of one per image.
+    All images share one buffer: a batch needs one shared-memory segment instead of one per image.
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
         offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
-        indices: int64 ``[B]``, numbers in the source.
+        indices: int64 ``[B]``, sample numbers in the source.
         repeats: int64 ``[B]``, how often this epoch yielded the index before.
         valid: bool ``[B]``; False for a repeated sample that only fills the last batch.
         faults: samples that could not be read; their image has no bytes.
-        views: the images one by one where they stand, uint8 ``[n]`` out of mapped files, read-only; ``data`` is then
-            empty, and ``offsets`` only say how long they are. Empty where the images are in ``data``.
+        views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
+            ``offsets`` only give the lengths. Empty if the images are in ``data``.
     """
 
     data: Tensor
@@ -63,14 +63,14 @@ class EncodedBatch:
 
     @property
     def images(self) -> list[NDArray[np.uint8]]:
-        """Bytes of every image, uint8 ``[n]``, where they are."""
+        """Bytes of every image, uint8 ``[n]``, without a copy."""
         if self.views:
             return list(self.views)
         data, offsets = self.data.numpy(), self.offsets.numpy()
         return [data[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
 
     def encoded(self, row: int) -> Tensor:
-        """Bytes of the image in a ``row``: uint8 ``[n]``, a view into ``data``, or a copy of the view."""
+        """Bytes of the image in ``row``, uint8 ``[n]``: a slice of ``data``, or a copy of ``views[row]``."""
         if self.views:
             return torch.from_numpy(self.views[row].copy())
         return self.data[self.offsets[row] : self.offsets[row + 1]]
@@ -78,15 +78,15 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class Boxes:
-    """What one view reads of each image and where it goes; rows are samples, pixels are EXIF-oriented.
+    """The box that one view cuts from each image, and its place in the output. Pixels are EXIF-oriented.
 
     Attributes:
-        box: int32 [B, 4], (top, left, height, width) of what is read; inside the image, height and width at least 1.
-        resized: int32 [B, 2], (h, w) the box is resized to.
-        offset: int32 [B, 2], (y, x) where the resized box's corner lands in the canvas; negative: cropped away.
+        box: int32 [B, 4], (top, left, height, width) of the box; it lies inside the image, with sides of at least 1.
+        resized: int32 [B, 2], the size (h, w) after resizing the box.
+        offset: int32 [B, 2], (y, x) of the resized box's top left corner in the canvas; pixels outside are cropped.
         size: (H, W) of the canvas.
         interpolation: ``bilinear`` or ``bicubic``, both antialiased.
-        fill: 0..255, value of the canvas where the resized box does not reach.
+        fill: 0..255, the value of canvas pixels that the resized box does not cover.
     """
 
     box: Int32
@@ -105,12 +105,12 @@ class Batch:
     """Augmented images and labels on the device; iterating gives exactly ``(images, labels)``.
 
     Attributes:
-        images: float ``[B, 3, H, W]``, or a list of them where the recipe has several views (in the order of the
-            mapping, copies next to each other).
-        labels: int64 ``[B]``, float ``[B, C]`` (after mix) or ``[B, K]`` (multi-label), None where the source has none.
+        images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views (in the order of the
+            recipe's ``views``, copies of a view next to each other).
+        labels: int64 ``[B]``, float ``[B, C]`` (after mix) or ``[B, K]`` (multi-label); None if there are no labels.
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
         valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
-        key_of: number in the source to path or name, for ``keys``.
+        key_of: maps a sample number to its path or name; used by ``keys``.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
@@ -138,9 +138,9 @@ class Batch:
         return [self.key_of(i) for i in self.indices.tolist()]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with images and labels on ``device``; indices and valid stay on the CPU.
+        """Return the batch with images and labels on ``device``; indices and valid stay on the CPU.
 
-        ``non_blocking`` is torch's: from pinned memory the copy does not wait.
+        ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
         """
 
         def move(x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def flag(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> Any:
-    """Check that ``value`` is one of the texts ``known``. ``hint`` ends the error."""
+    """Check that ``value`` is one of the strings ``known``. ``hint`` is added at the end of the error message."""
     known = tuple(known)
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"`{name}` must be one of {', '.join(known)}. Found: {value!r}.{hint}")
@@ -49,9 +49,9 @@ def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> An
 
 
 def text(name: str, value: Any, *, optional: bool = False) -> Any:
-    """Check that ``value`` is a text that is not empty. With ``optional`` it may be None.
+    """Check that ``value`` is a non-empty string. With ``optional`` it may be None.
 
-    Hydra reads ``out=2024`` as a number, so the error says how to quote it.
+    Hydra reads ``out=2024`` as a number, so the error shows how to quote the value.
     """
     if not (value is None and optional) and not (isinstance(value, str) and value):
         quoted = f" Quote it: \"{name}='{value}'\"." if isinstance(value, int | float) else ""

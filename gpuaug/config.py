@@ -1,8 +1,8 @@
-"""YAML and override strings to a configuration (:func:`compose`), and a configuration to objects (:func:`build`).
+""":func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
-Hydra is imported inside functions, as every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` is not used: it copies the objects passed in (a source may hold a large index), does not
-name the full key of an argument that a class does not take, and imports whatever module a target names.
+Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
+``hydra.utils.instantiate`` is not used, for three reasons. It copies the objects passed in (a source may hold a large
+index). It does not name the full key of an unknown argument. It imports any module that a target names.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-TRUSTED = ("kornia.augmentation.",)  # and gpuaug's public names
-_NAMED = ("ops", "views")  # mappings of named objects, where null switches an entry off
-# YAML's spelling of inf and nan, which is text in Hydra's overrides
+TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
+_NAMED = ("ops", "views")  # mappings of named objects; null switches an entry off
+# `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
 
 
 def conf_folder() -> Path:
-    """The folder that holds ``gpuaug/train.yaml``: ``gpuaug/conf`` of an installation, ``conf`` of a checkout."""
+    """The folder that holds ``gpuaug/train.yaml``: ``gpuaug/conf`` if installed, ``conf`` in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
@@ -43,17 +43,17 @@ def conf_folder() -> Path:
 
 
 def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> DictConfig:
-    """The configuration ``name`` with ``overrides`` applied; the same strings as on the command line.
+    """Compose the configuration ``name`` with ``overrides``, the same strings as on the command line.
 
-    Works inside a running Hydra application, whose state it leaves as it was.
+    Works inside a running Hydra application and does not change its state.
 
     Args:
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
-        overrides: Hydra's override strings, as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
-        config_dir: folder with further groups and configurations; they come before ours of the same name.
+        overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
+        config_dir: folder with your own groups and configurations; they replace gpuaug's of the same name.
 
     Raises:
-        ConfigError: names the full key, what was expected, what was found, and the nearest valid name.
+        ConfigError: names the full key, the expected and the given value, and the nearest valid name.
     """
     import hydra
     from hydra.errors import HydraException
@@ -76,7 +76,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
 @contextmanager
 def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Hydra over ``config_dir``, then our folder; what an outer Hydra application had is restored."""
+    """Start Hydra with ``config_dir`` before our folder; restore an outer Hydra application's state at the end."""
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
@@ -94,7 +94,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # by hydra.searchpath a primary configuration would not be found
+            if first != ours:  # hydra.searchpath finds no primary configuration
                 path = loader.get_search_path()
                 path.prepend("gpuaug", f"file://{ours}", anchor=SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
@@ -116,14 +116,14 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException as error:
             raise ConfigError(
-                f"The override {text!r} cannot be read: {str(error).splitlines()[0]}. A value with = , {{ }} [ ] in it "
-                "needs quotes of its own: \"key='value'\"."
+                f"The override {text!r} cannot be read: {str(error).splitlines()[0]}. Put a value that "
+                "contains = , { } or [ ] in quotes: \"key='value'\"."
             ) from error
     return parsed
 
 
 def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
-    """Which override the composition failed at, and what it could have been; else Hydra's own message."""
+    """Name the override that failed and the valid values; if there is none, return Hydra's own message."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
@@ -135,7 +135,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     for override in overrides:
         group, key, value = override.key_or_group, override.get_key_element(), override.value()
         if override.is_sweep_override():
-            return f"`{key}` takes one value, or a list in brackets. Found: {override.get_value_string()}, a sweep."
+            return f"`{key}` takes one value, or a list in brackets. Found a sweep: {override.get_value_string()}."
         options = [] if "." in group else loader.get_group_options(group, results_filter=ObjectType.CONFIG)
         for option in (value if isinstance(value, list) else [value]) if options else []:
             if not override.is_delete() and option not in options:
@@ -146,7 +146,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     if named and "delete" in named[0]:
         lines = [str(o.input_line) for o in overrides if o.key_or_group != named[1]]
         try:
-            hydra.compose(name, [*lines, f"{named[1]}=null"])  # fails as well, and says what there is
+            hydra.compose(name, [*lines, f"{named[1]}=null"])  # this also fails, and its error holds the valid keys
         except HydraException as other:
             error = other
     unknown: Any = error.__cause__
@@ -163,9 +163,9 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _refuse_stale(name: str, overrides: list[Override]) -> None:
-    """Refuse ``key={_target_: Other, ...}`` that would leave arguments of what stood there before.
+    """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target would remain.
 
-    Hydra merges mappings, so they stay; some (as ``p``) would even be accepted by the new class.
+    Hydra merges mappings, so the old arguments stay. The new class might even accept some of them, such as ``p``.
     """
     import hydra
     from hydra.errors import HydraException
@@ -180,20 +180,21 @@ def _refuse_stale(name: str, overrides: list[Override]) -> None:
         try:
             before = OmegaConf.select(hydra.compose(name, others), key, throw_on_missing=False)
         except (HydraException, ValueError):
-            continue  # another override is wrong, and will be named
+            continue  # another override is wrong; the real composition reports it
         if not isinstance(before, DictConfig) or before.get("_target_") in (None, value["_target_"]):
             continue
         given = {*map(str, value), *(o.key_or_group[len(key) + 1 :].split(".")[0] for o in below)}
         if stale := [str(k) for k in before if str(k) not in given]:
             raise ConfigError(
-                f"`{key}` was {before['_target_']} and becomes {value['_target_']}, but an override merges: "
-                f"{', '.join(stale)} would stay. Remove it first: '~{key}' '+{key}={{_target_: ...}}' (in a mapping of "
-                f"operations it then runs last), or remove only what is left over: '~{key}.{stale[0]}'."
+                f"`{key}` changes from {before['_target_']} to {value['_target_']}, but the old arguments stay "
+                f"(Hydra merges mappings): {', '.join(stale)}. Remove the whole entry first: '~{key}' "
+                f"'+{key}={{_target_: ...}}' (an operation then runs last). Or remove the old arguments: "
+                f"'~{key}.{stale[0]}'."
             )
 
 
 def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
-    """`` Did you mean 'x'?``, or nothing."""
+    """`` Did you mean 'x'?``, or an empty string."""
     options = list(options)
     near = get_close_matches(word, options, n=1, cutoff=0.6)
     if not near and word == "null" and "none" in options:
@@ -207,24 +208,24 @@ def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
 
 
 def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (), **objects: Any) -> Any:
-    """The loader (or whatever ``_target_`` names) that a configuration describes.
+    """Build the loader (or another object that ``_target_`` names) from a configuration.
 
-    The whole tree is checked before anything is instantiated: every ``_target_`` must resolve to a class whose own
-    module is in ``kornia.augmentation``, or to a public class of gpuaug, and must take the arguments given to it.
+    The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
+    class defined in ``kornia.augmentation``. The class must accept all given arguments.
 
     Args:
-        cfg: from :func:`compose`, or a part of your own Hydra application's configuration, as ``cfg.train_data``.
-        trust: module prefixes that targets may come from besides, as ``["my_pkg."]``.
-        **objects: ready objects in place of arguments of the outermost target, as ``source=my_source``.
+        cfg: from :func:`compose`, or a part of your own Hydra application's configuration, such as ``cfg.train_data``.
+        trust: prefixes of further modules that targets may come from, such as ``["my_pkg."]``.
+        **objects: existing objects that replace arguments of the outermost target, such as ``source=my_source``.
 
     Raises:
-        ConfigError: names the full key, what was expected, what was found, and the nearest valid name. An error of a
-            constructor is its cause.
+        ConfigError: names the full key, the expected and the given value, and the nearest valid name. If a constructor
+            failed, its error is the ``__cause__``.
     """
     trusted = [trust] if isinstance(trust, str) else list(trust)
     for prefix in trusted:
         if not isinstance(prefix, str) or not prefix.strip("."):
-            raise ConfigError(f"`trust` must hold module prefixes, as 'my_pkg.'. Found: {prefix!r}.")
+            raise ConfigError(f"`trust` must hold module prefixes, such as 'my_pkg.'. Found: {prefix!r}.")
     prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)
     if tree["_target_"] == "gpuaug.Loader" and "order" not in objects:
@@ -234,7 +235,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
 
 
 def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The configuration as plain containers with every interpolation resolved, and its full key."""
+    """Convert to plain containers with every interpolation resolved; also return the full key."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -246,12 +247,12 @@ def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], s
     if "_target_" not in cfg:
         raise ConfigError(
             f"{f'`{root}`' if root else 'The configuration'} needs a `_target_`. Found keys: "
-            f"{', '.join(map(str, cfg)) or 'none'}. Pass the part that describes one object, as build(cfg.train_data)."
+            f"{', '.join(map(str, cfg)) or 'none'}. Pass the part that describes one object: build(cfg.train_data)."
         )
     tree: dict[str, Any] = {}
     for key in cfg:
         if key in leave_out:
-            continue  # neither its interpolations nor its missing values matter
+            continue  # an object replaces it
         try:
             value = "???" if OmegaConf.is_missing(cfg, key) else cfg[key]
             tree[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -273,7 +274,7 @@ def _apply_shuffle(node: Any, *, key: str) -> None:
     if target not in (None, "gpuaug.Shuffle", "gpuaug.Sequential", "shuffle", "sequential"):
         raise ConfigError(
             f"`{_join(key, 'shuffle')}={str(shuffle).lower()}` and `{_join(key, 'order')}` ({target}) both choose the "
-            "order. Set one of them; shuffle=null leaves it to `order`."
+            "order. Set only one of them. With shuffle=null, `order` decides."
         )
     node["order"] = {"_target_": "gpuaug.Shuffle" if shuffle else "gpuaug.Sequential"}
     node["shuffle"] = None
@@ -281,7 +282,7 @@ def _apply_shuffle(node: Any, *, key: str) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked target with its arguments, which may hold further ones."""
+    """A checked target with its arguments, which may hold further calls."""
 
     key: str
     cls: type
@@ -289,23 +290,23 @@ class _Call:
 
 
 def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[str, Any] | None = None) -> Any:
-    """The same tree with a :class:`_Call` for every mapping that has a ``_target_``; nothing is instantiated yet."""
+    """Replace every mapping that has a ``_target_`` by a :class:`_Call`. No object is created yet."""
     if isinstance(value, str) and value == "???":
-        raise ConfigError(f"`{key}` must be given, and is missing. Set it: {key}=...")
+        raise ConfigError(f"`{key}` must be given. Set {key}=...")
     if isinstance(value, (list, tuple)):
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     if special := [k for k in value if k in ("_args_", "_partial_", "_recursive_", "_convert_")]:
         raise ConfigError(
-            f"`{_join(key, special[0])}` is not supported: an object is built whole, from arguments by name. Remove it."
+            f"`{_join(key, special[0])}` is not supported: objects are built from named arguments. Remove this key."
         )
     if "_target_" not in value:
         return {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in value.items()}
     kwargs = {k: v for k, v in value.items() if k != "_target_"}
-    if value["_target_"] is None:  # how a group's option says "nothing", as mix=none
+    if value["_target_"] is None:  # a group's option for "nothing", such as mix=none
         if kwargs:
-            raise ConfigError(f"`{_join(key, next(iter(kwargs)))}` has nothing to belong to: `{key}` is switched off.")
+            raise ConfigError(f"`{_join(key, next(iter(kwargs)))}` has no effect: `{key}` is switched off. Remove it.")
         return None
     cls = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
     _check_arguments(cls, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
@@ -315,7 +316,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
             for k, v in kwargs[name].items():
                 if isinstance(v, Mapping) and "_target_" not in v:
                     raise ConfigError(
-                        f"`{_join(key, f'{name}.{k}')}` needs a `_target_`, as kornia.augmentation.RandomErasing. "
+                        f"`{_join(key, f'{name}.{k}')}` needs a `_target_`, such as kornia.augmentation.RandomErasing. "
                         f"Found keys: {', '.join(map(str, v)) or 'none'}."
                     )
     checked = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in kwargs.items()}
@@ -323,21 +324,21 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
-    """The class that ``target`` names, if its own module may be used.
+    """Resolve ``target`` to a class, if the module that defines the class is allowed.
 
-    The spelling is no boundary (``kornia.augmentation._2d.base.torch.load`` resolves): what it leads to decides. Nor is
-    the way there without effect, because to import a module is to run it: only modules below a prefix and the packages
-    they stand in are imported and read, and of gpuaug the public names alone.
+    The path alone proves nothing: ``kornia.augmentation._2d.base.torch.load`` resolves to a function of torch. So the
+    resolved class is checked. Importing a module also runs its code. So only modules below an allowed prefix and their
+    parent packages are imported, and from gpuaug only the public names.
     """
     expected = (
         f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
         + "".join(f" or of {p[:-1]}" for p in prefixes[len(TRUSTED) :])
         + f". Found: {target!r}"
     )
-    remedy = " Classes of your own: build(cfg, trust=['my_pkg.']) or --trust my_pkg."
+    remedy = " To use your own classes: build(cfg, trust=['my_pkg.']) or --trust my_pkg."
     parts = target.split(".") if isinstance(target, str) else [""]
     if not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise ConfigError(f"{expected}.")  # my_pkg.__main__, say, would run a program
+        raise ConfigError(f"{expected}.")  # for example, my_pkg.__main__ would run a program
     if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
         if len(parts) != 2 or parts[1] not in gpuaug.__all__:
             near = get_close_matches(parts[-1], gpuaug.__all__, n=1)
@@ -346,33 +347,33 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
     else:
         cls = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(cls, type):
-        raise ConfigError(f"{expected}, which is no class but {type(cls).__name__}. A class of yours may call it.")
+        raise ConfigError(f"{expected}, a {type(cls).__name__} and not a class. Write a class that calls it.")
     own, name = f"{cls.__module__}.{cls.__qualname__}", cls.__name__
     public = own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is cls
     if not public and not f"{own}.".startswith(prefixes):
-        raise ConfigError(f"{expected}, which is the class {own}.{remedy}")
+        raise ConfigError(f"{expected}, which resolves to the class {own}.{remedy}")
     return cls
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module may be imported and read: below a prefix, or a package that leads to one."""
+    """Whether a module may be imported: it is below a prefix, or a parent package of a prefix."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
-    """What a dotted path leads to, through modules that may be imported, and classes."""
+    """Resolve a dotted path through allowed modules and through classes."""
     if not _is_admitted(parts[0], prefixes):
         raise ConfigError(f"{expected}.{remedy}")
     thing: Any = _import(parts[0], expected=expected)
     if thing is None:
-        raise ConfigError(f"{expected}, and there is no module {parts[0]!r}.")
+        raise ConfigError(f"{expected}, but there is no module {parts[0]!r}.")
     for depth, part in enumerate(parts[1:], start=1):
         parent, path = thing, ".".join(parts[:depth])
         is_module = isinstance(parent, ModuleType)
         if is_module and not _is_admitted(parent.__name__, prefixes):
             raise ConfigError(f"{expected}, which leads into the module {parent.__name__}.{remedy}")
-        if not is_module and not issubclass(type(parent), type):  # another object may run anything when it is asked
-            raise ConfigError(f"{expected}, where {path} is neither a module nor a class.")
+        if not is_module and not issubclass(type(parent), type):  # getattr of any other object may run code
+            raise ConfigError(f"{expected}, but {path} is neither a module nor a class.")
         try:
             thing = getattr(parent, part)
         except AttributeError as error:
@@ -387,26 +388,26 @@ def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: t
 
 
 def _import(module: str, *, expected: str) -> ModuleType | None:
-    """The module; None where there is none of that name."""
+    """Import a module; None if no module has this name."""
     try:
         return import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None
-        raise ConfigError(f"{expected}, and {module} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{expected}, but {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _check_arguments(cls: type, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
-    """Refuse arguments the class does not take, before anything is instantiated."""
+    """Refuse arguments that the class does not take, before any object is created."""
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
-        return  # a class written in C may have none; its constructor will say
+        return  # classes written in C may have no signature; their constructor checks
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name in kwargs:
         if name not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             near = _nearest(str(name), named) or (
-                f" If it is left from what stood there before, remove that first: ~{key}." if key else ""
+                f" If it belongs to the previous target, remove that first: ~{key}." if key else ""
             )
             raise ConfigError(
                 f"`{_join(key, name)}`: {target} takes no argument {name!r}.{near} It takes: {', '.join(named)}."
@@ -415,16 +416,16 @@ def _check_arguments(cls: type, kwargs: Mapping[str, Any], *, key: str, target: 
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(cls).items():
-        # a word such as `no` would count as true; what other types are given, constructors check themselves
+        # check bools here, because text such as `no` would count as true; constructors check all other types
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a class's arguments; {} where they cannot be read."""
+    """The annotations of a class's arguments; {} if they cannot be read."""
     try:
         return get_type_hints(inspect.getattr_static(cls, "__init__"))
-    except Exception:  # names that only a type checker sees
+    except Exception:  # annotations may use names that only a type checker sees
         return {}
 
 
@@ -433,7 +434,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value may be what an annotation says, a list for any sequence; True where that is unknown."""
+    """Whether a value matches an annotation; a list matches any sequence. True if unknown."""
     members = _members(hint)
     if len(members) > 1:
         return any(_fits(value, member) for member in members)
@@ -450,7 +451,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """An annotation as YAML's words, for messages."""
+    """Describe an annotation in YAML's terms, for messages."""
     words = {bool: ["true", "false"], int: ["a whole number"], float: ["a number"], str: ["text"], NoneType: ["null"]}
     names: list[str] = []
     for member in _members(hint):
@@ -460,7 +461,7 @@ def _words(hint: Any) -> str:
         elif isinstance(origin, type) and issubclass(origin, Sequence):
             names.append("a list")
         else:
-            names += words.get(member, [])  # an object is nothing that YAML could hold
+            names += words.get(member, [])  # YAML cannot hold other types
     if "a number" in names and "a whole number" in names:
         names.remove("a whole number")
     *first, last = dict.fromkeys(names or ["an object"])
@@ -468,7 +469,7 @@ def _words(hint: Any) -> str:
 
 
 def _make(plan: Any) -> Any:
-    """Instantiate a checked tree, inside out; the only place where a configuration calls anything."""
+    """Create the objects of a checked tree, innermost first. Only here does a configuration call code."""
     if isinstance(plan, list):
         return [_make(v) for v in plan]
     if isinstance(plan, dict):
@@ -485,7 +486,7 @@ def _make(plan: Any) -> Any:
         raise
     except Exception as error:
         hints = _hints(plan.cls)
-        for name, value in kwargs.items():  # the error may not name the argument, but the annotations do
+        for name, value in kwargs.items():  # the error may not name the argument; find it by annotation
             if name in hints and not _fits(value, hints[name]):
                 wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
                 raise ConfigError(wrong) from error
@@ -494,10 +495,10 @@ def _make(plan: Any) -> Any:
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:
-    """A constructor's message with the full key in place of the one it begins with.
+    """Replace the key at the start of a constructor's message by the full key.
 
-    A class names the key at its usual place, as `augment.ops.jitter.p`; here it may stand in `train_data.augment` or
-    `augment.views.local`. Whatever both have in common is where they join.
+    A class names the key at its usual place, such as `augment.ops.jitter.p`. In this configuration the class may be at
+    `train_data.augment` or `augment.views.local`. The two paths are joined at their common part.
     """
     named = re.match(r"`([\w.]+)`", message)
     if not key or not named:

@@ -1,22 +1,22 @@
-"""Everything gpuaug raises by itself. Each message says fact, value found, remedy."""
+"""All exceptions of gpuaug. Each message gives the fact, the value found and the remedy."""
 
 from __future__ import annotations
 
 
 class GpuaugError(Exception):
-    """Base of every error that gpuaug raises by itself."""
+    """Base class of all gpuaug errors."""
 
 
 class ConfigError(GpuaugError, ValueError):
-    """A configuration or an argument that cannot work, of a constructor or a method; names the full key."""
+    """An invalid configuration, or an invalid argument of a constructor or method. Names the full key."""
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """An assignment to a setting that is fixed; says how to get an object with another one."""
+    """A setting that cannot be changed was assigned. Says how to get an object with another value."""
 
 
 class SourceError(GpuaugError, ValueError):
-    """A source as a whole cannot be used: missing root, no images, a class mapping that does not fit."""
+    """The whole source cannot be used: missing root, no images, or a class mapping that does not match."""
 
 
 class StateError(GpuaugError, ValueError):
@@ -24,7 +24,7 @@ class StateError(GpuaugError, ValueError):
 
 
 class ReadError(GpuaugError, RuntimeError):
-    """The workers that read died or did not answer in time; says what to change."""
+    """A reading worker died or did not answer in time. Says what to change."""
 
 
 class DataError(GpuaugError, RuntimeError):
@@ -34,12 +34,12 @@ class DataError(GpuaugError, RuntimeError):
         key: relative path or name of the sample.
         index: its number in the source.
         stage: ``read`` or ``decode``.
-        reason: what was found.
+        reason: the cause of the failure.
     """
 
     REMEDY = (
-        "To go on without such samples set `faults.policy=blank` (keeps the batch size, `batch.valid` is False there) "
-        "or `faults.policy=drop`."
+        "To continue without such samples, set `faults.policy=blank` (keeps the batch size and sets `batch.valid` to "
+        "False) or `faults.policy=drop`."
     )
 
     def __init__(self, key: str, index: int, stage: str, reason: str, remedy: str = REMEDY) -> None:
@@ -51,4 +51,4 @@ class DataError(GpuaugError, RuntimeError):
 
 
 class FaultBudgetError(GpuaugError, RuntimeError):
-    """More samples were bad than `faults.max` allows."""
+    """There were more bad samples than `faults.max` allows."""

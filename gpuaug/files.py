@@ -26,7 +26,7 @@ _UNITS = {"": 1} | {
 def check_regular(
     status: os.stat_result, path: bytes | str | os.PathLike[str], *, limit: int = sys.maxsize
 ) -> os.stat_result:
-    """Return ``status``; OSError if it belongs to a folder, pipe or device, or to more than ``limit`` bytes."""
+    """Return ``status``. Raises OSError if it is not a regular file, or larger than ``limit`` bytes."""
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a socket")
@@ -37,30 +37,30 @@ def check_regular(
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of gpuaug, ``$XDG_CACHE_HOME/gpuaug``; it may not exist yet."""
+    """gpuaug's cache folder of this user, ``$XDG_CACHE_HOME/gpuaug``. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpuaug")
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file that takes the place of ``path`` when the block ends without an error.
+    """Open a temporary file that replaces ``path`` when the block ends without an error.
 
-    Readers see the old content or the new one, never a part. The folder is created if it is missing. A process that is
-    killed may leave a temporary file whose name ends in ``.part``.
+    Readers see the whole old content or the whole new content. The folder is created if it is missing. A killed process
+    may leave a temporary file whose name ends in ``.part``.
 
     Args:
         path: the file to write.
-        sync: wait until the content is on the disk before it replaces the old one.
+        sync: wait until the new content is on the disk before it replaces the old content.
 
     Raises:
         OSError: if the folder cannot be created or written.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    # compiled code is kept in the cache folder, and loaded only if no other user can write there
+    # 0o700: compiled code in the cache folder is loaded only if no other user can write there
     os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
-        with open(part, "xb") as file:  # not tempfile: its files can be read by their owner only
+        with open(part, "xb") as file:  # not tempfile: only the owner can read its files
             yield file
             file.flush()
             if sync:
@@ -73,7 +73,7 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
 
 
 def write(path: str | os.PathLike[str], *parts: bytes | memoryview | str, sync: bool = False) -> None:
-    """Write bytes or text to a file, whole or not at all. Arguments and errors as of :func:`replacing`."""
+    """Write bytes or text to a file, completely or not at all. Arguments and errors: see :func:`replacing`."""
     with replacing(path, sync=sync) as file:
         for data in parts:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -98,10 +98,10 @@ def parse_bytes(value: int | float | str, *, key: str) -> int:
         unit = _UNITS.get(match[2].removesuffix("b") if match[2] == "b" else match[2]) if match else None
         size = 0 if match is None or unit is None else float(match[1]) * unit
     if isinstance(size, bool) or not isinstance(size, int | float) or not 1 <= size < 2**62:
-        raise ConfigError(f"`{key}` must be a size of memory, as 2147483648 or 2GiB. Found: {value!r}.")
+        raise ConfigError(f"`{key}` must be a size in bytes, such as 2147483648 or 2GiB. Found: {value!r}.")
     return int(size)
 
 
 def format_bytes(size: float) -> str:
-    """A size for people: ``1.25 GiB``, ``37.0 MiB``."""
+    """Format a size as readable text: ``1.25 GiB``, ``37.0 MiB``."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

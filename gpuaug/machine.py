@@ -1,7 +1,7 @@
-"""What this machine gives a process: CPUs, memory, limits, NVIDIA devices, its local rank; and doctor's verdicts.
+"""This machine's CPUs, memory, limits, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
 
-Read from /proc, /sys and the cache folder, so that nothing starts CUDA and nothing heavy is imported. Where a file is
-missing (another system, a container that hides it) the answer is None or empty, never an error.
+The values are read from /proc, /sys and the cache folder. This neither starts CUDA nor imports large packages. If a
+file is missing (another system, or a container that hides it), the result is None or empty, never an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NVIDIA = "/proc/driver/nvidia"
 
 
 def read(path: Path | str) -> str | None:
-    """The text of a small file, stripped; None where it cannot be read."""
+    """The text of a small file, stripped; None if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -42,18 +42,18 @@ def read(path: Path | str) -> str | None:
 
 
 def cpus() -> int:
-    """CPUs that this process may run on, without regard to quotas."""
+    """Number of CPUs that this process may run on, ignoring quotas."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on and has time for: a container's quota counts."""
+    """Number of CPUs that this process may run on, limited by the container's CPU quota."""
     quota = cgroup_cpus()
     return cpus() if quota is None else max(1, min(cpus(), math.ceil(quota)))
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
     return match[1] if match else platform.machine()
 
@@ -65,26 +65,26 @@ def memory() -> tuple[int, int] | None:
 
 
 def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, int] | None:
-    """(limit, in use) in bytes of the tightest control group above this process; None without a limit."""
+    """(limit, used) in bytes of this process's control group with the smallest limit; None without a limit."""
     return min(_memory_limits(proc, root), default=None)
 
 
 def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that the control groups above this process leave it, the least of them; None without a limit."""
+    """Bytes that this process can still use under all limits of its control groups; None without a limit."""
     return min((max(0, limit - used) for limit, used in _memory_limits(proc, root)), default=None)
 
 
 def memory_left() -> tuple[int, str] | None:
-    """Bytes of memory that this process can still get, and what says so: the machine, or a control group above it."""
+    """Bytes of memory that this process can still get, and what limits it: the machine or a control group."""
     known = memory()
     both = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
     return min(((left, by) for left, by in both if left is not None), default=None)
 
 
 def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
-    """(limit, in use) of every control group with a limit.
+    """(limit, used) of every control group with a limit.
 
-    Files that a group's processes have read and the system can drop (``inactive_file``) do not count as used.
+    The file cache that the system can drop (``inactive_file``) does not count as used.
     """
     for folder in _groups("memory", proc, Path(root)):
         for limit, used, key in (
@@ -92,13 +92,13 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1 writes "no limit" as a number
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge means no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
 
 def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
-    """CPUs' worth of time that the tightest control group allows; None without a quota."""
+    """CPU quota of the strictest control group, as a number of CPUs; None without a quota."""
     quotas: list[float] = []
     for folder in _groups("cpu", proc, Path(root)):
         quota, _, period = (read(folder / "cpu.max") or "").partition(" ")
@@ -110,9 +110,9 @@ def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 
 
 def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's control group and of all above it, in both versions of the file system.
+    """Folders of this process's control group and all its parents, for cgroup versions 1 and 2.
 
-    Inside a container the path that /proc names often is the host's and not mounted: then the root is the container's.
+    Inside a container, /proc often names a path of the host that is not mounted. Then the group is at the root.
     """
     for line in (read(proc) or "").splitlines():
         number, _, rest = line.partition(":")
@@ -131,7 +131,7 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
 
 
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
-    """Bytes of shared memory: (size, free)."""
+    """Shared memory in bytes: (size, free)."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -140,13 +140,13 @@ def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
 
 
 def limit(name: str) -> tuple[int, int]:
-    """(soft, hard) of a resource limit such as ``NOFILE``; -1 is unlimited."""
+    """(soft, hard) values of a resource limit such as ``NOFILE``; -1: unlimited."""
     soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
 
 
 def gpus(root: str = NVIDIA) -> list[str]:
-    """Models of the NVIDIA devices that the driver shows, without starting CUDA."""
+    """Models of the NVIDIA devices that the driver lists. Does not start CUDA."""
     texts = [read(file) or "" for file in sorted(Path(root).glob("gpus/*/information"))]
     models = [match[1].strip() for text in texts if (match := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
     return models or [line.partition(",")[0].strip() for line in _smi(root)]
@@ -159,7 +159,7 @@ def driver(root: str = NVIDIA) -> str | None:
 
 
 def _smi(root: str) -> list[str]:
-    """ "Model, version of the driver" of every device, where /proc does not show them."""
+    """One line "model, driver version" per device, from nvidia-smi, if /proc does not list the devices."""
     program = shutil.which("nvidia-smi")
     if program is None or root != NVIDIA or not Path("/dev/nvidia0").exists():
         return []
@@ -171,16 +171,16 @@ def _smi(root: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.strip()]
 
 
-# -- results of `gpuaug doctor`, remembered for automatic choices; gpuaug/tools/doctor runs the checks --
+# -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-VERDICTS = {  # check: what a good verdict allows
+VERDICTS = {  # name of a check: what is true if it passed; a verdict is the stored result of a check
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
-    "hardware": "the GPU's JPEG engine decodes as the CPU does, and keeps its order on a busy device",
-    "stream": "decoding keeps its order with a busy consumer's stream",
+    "hardware": "the GPU's JPEG engine decodes as the CPU does, and in the right order on a busy device",
+    "stream": "decoding stays in order with a consumer's busy stream",
     "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
 }
-VERDICTS_VERSION = 3  # of the file; larger whenever a check becomes stricter
+VERDICTS_VERSION = 3  # of the file; raised when a check becomes stricter
 PACKAGES = (
     "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
     "hydra-core", "triton", "pillow", "numpy",
@@ -188,9 +188,9 @@ PACKAGES = (
 
 
 def verdict(name: str) -> bool | None:
-    """Result of a check of :data:`VERDICTS` on a machine like this with these versions; None if it has not been run.
+    """Stored result of a check in :data:`VERDICTS`, for this kind of machine and these versions; None if not run.
 
-    Reads one small file, once. Does not start CUDA or a check.
+    Reads one small file, once. Starts neither CUDA nor a check.
     """
     entry = verdicts().get(name)
     return None if entry is None else bool(entry["good"])
@@ -198,7 +198,7 @@ def verdict(name: str) -> bool | None:
 
 @lru_cache(maxsize=1)
 def verdicts() -> dict[str, dict[str, Any]]:
-    """Check to ``good``, ``text`` and ``seconds`` of its verdict, as far as the file is readable; read once."""
+    """Maps each check to ``good``, ``text`` and ``seconds``. Read once; empty if the file cannot be read."""
     try:
         values = json.loads(verdicts_file().read_text(encoding="utf-8"))
         entries = values["verdicts"] if values["version"] == VERDICTS_VERSION else {}
@@ -210,18 +210,18 @@ def verdicts() -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.info("doctor's verdicts cannot be read and are left out: %s: %s", type(error).__name__, error)
+        log.info("doctor's stored results cannot be read and are ignored: %s: %s", type(error).__name__, error)
         return {}
 
 
 def verdicts_file() -> Path:
-    """The JSON file with the verdicts of machines like this."""
+    """The JSON file with the verdicts for this kind of machine."""
     digest = hashlib.blake2b(json.dumps(identity(), sort_keys=True).encode(), digest_size=12).hexdigest()
     return files.cache_folder() / f"doctor-{digest}.json"
 
 
 def identity() -> dict[str, Any]:
-    """What verdicts depend on: processor, devices, driver, versions. Machines that are alike share them."""
+    """Everything that verdicts depend on: processor, devices, driver, versions. Equal machines share verdicts."""
     models = gpus()
     alike = len(set(models)) < 2
     return {
@@ -235,7 +235,7 @@ def identity() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    """Version of an installed distribution."""
+    """Version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -243,18 +243,18 @@ def package_version(name: str) -> str | None:
 
 
 def local_rank() -> int:
-    """Number of this process among those of the run on this machine, from torchrun, Slurm or Open MPI; 0 without."""
+    """Local rank of this process, from torchrun, Slurm or Open MPI; 0 without them."""
     names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def local_world_size() -> int:
-    """Processes of this run on this machine, from torchrun, Slurm or Open MPI; 1 without."""
+    """Number of processes of this run on this machine, from torchrun, Slurm or Open MPI; 1 without them."""
     env = os.environ
     if "LOCAL_WORLD_SIZE" in env:
         return max(1, int(env["LOCAL_WORLD_SIZE"]))
     if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
-        # tasks of this step, node by node, as "4(x2),3": the job may have room for more than the step has tasks
+        # tasks of this step per node, such as "4(x2),3"; not of the job, because a step may use only part of the job
         text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
@@ -263,10 +263,10 @@ def local_world_size() -> int:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The CPU, or a CUDA device with its index; ``auto`` is CUDA where there is a device.
+    """Return the CPU, or a CUDA device with its index. ``auto`` means CUDA if there is a device, else the CPU.
 
-    ``cuda`` means LOCAL_RANK's device where that is set, else torch's current one: without torchrun a script has called
-    ``torch.cuda.set_device``, or sees one device only.
+    ``cuda`` means the device with the index LOCAL_RANK if that is set, else torch's current device. Scripts without
+    torchrun call ``torch.cuda.set_device`` or see only one device.
     """
     import torch
 
@@ -274,12 +274,12 @@ def choose_device(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device) if isinstance(device, str | torch.device) else None
-    except RuntimeError:  # its message names all devices of torch
+    except RuntimeError:  # its message would list all device types of torch
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"`device` is {device!r}, and torch finds no CUDA device. Set `device=auto` or `device=cpu`.")
+        raise ConfigError(f"`device` is {device!r}, but torch finds no CUDA device. Set `device=auto` or `device=cpu`.")
     if chosen.type == "cuda" and chosen.index is None:
         rank = os.environ.get("LOCAL_RANK")
         index = torch.cuda.current_device() if rank is None else int(rank) % torch.cuda.device_count()
@@ -290,9 +290,9 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def exit_with_parent() -> None:
-    """Exit when the parent exits. The system does not do this when the parent is killed.
+    """Exit when the parent exits. The operating system does not do this when the parent is killed.
 
-    Watching a forkserver would not help: it lives as long as its children.
+    A forkserver cannot be watched instead, because it lives as long as its children.
     """
     import multiprocessing
     import threading

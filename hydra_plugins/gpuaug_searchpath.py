@@ -1,6 +1,6 @@
 """Puts gpuaug's configuration groups on the search path of every Hydra application.
 
-Every Hydra application of the environment imports this file: it imports nothing heavy.
+Every Hydra application in the environment imports this file, so it must not import large packages.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -10,9 +10,9 @@ from gpuaug.config import conf_folder
 
 
 class GpuaugSearchPathPlugin(SearchPathPlugin):
-    """Appends the folder, after the application's own."""
+    """Appends gpuaug's configuration folder after the application's own folders."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra's hook, called once per composition."""
-        # a file path, because pkg:// would need an __init__.py among the YAMLs
+        # not pkg://, because it needs an __init__.py in the folder of the YAML files
         search_path.append(provider="gpuaug", path=f"file://{conf_folder()}")

@@ -133,7 +133,7 @@ def test_overrides_reach_views_ops_and_groups():
         ("order.weights=class", ["`order.weights`", "gpuaug.Shuffle"]),
         ("source.root=/data/a=b", ["source.root=/data/a=b", "quotes"]),
         ("augment.ops.jitter={p", ["augment.ops.jitter={p", "quotes"]),
-        ("batch_size=1,2", ["`batch_size`", "Found: 1,2"]),
+        ("batch_size=1,2", ["`batch_size`", ": 1,2"]),
     ],
 )  # fmt: skip
 def test_an_override_that_does_not_fit_is_told_the_nearest(override, expected):
@@ -160,11 +160,12 @@ def test_a_quoted_value_may_hold_anything():
 def test_replacing_an_operation_with_what_would_keep_old_arguments_is_refused():
     new = "augment.ops.jitter={_target_: kornia.augmentation.RandomGrayscale, rgb_weights: null}"
     message = refused(new)
-    assert "`augment.ops.jitter` was kornia.augmentation.ColorJitter" in message
-    assert "brightness, contrast, saturation, hue, order, p would stay" in message  # RandomGrayscale would take p
+    assert message.startswith("`augment.ops.jitter` ")
+    assert "kornia.augmentation.ColorJitter " in message
+    assert "brightness, contrast, saturation, hue, order, p." in message  # RandomGrayscale would take p
     assert "'~augment.ops.jitter'" in message
     rest = [f"~augment.ops.jitter.{key}" for key in ("brightness", "contrast", "saturation", "hue")]
-    assert "order, p would stay" in refused(new, *rest)
+    assert ": order, p." in refused(new, *rest)
     cfg = compose("train", ["~augment.ops.jitter", "+" + new.replace("null", "null, p: 0.2")])
     assert list(cfg.augment.ops) == ["vflip", "flip", "gray", "jitter"]
     assert cfg.augment.ops.jitter == {
@@ -401,7 +402,7 @@ def test_hydras_special_keys_are_refused():
         (["drop_last=no"], ["`drop_last` must be true or false. Found: 'no'."]),
         (["drop_last=maybe"], ["`drop_last` must be true or false. Found: 'maybe'."]),
         (["+augment.ops.jitter.keepdim=no"], ["`augment.ops.jitter.keepdim` must be true or false. Found: 'no'."]),
-        (["augment.ops.jitter.p=null"], ["`augment.ops.jitter.p` must be a probability", "None"]),
+        (["augment.ops.jitter.p=null"], ["`augment.ops.jitter.p` must be", "None"]),
         (["augment.ops.jitter.brightness=[a,b]"], ["`augment.ops.jitter.brightness` must be a number or a list."]),
         (["+augment.ops.n={_target_: gpuaug.Normalize, mean: [0,0,0], std: [1,1,1]}"],
          ["`augment.ops.n`", "Normalize", "Use `normalize` instead"]),
@@ -427,7 +428,7 @@ def test_an_argument_that_does_not_fit_names_its_full_key(photos, overrides, exp
 def test_a_missing_root_is_asked_for():
     assert "`source.root` must be given" in refused()
     cfg = OmegaConf.create({"train_data": compose("train")})
-    assert "Set it: train_data.source.root=..." in refused(cfg=cfg.train_data)
+    assert "Set train_data.source.root=..." in refused(cfg=cfg.train_data)
 
 
 def test_the_cause_is_chained_and_other_errors_keep_their_type(tmp_path):

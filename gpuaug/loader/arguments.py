@@ -1,4 +1,4 @@
-"""What the loader's arguments mean: two names of one setting, torch's constants, defaults of this machine."""
+"""Interprets the loader's arguments: two names for one setting, torch's constants, defaults for this machine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last":
 
 
 def torch_constant(name: str, value: Any, known: dict[str, Any]) -> Any:
-    """One of the values of ``known``, given itself or by name."""
+    """Return a value of ``known``; ``value`` is that value or its name."""
     if not isinstance(value, str) and any(value is constant for constant in known.values()):
         return value
     return known[checks.one_of(name, value.removeprefix("torch.") if isinstance(value, str) else value, known)]
 
 
 def whole_numbers(name: str, values: Any) -> Tensor:
-    """Whole numbers >= 0 as int64 [n] on the CPU."""
+    """Convert whole numbers >= 0 to int64 [n] on the CPU."""
     try:
         numbers = torch.as_tensor(values, device="cpu")
         if numbers.ndim == 1 and not len(numbers):
             return numbers.to(torch.int64)
-        torch.iinfo(numbers.dtype)  # TypeError where it is a type of floats or bool
+        torch.iinfo(numbers.dtype)  # TypeError for float and bool types
         if numbers.ndim != 1 or int(numbers.min()) < 0:
             raise ValueError(f"{numbers.dtype} {list(numbers.shape)}")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -39,31 +39,31 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
-    """The order that ``order`` and ``shuffle`` mean together."""
+    """Combine ``order`` and ``shuffle`` into one order."""
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
     named = "shuffle" if shuffle else "sequential"
     if order is not None and not (isinstance(order, str) and order == named):
-        raise ConfigError(f"`shuffle={str(shuffle).lower()}` means `order={named}`, and `order` is {order!r}. Set one.")
+        raise ConfigError(f"`shuffle={str(shuffle).lower()}` means `order={named}`, but `order` is {order!r}. Set one.")
     return named
 
 
 def choose_last(last: str | None, drop_last: bool) -> str | None:
-    """What ``last`` and ``drop_last`` mean together; None where neither is set."""
+    """Combine ``last`` and ``drop_last``; None if neither is set."""
     if not checks.flag("drop_last", drop_last):
         return last
     if last not in (None, "drop"):
-        raise ConfigError(f"`drop_last=true` means `last=drop`, and `last` is {last!r}. Set one of them.")
+        raise ConfigError(f"`drop_last=true` means `last=drop`, but `last` is {last!r}. Set one of them.")
     return "drop"
 
 
 def default_workers(source: Any) -> int:
-    """Half of the cores of this rank, at most 4; 0 for a source that is mapped into memory."""
+    """Half of the cores of this rank, at most 4; 0 for a memory-mapped source."""
     if getattr(source, "mapped", False):
-        log.info("num_workers 0: the source is mapped into memory, and workers would only copy it once more")
+        log.info("num_workers 0: the source is memory-mapped, and workers would only add a copy")
         return 0
     cores, ranks = machine.usable_cpus(), machine.local_world_size()
-    # workers only read bytes: one keeps several decoding threads busy
+    # workers only read bytes: one worker keeps several decoding threads busy
     workers = max(1, min(4, cores // (2 * ranks)))
     log.info("num_workers %d (CPUs: %d, ranks on this machine: %d)", workers, cores, ranks)
     return workers

@@ -1,4 +1,4 @@
-"""The rank of this process, and a check that all ranks describe the same epoch."""
+"""The rank of this process, and a check that all ranks have the same configuration, source and state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def active() -> bool:
 
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """The arguments if given, else torch.distributed's, else (0, 1)."""
+    """Return the arguments if given, else the values of torch.distributed, else (0, 1)."""
     if rank is None and world_size is None:
         return (dist.get_rank(), dist.get_world_size()) if active() else (0, 1)
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
@@ -30,10 +30,10 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def agree(what: dict[str, Any], *, device: torch.device) -> None:
-    """Compare a description over all ranks; every rank must call it.
+    """Check that all ranks pass the same description. Every rank must call this function.
 
     Raises:
-        ConfigError: on every rank, if a rank's description differs from rank 0's, saying where.
+        ConfigError: on every rank, if the description of a rank differs from rank 0's. The message names the keys.
     """
     if not active():
         return
@@ -43,6 +43,6 @@ def agree(what: dict[str, Any], *, device: torch.device) -> None:
     for rank, other in enumerate(each):
         if different := compare(each[0], other, "on rank 0", f"on rank {rank}"):
             raise ConfigError(
-                f"the ranks do not describe the same epoch. {different}. "
+                f"the ranks differ in the epoch they would run. {different}. "
                 "Give every rank the same configuration, files and state."
             )

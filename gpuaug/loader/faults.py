@@ -1,4 +1,4 @@
-"""What happens to a sample that cannot be read or decoded: the policy, the budget, the quarantine record."""
+"""Handles samples that cannot be read or decoded: the policy, the budget, the file that lists them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ POLICIES = ("raise", "blank", "drop")
 
 
 class Faults:
-    """Decides over bad samples and keeps their record.
+    """Decides what happens to bad samples, and lists them in a file.
 
     Args:
-        policy: ``raise`` stops with a :class:`~gpuaug.errors.DataError`; ``blank`` keeps the batch size, the image
-            is zero, ``batch.valid`` is False there and the label is kept; ``drop`` makes the batch shorter.
-        max: budget; an int is a count over the run, a float in [0, 1] a rate over the last ``window`` samples. More
-            than that raises :class:`~gpuaug.errors.FaultBudgetError`. None: no limit.
-        window: how many samples the rate is taken over.
-        truncated: ``reject`` treats a JPEG without its end as bad, ``accept`` shows it as far as it goes.
-        file: JSON lines ``key index epoch stage reason bytes head``, appended, one line per bad sample; ranks may
-            share it, and ``source.exclude`` takes the same file.
+        policy: ``raise`` stops with a :class:`~gpuaug.errors.DataError`. ``blank`` sets the image to zero and
+            ``batch.valid`` to False; the label and the batch size stay. ``drop`` removes the sample from the batch.
+        max: maximum number of bad samples. An int counts over the whole run. A float in [0, 1] is a rate over the last
+            ``window`` samples. Above it, :class:`~gpuaug.errors.FaultBudgetError` is raised. None: no limit.
+        window: number of samples for the rate.
+        truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
+        file: one JSON line per bad sample is appended here, with ``key index epoch stage reason bytes head``. Ranks may
+            share the file, and ``source.exclude`` accepts it.
 
     >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
     'blank'
@@ -59,8 +59,8 @@ class Faults:
         self._recent: deque[tuple[int, int]] = deque()  # (samples, bad ones) of recent batches, about `window` samples
         self._recent_samples = self._recent_bad = 0
         self._logged: set[str] = set()  # keys that were logged by this process
-        self._recorded: set[str] = set()  # keys that stand in the file
-        self._offset = 0  # how far the file was read
+        self._recorded: set[str] = set()  # keys that are in the file
+        self._offset = 0  # bytes of the file that were read
         self._epoch_count, self._chances = 0, (0, 0)
 
     def handle(
@@ -68,11 +68,11 @@ class Faults:
     ) -> None:
         """Record the ``faults`` of a batch of ``samples`` in ``epoch``, and apply policy ``raise`` and the budget.
 
-        ``indices`` are the rows' numbers in the source, and ``key_of`` makes a path or name of one.
+        ``indices`` are the sample numbers of the rows. ``key_of`` returns the path or name of a sample number.
 
         Raises:
-            DataError: under policy ``raise``, for the first of them.
-            FaultBudgetError: when there were more than ``max``.
+            DataError: under policy ``raise``, for the first fault.
+            FaultBudgetError: if there were more than ``max``.
         """
         self.count += len(faults)
         self._epoch_count += len(faults)
@@ -84,16 +84,17 @@ class Faults:
         self._check_budget(samples, len(faults))
 
     def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
-        """Log how many samples of ``epoch`` were bad, and how many had a second chance.
+        """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
-        So far, ``rescued`` samples were refused by one decoder and taken by another, ``truncated`` ones had no end.
+        Both counts are totals of the run: ``rescued`` samples failed in one decoder and succeeded in another,
+        ``truncated`` samples were accepted without their end.
         """
         if self._epoch_count:
             where = f", listed in {self.file}" if self.file else ""
             log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, self._epoch_count, self.policy, where)
         again, cut = rescued - self._chances[0], truncated - self._chances[1]
         if again + cut:
-            log.warning("epoch %d: %d samples took a second chance (%d of them truncated)", epoch, again + cut, cut)
+            log.warning("epoch %d: %d samples needed a second attempt (%d of them truncated)", epoch, again + cut, cut)
         self._epoch_count, self._chances = 0, (rescued, truncated)
 
     def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
@@ -106,18 +107,18 @@ class Faults:
         line = {"key": key, "index": index, "epoch": epoch, "stage": fault.stage, "reason": fault.reason}
         line |= {"bytes": fault.size, "head": fault.head.hex()}
         with open(self.file, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: other ranks and loaders may write too
+            fcntl.flock(file, fcntl.LOCK_EX)  # until close: other ranks and loaders may write too
             self._read_up(file)
             if key not in self._recorded:
                 self._recorded.add(key)
                 self._offset += os.write(file.fileno(), (json.dumps(line) + "\n").encode())  # one append per line
 
     def _read_up(self, file: BinaryIO) -> None:
-        """Take over the keys that were written since the file was last read."""
+        """Add the keys that other processes wrote since the file was last read."""
         file.seek(self._offset)
         for line in file.read().splitlines(keepends=True):
             self._offset += len(line)
-            with suppress(ValueError, KeyError, TypeError, RecursionError):  # a line cut by a killed run names nobody
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # ignore a line cut by a killed run
                 self._recorded.add(str(json.loads(line)["key"]))
 
     def _check_budget(self, samples: int, bad: int) -> None:
@@ -129,7 +130,7 @@ class Faults:
                 old_samples, old_bad = self._recent.popleft()
                 self._recent_samples -= old_samples
                 self._recent_bad -= old_bad
-            # a rate over fewer samples than the window would stop a run at its first bad sample
+            # divide by at least the window: else the first bad sample of a run could exceed the rate
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
             bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"
@@ -141,12 +142,12 @@ class Faults:
         where = f"They are listed in {self.file}." if self.file else "Set `faults.file` to list them."
         raise FaultBudgetError(
             f"{bad_ones} could not be read or decoded; `faults.max` allows {limit}. {where} "
-            "`source.exclude=FILE` leaves listed samples out."
+            "Then `source.exclude=FILE` leaves the listed samples out."
         )
 
 
 def _writable(file: str | os.PathLike[str] | None) -> str | None:
-    """The path of a record that can be appended to, as it is better to know before the first bad sample."""
+    """Check that the file can be appended to before the first bad sample; return its absolute path."""
     if file is None:
         return None
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):
@@ -156,10 +157,10 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         is_new = not os.path.exists(path)
         if not is_new:
-            check_regular(os.stat(path), path, limit=LARGEST_FILE)  # as what stands in it is read
+            check_regular(os.stat(path), path, limit=LARGEST_FILE)  # its content will be read
         with open(path, "ab"):
             if is_new:
                 os.unlink(path)  # no bad samples, no file
-    except (OSError, ValueError) as error:  # a name with a zero byte
-        raise ConfigError(f"`faults.file` cannot be written: {error}. Name a file in a folder that can.") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise ConfigError(f"`faults.file` cannot be written: {error}. Name a file in a writable folder.") from error
     return path

@@ -1,4 +1,4 @@
-"""The loader: the order of epochs over a pipeline, which can be stopped and resumed anywhere."""
+"""The loader runs epochs through a pipeline, each in its own sample order. It can be stopped and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -35,50 +35,51 @@ log = logging.getLogger("gpuaug")
 
 
 class Loader:
-    """Augmented batches of a source on the device, in an order that can be stopped and resumed anywhere.
+    """Yields augmented batches of a source on the device. It can be stopped and resumed anywhere in an epoch.
 
     Args:
-        source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)``; what a
-            :class:`~gpuaug.MaterializedSource` has stored is neither decoded nor augmented again.
+        source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)``. Epochs stored
+            by a :class:`~gpuaug.MaterializedSource` are used as they are, without decoding or augmenting.
         augment: the recipe, :class:`~gpuaug.Augment` or :class:`~gpuaug.MultiView`.
         batch_size: samples per batch and rank.
-        order: ``"shuffle"`` (what None means), ``"sequential"``, an order of
+        order: ``"shuffle"`` (the default), ``"sequential"``, an order of
             :mod:`gpuaug.read.order`, or a torch Sampler.
-        shuffle: True and False are other words for the first two orders.
+        shuffle: True means ``order="shuffle"``, False means ``order="sequential"``.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
-            False, so that all ranks have equally many batches. ``drop`` leaves samples out. ``uneven`` keeps every
-            sample once; ranks may then differ by a batch, and DDP waits for ever for the missing one. None: ``pad``
-            with several ranks, as torch's DistributedSampler does, and ``uneven`` with one.
+            False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
+            every sample once. Then one rank may have a batch less than another, and DDP hangs at the end. None:
+            ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
-        cache: where encoded bytes stay after they were read, :class:`~gpuaug.RamCache`; None: nowhere.
-        ahead: bytes of encoded batches that wait in memory ahead of the training, as 2147483648 or ``"2GiB"``; None:
-            no more than the workers' own.
+        cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes after they were read; None: no cache.
+        ahead: bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``. None: no extra buffer,
+            only what the workers read ahead.
         faults: what happens to samples that cannot be read or decoded.
-        device: ``auto`` (CUDA where there is a device), ``cuda`` (``cuda:$LOCAL_RANK``, or torch's current device where
-            that is not set), ``cpu``, or a torch.device. On CUDA a thread of the loader allocates and launches: capture
-            CUDA graphs before the loop over it, or with ``capture_error_mode="thread_local"``.
+        device: ``auto`` (CUDA if there is a device, else CPU), ``cuda`` (``cuda:$LOCAL_RANK``; without LOCAL_RANK
+            torch's current device), ``cpu``, or a torch.device. On CUDA a loader thread allocates memory and launches
+            kernels in the background. So capture CUDA graphs before you start iterating, or with
+            ``capture_error_mode="thread_local"``.
         dtype: of the images; float32, bfloat16 or float16.
         memory_format: of the images; contiguous_format or channels_last.
-        num_workers: processes that read bytes; 0 reads in this process; None: half of the cores, at most 4, and 0 for
-            sources that are mapped into memory.
-        prefetch: batches made ahead in the background; 0 makes each batch when it is asked for.
-        timeout: seconds that a batch of bytes may take before :class:`~gpuaug.ReadError`.
-        start_method: of the workers: fork, forkserver, spawn; None: Python's default.
-        seed: decides order and draws, together with the epoch.
-        rank, world_size: this process's share; None: torch.distributed's when iteration starts.
-        limit_batches: stop each epoch after so many batches.
+        num_workers: number of processes that read bytes. 0: this process reads. None: half of the cores, at most 4,
+            but 0 for sources that are memory-mapped.
+        prefetch: number of batches prepared in the background; 0: each batch is made when it is requested.
+        timeout: seconds to wait for one batch of bytes; after that :class:`~gpuaug.ReadError`.
+        start_method: how workers start: fork, forkserver or spawn; None: Python's default.
+        seed: together with the epoch it decides the order and all random parameters.
+        rank, world_size: this process's share; None: torch.distributed's values when iteration starts.
+        limit_batches: maximum number of batches per epoch.
 
     Attributes:
         pipeline: the reader, the stages and their streams, as a :class:`~gpuaug.loader.pipeline.Pipeline`.
         waited: seconds that the consumer waited for batches in the current pass.
 
-    Iterating gives every :class:`~gpuaug.Batch` of an epoch, and the next pass is the next epoch, also where a pass was
-    left early (``break``). To go on inside an epoch use ``load_state_dict`` or ``start_at``, to repeat one
-    ``set_epoch``. After an error of the loader itself the next pass goes on with the next sample.
+    Iterating yields the :class:`~gpuaug.Batch` objects of one epoch. The next pass is the next epoch, even after a
+    ``break``. To continue inside an epoch, use ``load_state_dict`` or ``start_at``. To repeat an epoch, use
+    ``set_epoch``. If the loader itself fails, the next pass continues with the next sample.
 
-    Settings are fixed: :meth:`replace` makes a loader with others.
+    Settings cannot be changed. :meth:`replace` makes a loader with other settings.
 
     >>> import io
     >>> from PIL import Image
@@ -91,9 +92,9 @@ class Loader:
     (1, 3, 8, 8) tensor([3])
 
     Raises:
-        DataError, FaultBudgetError: while iterating, as ``faults`` say.
+        DataError, FaultBudgetError: while iterating, depending on ``faults``.
         ReadError: while iterating, if a worker died or took longer than ``timeout``.
-        ConfigError: as the first batch is asked for, if ranks differ in seed, source or recipe.
+        ConfigError: when iteration starts, if ranks differ in seed, source or recipe.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Loader:
         self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # an open cache comes from `replace`
+        # `replace` passes an already opened cache, so check its settings
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype, arguments.DTYPES)
@@ -151,7 +152,8 @@ class Loader:
         self.waited = 0.0
         self._rank, self._world_size = rank, world_size
         self._epoch, self._position = 0, 0
-        # The next pass begins here; or in the next epoch, if the last pass was left or handed out its last batch.
+        # "here": the next pass begins at this position. Otherwise the last pass was left, or it handed out its last
+        # batch: the next pass begins in the next epoch.
         self._next_pass: Literal["here", "left", "finished"] = "here"
         self._stored: Rows | None = None
         self._last_logged = False
@@ -165,16 +167,16 @@ class Loader:
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
         """The reader and the stages."""
         encoded: Any = self.source
-        rows: Any = getattr(self.source, "by_epoch", None)  # of a source that is read differently from epoch to epoch
+        rows: Any = getattr(self.source, "by_epoch", None)  # if a source is read differently in each epoch
         stage: Stage
-        if (stored := getattr(self.source, "stored", None)) is not None:  # epochs that are augmented already
+        if (stored := getattr(self.source, "stored", None)) is not None:  # stored epochs are already augmented
             rows = self._stored = stored.rows
             stage = StoredStage(
                 rows, self.augment, source=stored.digest(), seed=self.seed, device=self.device, dtype=self.dtype
             )
             encoded = rows
             if cache is not None:
-                log.info("cache ram is not used: stored epochs are mapped into memory as they are")
+                log.info("cache ram is not used: stored epochs are memory-mapped and need no cache")
         else:
             stage = LiveStage(
                 self.augment,
@@ -185,7 +187,7 @@ class Loader:
                 batch_size=self.batch_size,
             )
             encoded = encoded if rows is None else rows
-            if cache is not None:  # what an open one holds is not read again
+            if cache is not None:  # an opened cache keeps what it has already read
                 encoded = cache if isinstance(cache, CachedSource) else cache.open(sources.adapt(encoded))
         return Pipeline(
             reader=Reader(encoded, num_workers=self.num_workers, timeout=timeout, start_method=start_method),
@@ -205,29 +207,30 @@ class Loader:
     def __setattr__(self, name: str, value: Any) -> None:
         if "_resources" in vars(self) and (name == "source" or name in self._given):
             raise ReadOnlyError(
-                f"`{name}` of a loader cannot be set: what runs already would not follow. "
+                f"`{name}` of a loader cannot be set: the running workers and stages would not see the new value. "
                 f"Use `loader = loader.replace({name}=...)`."
             )
         super().__setattr__(name, value)
 
     def replace(self, **changes: Any) -> Loader:
-        """A loader with other settings, which begins where the next pass of this one would; this one is closed.
+        """Return a new loader with other settings that continues where this loader would. This loader is closed.
 
-        ``loader = loader.replace(augment=larger, mix=None)`` between two epochs, for example. Source, faults and what
-        ``cache`` holds are handed on.
+        Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
+        source, the faults and the content of ``cache``.
 
         Args:
-            changes: arguments of the constructor, except ``source``.
+            changes: constructor arguments, except ``source``.
 
         Raises:
-            ConfigError: as the constructor does; this loader is then as it was.
-            StateError: if the next pass would go on inside an epoch, which the change makes another one.
+            ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
+            StateError: if this loader is in the middle of an epoch and the change would alter that epoch's samples or
+                pixels.
         """
         self._resources.check_open()
         if "source" in changes:
-            raise ConfigError("`replace` keeps the source. Build a new loader for another one.")
+            raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
         given = {**self._given, "device": self.device, "num_workers": self.num_workers}
-        for pair in (("order", "shuffle"), ("last", "drop_last")):  # two names of one setting: what is set anew counts
+        for pair in (("order", "shuffle"), ("last", "drop_last")):  # two names each: the one in `changes` wins
             if changes.keys() & pair:
                 given = {name: value for name, value in given.items() if name not in pair}
         if (cache := self.pipeline.cache) is not None:
@@ -243,50 +246,50 @@ class Loader:
                 made.set_epoch(self._epoch)
             closed = self
         finally:
-            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # then it is the other one's
+            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache now
         return made
 
     @property
     def epoch(self) -> int:
-        """The epoch that is, or is about to be, iterated; after a pass that was left early still the one of that."""
+        """The current epoch, or the next one if none is running. After a ``break`` it stays the epoch that was left."""
         return self._epoch
 
     @property
     def last(self) -> Last:
-        """What becomes of samples that do not fill a batch on every rank: ``uneven``, ``drop`` or ``pad``."""
+        """How samples that do not fill a batch on every rank are handled: ``uneven``, ``drop`` or ``pad``."""
         return self._last or ("pad" if distributed.rank_and_world(self._rank, self._world_size)[1] > 1 else "uneven")
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes of the source, None where it has none."""
+        """Number of classes of the source; None if the source has no classes."""
         return getattr(self.source, "num_classes", None)
 
     @property
     def ahead_level(self) -> int:
-        """Bytes of encoded batches that wait in memory now, of the ``ahead`` that were asked for."""
+        """Bytes of encoded batches now waiting in memory; ``ahead`` is the limit."""
         running = self._resources.running()
         return 0 if running is None else running.bytes_waiting
 
     @property
     def prefetch_level(self) -> int:
-        """Batches that are made and wait now, of the ``prefetch`` that were asked for."""
+        """Number of finished batches now waiting; ``prefetch`` is the limit."""
         running = self._resources.running()
         return 0 if running is None else running.waiting
 
     @property
     def epoch_order(self) -> EpochOrder:
-        """This rank's batches of the whole present epoch: ``(indices, repeats, valid)`` of each."""
+        """This rank's batches of the whole current epoch, as ``(indices, repeats, valid)`` of each batch."""
         return self._plan(0)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank, under the present settings."""
+        """Number of batches of a whole epoch on this rank."""
         return self._count(self._plan(0))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go through an epoch; an iterator that was left unfinished ends.
+        """Start a pass over an epoch. An earlier unfinished iterator of this loader is stopped.
 
         Raises:
-            ConfigError: if the ranks of torch.distributed disagree about what the epoch is.
+            ConfigError: if the ranks of torch.distributed have different settings, sources or positions.
         """
         self._resources.check_open()
         self.augment.check_unchanged()
@@ -314,7 +317,7 @@ class Loader:
         return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch``, 0 or larger; naming one that a state was loaded of keeps its position."""
+        """Go to the beginning of ``epoch`` (>= 0). If a state inside this epoch was just loaded, keep its position."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
             self._advance()
@@ -324,13 +327,13 @@ class Loader:
             self._epoch, self._position, self._next_pass = epoch, 0, "here"
 
     def start_at(self, epoch: int, position: int) -> None:
-        """Let the next pass begin inside ``epoch``, after ``position`` samples of its order (of all ranks together)."""
+        """Let the next pass begin inside ``epoch``, after the first ``position`` samples of all ranks together."""
         checks.whole_number("position", position, 0, len(self._ordered(_check_epoch(epoch))))
         self._resources.stop()
         self._epoch, self._position, self._next_pass = epoch, position, "here"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is, as small JSON: the next sample after the last batch that was handed out."""
+        """The position after the last batch that was handed out, as a small dictionary of JSON values."""
         epoch, position = (self._epoch + 1, 0) if self._next_pass == "finished" else (self._epoch, self._position)
         state = State(epoch=epoch, position=position, fingerprint=self.fingerprint())
         if position:
@@ -339,28 +342,29 @@ class Loader:
         return state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken, with any number of workers and ranks and any batch size.
+        """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.
 
-        Samples that were excluded since, or a smaller or larger subset, move no other sample; where that is not so
-        (weights, samplers, repeats) another set of samples is refused inside an epoch.
+        If samples were excluded since, or the subset changed, the other samples keep their order and the epoch
+        continues. With weights, samplers or repeats this is impossible: then a changed set of samples raises StateError
+        inside an epoch.
 
         Raises:
-            StateError: if it is no state, or one taken inside an epoch of another source, seed, order or recipe; the
-                loader is then as it was.
+            StateError: if ``state`` is not a state, or was taken inside an epoch of another source, seed, order or
+                recipe. The loader stays unchanged.
         """
         loaded = State.from_json(state)
         if different := compare(loaded.fingerprint, self.fingerprint(), "in the state", "here"):
             if loaded.position:
                 raise StateError(
                     f"this state was taken inside epoch {loaded.epoch} of another configuration. {different}. "
-                    "Restore the configuration to finish the epoch, or start the next one with "
+                    "Restore the configuration to finish the epoch, or start the next epoch with "
                     f"`set_epoch({loaded.epoch + 1})`."
                 )
-            log.warning("state of another configuration accepted at the start of epoch %d: %s", loaded.epoch, different)
+            log.warning("epoch %d starts from a state of another configuration: %s", loaded.epoch, different)
         self.start_at(loaded.epoch, self._locate(loaded) if loaded.position else 0)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What an epoch is an epoch of: source keys, seed, order, and all that decides draws and pixels."""
+        """Everything that defines an epoch's content: source keys, seed, order, recipe and mix."""
         if self._fingerprint is None:
             self._fingerprint = plain(
                 {
@@ -381,17 +385,17 @@ class Loader:
         repeats: Sequence[int] | None = None,
         mix: bool = False,
     ) -> Batch:
-        """One batch of chosen samples, exactly as an epoch shows them, through the same stages.
+        """Make one batch of chosen samples through the same stages, exactly as an epoch shows them.
 
         Args:
-            indices: numbers in the source.
-            epoch: whose draws; None: the current one.
+            indices: sample numbers in the source.
+            epoch: the epoch whose random parameters are used; None: the current epoch.
             repeats: how often the epoch yielded each index before; None: 0.
             mix: whether to mix the batch.
 
         Raises:
-            DataError, FaultBudgetError: as the loader's faults say.
-            GpuaugError: if policy ``drop`` leaves none of the samples.
+            DataError, FaultBudgetError: depending on the loader's ``faults``.
+            GpuaugError: if policy ``drop`` removes all samples.
         """
         self._resources.check_open()
         self.augment.check_unchanged()
@@ -400,15 +404,14 @@ class Loader:
         repeat = torch.zeros_like(number) if repeats is None else arguments.whole_numbers("repeats", repeats)
         if not len(number) or len(repeat) != len(number):
             raise ConfigError(
-                f"`indices` must name samples, and `repeats` as many. Found: {len(number)}, {len(repeat)}."
+                "`indices` must not be empty, and `repeats` must have the same length. "
+                f"Found lengths: {len(number)}, {len(repeat)}."
             )
         try:
             for index in number.tolist():
                 self.source.key(index)
         except IndexError as error:
-            raise ConfigError(
-                f"`indices` must be numbers of samples of the source. Found: {index} ({error})."
-            ) from error
+            raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
         task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
         pipeline = self.pipeline
         alone = replace(pipeline, reader=Reader(pipeline.reader.source, num_workers=0))
@@ -419,7 +422,7 @@ class Loader:
         return pipeline.hand_over(ready)
 
     def close(self) -> None:
-        """End workers, background thread and decoder; a closed loader stays closed."""
+        """Stop the workers and threads, and close the decoder. A closed loader cannot be opened again."""
         self._resources.close()
 
     def __enter__(self) -> Loader:
@@ -433,10 +436,10 @@ class Loader:
         self._epoch, self._position, self._next_pass = self._epoch + 1, 0, "here"
 
     def _begin(self) -> None:
-        """Go to where the next pass begins."""
+        """Go to the next epoch, unless the next pass begins at the current position."""
         if self._next_pass == "left":
             left = self._count(self._plan(self._position))
-            log.info("epoch %d was left %d batches before its end: epoch %d begins", self._epoch, left, self._epoch + 1)
+            log.info("epoch %d was left %d batches before its end; epoch %d begins", self._epoch, left, self._epoch + 1)
         if self._next_pass != "here":
             self._advance()
 
@@ -451,25 +454,27 @@ class Loader:
         return self._cached_order[1]
 
     def _locate(self, state: State) -> int:
-        """The position in the epoch here that a state inside an epoch means."""
+        """Translate a state's position to this loader's order of that epoch."""
         ordered = self._ordered(state.epoch)
         if ordered.digest == state.order:
             if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
                 raise StateError(
-                    f"the state contradicts itself: sample {state.after} is not number {state.position} of its epoch."
+                    f"the state is damaged: sample {state.after} is not at position {state.position} of epoch "
+                    f"{state.epoch}. Load another checkpoint."
                 )
             return state.position
         position = getattr(self.order, "position", None)
         if position is None:
             raise StateError(
-                f"this state was taken inside epoch {state.epoch} of another order: {orders.describe(self.order)} "
-                "gives other samples here. Restore source and order to finish the epoch, or start the next one with "
+                f"this state was taken inside epoch {state.epoch} of another order: here {orders.describe(self.order)} "
+                "gives other samples. Restore source and order to finish the epoch, or start the next epoch with "
                 f"`set_epoch({state.epoch + 1})`."
             )
         assert state.after is not None
         at = int(position(self.seed, state.epoch, ordered.indices, state.after))
         log.warning(
-            "other samples are active than in the state: epoch %d goes on after sample %d, at %d of %d",
+            "the set of samples changed since the state was saved (exclusions or subset): epoch %d continues after "
+            "sample %d, at position %d of %d",
             state.epoch, state.after, at, len(ordered),
         )  # fmt: skip
         return at
@@ -477,38 +482,39 @@ class Loader:
     def _plan(self, start: int) -> EpochOrder:
         rank, world_size = distributed.rank_and_world(self._rank, self._world_size)
         if world_size > 1 and self.faults.policy == "drop" and self.last != "uneven":
-            default = "" if self._last else ", which several ranks have by default"
+            default = "" if self._last else " (the default with several ranks)"
             raise ConfigError(
-                "`faults.policy=drop` shortens batches on one rank alone, which contradicts "
-                f"`last={self.last}`{default}. Set `faults.policy=blank`, or `last=uneven` where no collective waits."
+                "`faults.policy=drop` can shorten the batches of a single rank. This does not work with "
+                f"`last={self.last}`{default}. Set `faults.policy=blank`, or `last=uneven` if your training has no "
+                "collective operation (such as DDP's) that waits for every rank."
             )
         return EpochOrder(
             self._ordered(), start=start, rank=rank, world_size=world_size, batch_size=self.batch_size, last=self.last
         )
 
     def _log_last(self, plan: EpochOrder) -> None:
-        """Log once, on rank 0, what `last` does where the samples do not fill a batch on every rank."""
+        """Log once, on rank 0, what `last` does if the samples do not fill a batch on every rank."""
         if self._last_logged or plan.rank or plan.world_size == 1:
             return
         most, least = (self._count(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
         if most != least:
             log.warning(
-                "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. Where a step waits for all ranks, "
-                "as with DDP, the run hangs at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
+                "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. If each step waits for all ranks, "
+                "as in DDP, the run will hang at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
                 most, least, plan.world_size - 1,
             )  # fmt: skip
         elif self._last is None and more > 0:
             log.info(
-                "last pad: %d samples come again, so that each of %d ranks has %d full batches; `batch.valid` is False "
-                "there", more, plan.world_size, most,
+                "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
+                "False for the repeats", more, plan.world_size, most,
             )  # fmt: skip
         else:
             return
         self._last_logged = True
 
     def _count(self, plan: EpochOrder) -> int:
-        """Batches of a plan, of which ``limit_batches`` may leave some out."""
+        """Number of batches in a plan, after ``limit_batches``."""
         if self.limit_batches is None:
             return len(plan)
         behind = -(-plan.start // (plan.batch_size * plan.world_size))
@@ -520,14 +526,14 @@ def _check_epoch(epoch: Any) -> int:
 
 
 class _Epoch(Pass):
-    """One way through an epoch of a loader; whatever is handed out counts as consumed."""
+    """One pass over an epoch of a loader. Every batch that was handed out counts as consumed."""
 
     def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
         self._loader, self._plan, self._count = loader, plan, count
         tasks, epoch = islice(iter(plan), count), loader.epoch
         super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        loader._resources.running = weakref.ref(self)  # before it reads: another thread may end it then
+        loader._resources.running = weakref.ref(self)  # before reading starts, so that another thread can stop it
         self.start()
 
     def __next__(self) -> Batch:
@@ -541,8 +547,8 @@ class _Epoch(Pass):
                 raise
             except BaseException as error:
                 self._note()
-                if isinstance(error, Exception) and loader._next_pass == "left":  # not by the consumer
-                    loader._next_pass = "here"
+                if isinstance(error, Exception) and loader._next_pass == "left":
+                    loader._next_pass = "here"  # the loader failed, the consumer did not `break`: continue here
                 raise
             self._note()
             if batch is not None:
@@ -556,7 +562,7 @@ class _Epoch(Pass):
         raise StopIteration
 
     def _note(self) -> None:
-        """Note in the loader how far the pass is."""
+        """Store the progress of this pass in the loader."""
         loader = self._loader
         loader.waited = self.waited
         if self.done:

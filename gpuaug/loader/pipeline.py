@@ -1,7 +1,7 @@
-"""A reader and the stages behind it, as one object: encoded bytes in, batches on the device out.
+"""A reader and the stages after it, as one object: encoded bytes in, batches on the device out.
 
-A :class:`Pass` runs a pipeline over some batches, with a thread for each stage. This is the only file that touches CUDA
-streams: one of the pipeline's own for decoding, one for augmenting.
+A :class:`Pass` runs a pipeline over some batches, with a thread for each stage. Only this file uses CUDA streams. A
+pipeline has two of its own: one for decoding, one for augmenting.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from gpuaug.read.prefetch import END, Producer, buffered
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
-TIMEOUT_S = 5.0  # for the threads of a pass to end by themselves
+TIMEOUT_S = 5.0  # to wait until the threads of a pass have ended
 Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats and valid of a batch: int64, int64, bool [B]
-Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, the event after which it is there
+Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, the event that marks it complete
 
 
 class PassEndedError(GpuaugError):
-    """The iterator was ended by something else than its own last batch."""
+    """The iterator was closed before its last batch."""
 
 
 class Streams:
-    """The CUDA streams of a device, one for decoding and one for augmenting, made at first use; a CPU has none."""
+    """Two CUDA streams of a device, created at first use: one for decoding, one for augmenting. None on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,20 +47,19 @@ class Streams:
 
     @contextmanager
     def on(self, *, decoding: bool = False) -> Iterator[torch.cuda.Stream | None]:
-        """Make the device, and one of its streams, the current ones."""
+        """Make the device and one of its two streams current."""
         if not self._pair:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # the device first: to leave a stream alone opens a context on whichever device was current before
+        # set the device first: else leaving the stream creates a context on the previously current device
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
     def follow_consumer(self) -> None:
-        """Let both streams wait for what the consumer has queued so far, as the recipe's own tensors.
+        """Let both streams wait for the consumer's queued work, for example on the recipe's tensors.
 
-        Once per pass is enough: torch's allocator gives the memory of a batch back only after its last use on any
-        stream.
+        Once per pass is enough: torch's allocator frees the memory of a batch only after its last use on any stream.
         """
         for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -70,8 +69,8 @@ class Streams:
 class Pipeline:
     """Reads, decodes, augments and mixes batches. A :class:`~gpuaug.Loader` has one and adds the order of epochs.
 
-    ``dataclasses.replace(pipeline, faults=...)`` is a pipeline that shares everything else; close one of the two.
-    No thread of it refers to a loader, so that a loader that was forgotten can end.
+    ``dataclasses.replace(pipeline, faults=...)`` makes a pipeline that shares everything else. Close only one of the
+    two. No thread of a pipeline holds a reference to its loader, so the loader can be garbage-collected.
 
     >>> import gpuaug
     >>> def images_per_epoch(loader: gpuaug.Loader) -> int:
@@ -89,18 +88,18 @@ class Pipeline:
     memory_format: torch.memory_format = torch.contiguous_format  # of the images
     seed: int = 0
     num_classes: int | None = None  # of the source
-    key_of: Callable[[int], str] = str  # number of a sample to its path or name
-    # for an epoch, from a task to the numbers that the source is asked for; None: the samples' own
+    key_of: Callable[[int], str] = str  # maps a sample number to its path or name
+    # numbers(epoch)(*task): the numbers to read from the source; None: the sample numbers
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
     @property
     def cache(self) -> CachedSource | None:
-        """The source's bytes in memory; None where they are not kept."""
+        """The cache of the source's bytes; None if there is no cache."""
         source = self.reader.source
         return source if isinstance(source, CachedSource) else None
 
     def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
-        """Encoded batches, one for each ``(indices, repeats, valid)``; see :meth:`Reader.batches`."""
+        """Read one encoded batch for each ``(indices, repeats, valid)``; see :meth:`Reader.batches`."""
         numbers = None if self.numbers is None else self.numbers(epoch)
         return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
 
@@ -114,18 +113,18 @@ class Pipeline:
         return DecodedBatch(encoded, images, batch.drawn, [faults[row] for row in sorted(faults)], ready)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
-        """Read the headers, draw, and decode."""
+        """Read the headers, draw the random parameters, and decode."""
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))
 
     def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> Ready | None:
-        """Augment and mix; None where policy ``drop`` leaves nothing.
+        """Augment and mix a batch; None if policy ``drop`` removes all its samples.
 
         Raises:
-            DataError, FaultBudgetError: as the policy says.
+            DataError, FaultBudgetError: depending on the policy.
         """
         encoded, faults = decoded.encoded, decoded.faults
         self.faults.handle(
-            [fault for fault in faults if encoded.valid[fault.row]],  # a repeat that fills a batch does not count
+            [fault for fault in faults if encoded.valid[fault.row]],  # padding does not count
             indices=encoded.indices.tolist() if faults else [],
             epoch=epoch,
             samples=len(encoded),
@@ -177,30 +176,30 @@ class Pipeline:
             images = batch.images if isinstance(batch.images, list) else [batch.images]
             for tensor in [*images, batch.labels]:
                 if tensor is not None:
-                    tensor.record_stream(current)  # allocated on the pipeline's stream, used on this one
+                    tensor.record_stream(current)  # allocated on another stream
         return batch
 
     def close(self) -> None:
-        """End the workers and the decoder; both start again when they are used again."""
+        """Stop the workers and close the decoder. Both start again at the next use."""
         self.reader.close()
         self.stage.close()
 
 
 class Pass(Iterator[Batch]):
-    """Batches of a :class:`~gpuaug.loader.pipeline.Pipeline`; nothing outside of it changes.
+    """Iterates over batches of a :class:`~gpuaug.loader.pipeline.Pipeline`, without changing any loader's position.
 
-    Headers are read while the batch before is decoded and the one before that is augmented. The threads do not refer
-    to this object: they end when it is forgotten.
+    Three threads work at the same time: they read the headers of one batch, decode the batch before, and augment the
+    batch before that. They hold no reference to this object, and end when it is garbage-collected.
 
     Args:
-        pipeline: what makes the batches.
-        tasks: ``(indices, repeats, valid)`` of each batch; may be without end.
-        epoch: whose draws.
-        prefetch: finished batches that wait at most; with 0 each batch is made when it is asked for.
-        buffer_bytes: bytes of encoded batches that wait in memory; None: only what the workers read ahead.
+        pipeline: makes the batches.
+        tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
+        epoch: the epoch whose random parameters are used.
+        prefetch: maximum number of finished batches that wait; 0: each batch is made when it is requested.
+        buffer_bytes: size of a buffer for encoded batches in memory; None: only what the workers read ahead.
 
     Attributes:
-        done: tasks whose batches were handed out, or dropped by the faults policy.
+        done: number of tasks whose batches were handed out, or dropped by the faults policy.
         waited: seconds that the consumer waited for batches.
     """
 
@@ -218,7 +217,7 @@ class Pass(Iterator[Batch]):
         self._closed = self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # what is kept ahead in memory must have been read
+        # a buffer needs bytes that were really read, not views of mapped files
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         self._encoded: Producer[EncodedBatch] | None = None
         if buffer_bytes is not None:
@@ -231,31 +230,31 @@ class Pass(Iterator[Batch]):
         main_thread = pipeline.stage.main_thread
         if prefetch and not main_thread:
             decoded = self._thread(decoded, "decoding", 1)
-        # where augmentation must run on the thread that iterates, decoded batches are what is made ahead
+        # if augmentation must run on the iterating thread, decoded batches are prefetched instead
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
 
     def start(self) -> None:
-        """Start making batches ahead; asking for the first one does so as well."""
+        """Start prefetching. Requesting the first batch also starts it."""
         if isinstance(self._items, Producer):
             self._items.start()
 
     @property
     def waiting(self) -> int:
-        """Batches that are made ahead and wait."""
+        """Number of prefetched batches now waiting."""
         return self._items.waiting if isinstance(self._items, Producer) else 0
 
     @property
     def bytes_waiting(self) -> int:
-        """Bytes of encoded batches that wait in memory."""
+        """Bytes of encoded batches now waiting in memory."""
         return 0 if self._encoded is None else self._encoded.bytes_waiting
 
     def __next__(self) -> Batch:
         while not self._exhausted:
             if self._closed:
                 raise PassEndedError(
-                    "this iterator has ended: after an error, or because its loader was closed or iterated anew. "
+                    "this iterator has ended: an error occurred, or its loader was closed or started another pass. "
                     "Use the newest iterator, or build a second loader."
                 )
             began = time.perf_counter()
@@ -267,26 +266,26 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # else another thread has ended it
+                self._exhausted = not self._closed  # if closed: another thread did it
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
             self.done += 1
-            if item is not None:  # None: policy `drop` left nothing of the batch
+            if item is not None:  # None: policy `drop` removed the whole batch
                 return self._pipeline.hand_over(item)
         raise StopIteration
 
     def close(self) -> None:
-        """End the threads within seconds; the workers stay."""
+        """Stop the threads within seconds. The workers keep running."""
         if self._closed:
             return
         self._closed = True
         for producer in self._producers:
             producer.close()
-        with suppress(ValueError):  # another thread is inside of the iterator, which ends at its next batch
+        with suppress(ValueError):  # another thread runs the iterator: it ends at its next batch
             self._items.close()
         if not self._join():
-            self._pipeline.reader.close()  # a read that does not return holds a thread; without workers it ends
+            self._pipeline.reader.close()  # a hanging read blocks a thread until its workers are gone
             self._join()
 
     def __del__(self) -> None:
@@ -304,9 +303,9 @@ class Pass(Iterator[Batch]):
 
 
 def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
-    """``work`` of every item; an item is let go before the next one is taken.
+    """Yield ``work(item)`` for every item, and release each item before taking the next.
 
-    It refers to neither the pass nor the loader: a thread that runs it must not keep them alive.
+    Holds no reference to the pass or the loader: a thread that runs this must not keep them alive.
     """
     with closing(items):
         for item in items:
@@ -315,26 +314,26 @@ def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
 
 
 class Resources:
-    """What a loader has to end: the pass under way, the pipeline, the cache. It does not refer to the loader."""
+    """What a loader must close: the running pass, the pipeline, the cache. Holds no reference to the loader."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.closed = False
-        self.running: Callable[[], Pass | None] = lambda: None  # a weak reference: a pass that is forgotten ends
+        self.running: Callable[[], Pass | None] = lambda: None  # a weak reference: an unused pass ends
 
     def check_open(self) -> None:
-        """Raise where the loader was closed."""
+        """Raise GpuaugError if the loader was closed."""
         if self.closed:
             raise GpuaugError("this loader is closed. Build a new one.")
 
     def stop(self) -> None:
-        """End the pass under way, and its threads, within seconds."""
+        """Stop the running pass and its threads within seconds."""
         if (running := self.running()) is not None:
             self.running = lambda: None
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:
-        """End everything, once."""
+        """Close everything. A second call does nothing."""
         if not self.closed:
             self.closed = True
             self.stop()

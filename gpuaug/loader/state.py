@@ -1,4 +1,4 @@
-"""A loader's state: where in which epoch it is, and what it was an epoch of."""
+"""A loader's state: the current epoch, the position in it, and the configuration it belongs to."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Small, versioned, JSON: what ``Loader.state_dict`` gives.
+    """The state that ``Loader.state_dict`` returns: small, versioned, convertible to JSON.
 
-    ``position`` counts samples of the epoch's order that all ranks together have consumed, so the state of any rank,
-    taken at the same step, serves every rank and any other number of ranks.
+    ``position`` counts the samples that all ranks together have consumed. So at the same step the states of all ranks
+    are equal, and a state can be loaded with any number of ranks.
     """
 
     epoch: int
     position: int
-    after: int | None = None  # number of the sample that was consumed last; None at the start of an epoch
+    after: int | None = None  # number of the last consumed sample; None at the start of an epoch
     order: str | None = None  # hash of the epoch's whole order; None at the start of an epoch
     fingerprint: dict[str, Any]
 
@@ -33,7 +33,7 @@ class State:
 
     @classmethod
     def from_json(cls, value: Any) -> State:
-        """What ``to_json`` gave. Raises StateError for anything else, and for another version."""
+        """Read the result of ``to_json``. Raises StateError for any other value, and for another version."""
         if not isinstance(value, dict) or not {"version", "epoch", "position", "fingerprint"} <= value.keys():
             raise StateError(
                 f"not a loader state: expected version, epoch, position and fingerprint. Found: {str(value)[:200]!r}."
@@ -41,31 +41,31 @@ class State:
         versions = value["version"], value.get("draw")
         if versions != (VERSION, draw.VERSION) or any(type(x) is not int for x in versions):
             raise StateError(
-                f"this gpuaug reads state version {VERSION} with draw scheme {draw.VERSION}. Found: state version "
-                f"{versions[0]}, draw scheme {versions[1]}. "
-                "Finish the run with the gpuaug that wrote it, or start at an epoch boundary with `set_epoch`."
+                f"this gpuaug reads state version {VERSION} with random-number scheme {draw.VERSION}. Found: state "
+                f"version {versions[0]}, random-number scheme {versions[1]}. Finish the run with the gpuaug that wrote "
+                "the state, or start at the beginning of an epoch with `set_epoch`."
             )
         state = cls(**{key.name: value[key.name] for key in fields(cls) if key.name in value})
         numbers = all(type(x) is int and x >= 0 for x in (state.epoch, state.position)) and state.epoch < draw.EPOCHS
         inside = state.position and (type(state.after) is not int or not isinstance(state.order, str))
         if not numbers or inside or not isinstance(state.fingerprint, dict):
             raise StateError(
-                "a state has `epoch` (below 2**32) and `position`, whole numbers >= 0, `fingerprint`, a mapping, and "
-                f"inside an epoch `after`, the number of a sample, and `order`, a hash. Found: {str(value)[:200]!r}."
+                "A state needs: `epoch` (int, 0 to 2**32-1), `position` (int >= 0), `fingerprint` (dict). If position "
+                f"> 0 also: `after` (int, a sample number) and `order` (str, a hash). Found: {str(value)[:200]!r}."
             )
         return state
 
 
 def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:
-    """The first places where two descriptions differ, as text; empty where they do not."""
+    """The first differences of two descriptions, as text; empty if they are equal."""
     different = differences(one, other)
-    # a hash tells a person nothing
+    # hide hashes if something readable differs
     readable = [d for d in different if not d[0].endswith(".digest")] or different
     return "; ".join(f"{where}: {_short(a)} {of_one}, {_short(b)} {of_other}" for where, a, b in readable[:5])
 
 
 def _short(value: Any) -> str:
-    """A setting as text; of whole operations and views only their names."""
+    """A setting as short text: operations and views are shown by name only."""
     if isinstance(value, list) and value and all(isinstance(x, dict) and "name" in x for x in value):
         value = [x["name"] for x in value]
     if isinstance(value, dict) and "class" in value:
@@ -75,5 +75,5 @@ def _short(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as it comes back from JSON (tuples become lists), so that descriptions compare equal."""
+    """Convert ``value`` to JSON and back (tuples become lists), so that equal descriptions compare equal."""
     return json.loads(json.dumps(value))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import re
 import threading
 import time
 
@@ -356,7 +357,7 @@ def test_a_pass_after_one_that_was_left_is_the_next_epoch(photos, expected, capl
         assert (inside["epoch"], inside["position"]) == (0, 14)
         assert "epoch 0 was left" not in caplog.text
         assert pixels(ours) == second
-        assert caplog.text.count("epoch 0 was left 8 batches before its end: epoch 1 begins") == 1
+        assert caplog.text.count("epoch 0 was left 8 batches before its end") == 1
         ours.load_state_dict(inside)
         iter(ours)  # keeps the place too
         assert begun | pixels(ours) == expected
@@ -549,7 +550,7 @@ def test_ranks_have_equally_many_batches_by_default(photos, caplog):
             seen |= pixels(batches)
     assert counts == {(6, 6)}
     assert len(seen) == 65
-    assert caplog.text.count("7 samples come again, so that each of 3 ranks has 6 full batches") == 1
+    assert len(re.findall(r"last pad: 7 samples .*3 ranks .*6 full batches.*`batch.valid`", caplog.text)) == 1
     with loader(photos, batch_size=4, rank=0, world_size=2, last="uneven") as ours:
         list(ours)
         list(ours)
@@ -563,7 +564,7 @@ def test_ranks_have_equally_many_batches_by_default(photos, caplog):
     lost = gpuaug.Faults(policy="drop")
     with (
         loader(photos, rank=0, world_size=2, faults=lost) as ours,
-        pytest.raises(ConfigError, match=r"`last=pad`, which several ranks have by default.*faults.policy=blank"),
+        pytest.raises(ConfigError, match=r"`last=pad` \(the default.*faults.policy=blank"),
     ):
         iter(ours)
 
@@ -650,7 +651,7 @@ def test_truncated_images_can_be_accepted(photos, expected, tmp_path, caplog):
         seen = pixels(batches)
     changed = {ours.source.key(index) for index, repeat in seen if seen[index, repeat] != expected[index, repeat]}
     assert changed <= {"coffee/001.jpg"}
-    assert "1 samples took a second chance (1 of them truncated)" in caplog.text
+    assert re.search(r"epoch 0: 1 samples .*\(1 of them truncated\)", caplog.text)
 
 
 def test_the_budget_stops_the_run(photos, tmp_path):
