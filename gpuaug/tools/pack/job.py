@@ -47,7 +47,7 @@ Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (
 class Pack:
     """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys.
 
-    Images are never enlarged. Into tar shards, a JPEG that is small enough and has no EXIF rotation is copied unchanged.
+    Images are never enlarged. Into tar shards, small enough JPEGs without EXIF rotation are copied unchanged.
     After a stop, only unfinished shards are written again.
     """
 

@@ -422,7 +422,9 @@ def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample
         if op.seeded is None:
             ops.append(op)
         else:
-            parity.note(f"`{op.name}` ({type(op.op).__name__}) is not compared: it is not keyed ({op.seeded})")
+            parity.note(
+                f"`{op.name}` ({type(op.op).__name__}) is not compared: it makes its own random numbers ({op.seeded})"
+            )
     for now in tqdm(range(epoch, epoch + EPOCHS), f"operations{of}", leave=False, disable=None):
         if all(images[op.name] >= len(samples) for op in ops):
             break

@@ -35,7 +35,7 @@ class Span(NamedTuple):
     what: str  # the Kornia class, and the parameter if there is one
     slot: int  # with `alternative`: the module of the prepared operation
     alternative: int
-    uniforms: Float  # float32 [n, count]: random numbers that give n values, from one end of the range to the other
+    uniforms: Float  # float32 [n, count]: random numbers for n values from end to end of the range
     captions: list[str]  # the n values as text
 
 
