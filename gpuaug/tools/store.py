@@ -54,7 +54,7 @@ def check_out(out: Path, *ours: str) -> None:
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
     """Raise ``error``, which names the differences, if ``out`` holds another job than this one."""
     if changes := differences(before, json.loads(json.dumps(here))):
-        listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} now" for where, a, b in changes[:5])
+        listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} here" for where, a, b in changes[:5])
         raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore these settings, or set another `out`.")
 
 
