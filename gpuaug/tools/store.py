@@ -164,8 +164,8 @@ def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None
             waiting |= {pool.submit(_write, task) for task in tasks}
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise SourceError(
-                f"the source cannot be sent to other processes: {error}. Define its class in a module, and do not store "
-                "open files or functions in it. Or set `num_workers=0`."
+                f"the source cannot be sent to other processes: {error}. Define its class in a module, and do not "
+                "store open files or functions in it. Or set `num_workers=0`."
             ) from error
         for future in as_completed({*waiting}):
             yield future.result()

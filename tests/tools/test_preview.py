@@ -134,7 +134,7 @@ def test_only_samples_that_are_there_can_be_shown() -> None:
     assert preview.chosen(source, None, count=2) == [2, 9]
     assert preview.chosen(source, None, count=100) == [2, 5, 9]
     assert preview.chosen(source, preview.Settings(indices=[9, 2, 9]).indices, count=2) == [9, 2, 9]
-    with pytest.raises(ConfigError, match="from 2 to 9. Found: 3, 11"):
+    with pytest.raises(ConfigError, match="from 2 to 9.*: 3, 11"):
         preview.chosen(source, [11, 3, 5], count=2)
 
 
@@ -167,7 +167,7 @@ def test_pictures_beyond_all_bounds_are_refused_before_they_are_made(
 ) -> None:
     words = tuple(word.replace("out=", f"out={tmp_path}/") for word in words)
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *words]) == 2
-    assert "million are the most" in capsys.readouterr().err
+    assert "The limit is " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

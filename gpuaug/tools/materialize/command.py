@@ -119,8 +119,8 @@ def main(request: Request) -> int:
             if damaged:
                 report.write()
                 raise GpuaugError(
-                    f"{len(damaged)} files do not match their checksums: {', '.join(damaged[:5])}. Remove these files, and "
-                    "run the same command again. It writes only the missing files."
+                    f"{len(damaged)} files do not match their checksums: {', '.join(damaged[:5])}. Remove "
+                    "these files and run the same command again. It writes only the missing files."
                 )
             report.add(
                 "verified", format_bytes(job.bytes), f"{format_bytes(job.bytes)}, all files match their checksums"
@@ -142,8 +142,8 @@ class Materialize:
 
     Args:
         loader: source, recipe, order, seed, decoding and faults are taken from this loader, which is not iterated. Its
-            batch size and workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). Its `mix` is
-            applied at replay.
+            batch size and workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by
+            2e-6). Its `mix` is applied at replay.
         out: the folder. An earlier run of the same job in it is continued, or extended to more epochs.
         epochs: number of epochs.
         start_epoch: the first epoch.
@@ -187,8 +187,8 @@ class Materialize:
             raise ConfigError("`source` must hold images. Found: epochs that are already materialized.")
         if loader.limit_batches is not None:
             raise ConfigError(
-                f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To store "
-                "fewer samples, set `source.subset`."
+                f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "
+                "store fewer samples, set `source.subset`."
             )
         self.out, self.on = Path(os.path.abspath(Path(out).expanduser())), on
         self._loader, source = loader, loader.source

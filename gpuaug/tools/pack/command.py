@@ -123,7 +123,7 @@ def _refuse_overrides_without_effect(request: Request) -> None:
     for root, text in request.others():
         if "=" in text and root.split("/")[0] not in (*PARTS, "hydra"):
             raise ConfigError(
-                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(PARTS)}. Remove `{root}`."
+                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(PARTS)}. Remove it."
             )
 
 

@@ -177,8 +177,8 @@ def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
         return [int(active[(2 * n + 1) * len(active) // (2 * count)]) for n in range(count)]
     if missing := sorted(set(indices) - set(active.tolist())):
         raise ConfigError(
-            f"`indices` must be samples that the source has and does not exclude: {len(active)} samples from {active[0]} "
-            f"to {active[-1]}. Not among them: {', '.join(map(str, missing[:5]))}."
+            f"`indices` must be samples that the source has and does not exclude: {len(active)} samples from "
+            f"{active[0]} to {active[-1]}. Not among them: {', '.join(map(str, missing[:5]))}."
         )
     return list(indices)
 

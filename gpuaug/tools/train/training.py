@@ -189,7 +189,7 @@ class Training:
         self.first = not distributed.active() or dist.get_rank() == 0
         self.pace = Pace(self.device)
         self.steps = 0
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct predictions, samples of the epoch
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct, samples
         self.history: list[dict[str, float | int | None]] = []
 
     def run(self, report: Report) -> int:
@@ -201,9 +201,9 @@ class Training:
         if resume is not None and (resume != "auto" or file.exists()):
             self.load(file if resume == "auto" else Path(resume))
             if self.loader.epoch >= self.settings.epochs:
-                log.info("training is already complete: `epochs=%d` are done. To train longer, raise `epochs`", self.settings.epochs)
+                log.info("`epochs=%d` are already done. To train longer, raise `epochs`", self.settings.epochs)
         elif self.first and file.exists():
-            log.info("%s, the checkpoint of an earlier run, will be overwritten. To continue that run, set resume=auto", file)
+            log.info("%s of an earlier run will be overwritten. To continue that run, set resume=auto", file)
         if self.settings.amp == "auto":
             log.info("amp %s: %s device", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
@@ -212,7 +212,9 @@ class Training:
                 self.save(file)
                 if not (ended and self._hold_out()):
                     if self.first:
-                        log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", self.loader.epoch + 1, file)
+                        log.info(
+                            "SIGTERM: stopped in epoch %d. To continue, set resume=%s", self.loader.epoch + 1, file
+                        )
                     return TERMINATED
         self.save(file)  # again, with the last held-out accuracy
         self._report(report, file)
@@ -330,7 +332,7 @@ class Training:
         if self.ranks > 1:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)  # the ranks have different running statistics
-        alone = EachView(self.model).eval()  # without DDP: ranks may have different numbers of batches
+        alone = EachView(self.model).eval()  # without DDP, because ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
         for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
@@ -362,7 +364,7 @@ class Training:
             with files.replacing(file, sync=True) as stream:
                 torch.save(parts, stream)
         except (OSError, RuntimeError) as error:  # on a full disk torch raises RuntimeError
-            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Fix that, or set another `out`.") from error
+            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
 
     def load(self, file: Path) -> None:
         """Continue from a checkpoint with the next sample. Batch size, workers and ranks may change."""
@@ -376,7 +378,9 @@ class Training:
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-                        raise ValueError(f"`{name}` has shape {list(value.shape)}, its parameter {list(parameter.shape)}")
+                        raise ValueError(
+                            f"`{name}` has shape {list(value.shape)}, its parameter {list(parameter.shape)}"
+                        )
             if parts["scaler"]:
                 self.scaler.load_state_dict(parts["scaler"])
         except Exception as error:  # torch raises many types
@@ -429,9 +433,9 @@ def rate(progress: float, *, warmup: float) -> float:
 
 
 def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy of each sample, float [B]. With several views: the mean loss, and accuracy of the summed logits.
+    """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
-    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. The class of a mixed label is its largest.
+    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. A mixed label counts as its largest class.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
@@ -439,8 +443,8 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
     if loss == "cross_entropy":
         if labels.ndim == 1 and labels.is_floating_point():
             raise ConfigError(
-                "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fractional number per image, such "
-                f"as {float(labels[0]):g}, which is a regression label."
+                "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fractional number per image, "
+                f"such as {float(labels[0]):g}, which is a regression label."
             )
         losses = [cross_entropy(view, labels, reduction="none") for view in views]
         truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
@@ -448,9 +452,7 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
     else:
         if labels.shape != views[0].shape:
             shapes = f"labels {tuple(labels.shape)}, logits {tuple(views[0].shape)}"
-            raise ConfigError(
-                f"`loss=binary_cross_entropy` needs one label per image and class. Found: {shapes}."
-            )
+            raise ConfigError(f"`loss=binary_cross_entropy` needs one label per image and class. Found: {shapes}.")
         truth = labels.float()
         losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
         right = ((sum(views[1:], views[0]) > 0) == (truth > 0.5)).float().mean(dim=1)
@@ -489,7 +491,7 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         ) from error
     version = parts.get("version") if isinstance(parts, dict) else type(parts).__name__
     if version != VERSION:
-        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r} of version {version}.")
+        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r}, {version}.")
     for name, (expected, holds) in _PARTS.items():
         if name not in parts or not holds(parts[name]):
             what = f"`{name}` = {str(parts[name])[:60]!r}" if name in parts else f"no `{name}`"
