@@ -728,7 +728,7 @@ def test_nothing_but_bad_samples(tmp_path: Path) -> None:
     [
         ({"sizes": []}, "`sizes` must be"),
         ({"sizes": [0]}, "`sizes` must be"),
-        ({"sizes": [64, 64]}, "each once"),
+        ({"sizes": [64, 64]}, "`sizes` must be"),
         ({"sizes": "128"}, "`sizes` must be"),
         ({"format": "png"}, "`format` must be one of jpeg, uint8. Found: 'png'."),
         ({"quality": 101}, "from 1 to 100"),

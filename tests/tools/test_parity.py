@@ -122,14 +122,14 @@ def test_another_formula_is_named(op: torch.nn.Module, word: str, photos: Path) 
 @pytest.mark.parametrize(
     ("op", "reason"),
     [
-        (K.RandomSolarize(0.1, 0.1, p=1.0), "adds nothing"),
+        (K.RandomSolarize(0.1, 0.1, p=1.0), "adds no value"),
         (K.RandomPlanckianJitter(p=1.0), "no counterpart"),
         (K.RandomMedianBlur((3, 3), p=1.0), "no counterpart"),
         (K.RandomGaussianNoise(0.01, 0.1, p=1.0), "no counterpart"),
         (K.RandomMotionBlur((3, 5), 35.0, 0.5, p=1.0), "its own random numbers"),
         (K.RandomMotionBlur(5, 35.0, 0.5, p=1.0), "no counterpart"),
         (K.RandomElasticTransform(padding_mode="border", p=1.0), "zeros outside"),
-        (K.RandomInvert(p=0.0), "not drawn"),
+        (K.RandomInvert(p=0.0), "not applied"),
     ],
 )
 def test_what_cannot_be_compared_is_said(op: torch.nn.Module, reason: str, photos: Path) -> None:

@@ -285,7 +285,7 @@ def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
     }
     found = operations.rows(gpuaug.Augment(ops=ops).views, [[image]], seed=0, cell=32)
     notes = {(row.title, row.notes[1] if row.title != "one" else row.notes[2]): row.notes for row in found}
-    assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "p 0.2 of its own"]
+    assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "its own p 0.2"]
     assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
     assert notes["trivial", "RandomEqualize"][-1] == "one of 12"
     assert notes["rand", "RandomEqualize"][-1] == "2 of 15"

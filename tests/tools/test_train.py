@@ -318,7 +318,7 @@ def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: py
     assert "source.root" in refused("val.batch_size=3")
     other = ",".join(sorted(photographs.PHOTOGRAPHS, reverse=True))
     found = refused(f"val.source.root={photos}/val", f"val.source.classes=[{other}]")
-    assert "must have the training's classes" in found
+    assert "must have the training classes" in found
     assert "Set `last=drop`" in refused("batch_size=9")  # 64 leaves a last batch of one
 
 

@@ -435,7 +435,7 @@ def rate(progress: float, *, warmup: float) -> float:
 def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
-    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. A mixed label counts as its largest class.
+    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels count as their largest class.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
@@ -443,7 +443,7 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
     if loss == "cross_entropy":
         if labels.ndim == 1 and labels.is_floating_point():
             raise ConfigError(
-                "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fractional number per image, "
+                "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fraction per image, "
                 f"such as {float(labels[0]):g}, which is a regression label."
             )
         losses = [cross_entropy(view, labels, reduction="none") for view in views]
