@@ -435,7 +435,7 @@ def rate(progress: float, *, warmup: float) -> float:
 def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
-    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels count as their largest class.
+    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels: their largest class.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
