@@ -295,7 +295,7 @@ def test_command(more: tuple[str, ...], photos: Path, tmp_path: Path, capsys: py
     told = " ".join(printed.split())
     values = json.loads((tmp_path / "p.json").read_text())
     assert values["summary"] in told
-    assert "follow torchvision's functions" in told or "augment=eval" in more
+    assert "match torchvision's functions" in told or "augment=eval" in more
     assert {d["stage"] for d in values["differences"]} >= {"decode", "resize", "normalize", "all"}
     for d in values["differences"]:
         assert 0 <= d["mean"] <= d["largest"] <= 255
