@@ -1,4 +1,4 @@
-"""A loop of Hugging Face Accelerate: one process or many, mixed precision, checkpoints that hold the loader too.
+"""Training with Hugging Face Accelerate: one or many processes, mixed precision, checkpoints that include the loader.
 
 accelerate launch examples/accelerate_loop.py source.root=/data/train augment=standard batch_size=256
 """
@@ -15,9 +15,9 @@ CHECKPOINT = Path("accelerate_loop")
 
 
 def train(overrides: list[str], *, epochs: int = 3, checkpoint: Path = CHECKPOINT, **settings: object) -> None:
-    """Train a small network; where ``checkpoint`` exists, go on from there. ``settings`` are Accelerator's."""
+    """Train a small network, from ``checkpoint`` if it exists. ``settings`` go to Accelerator."""
     accelerator = Accelerator(**settings)
-    # The loader finds rank and world size itself and puts batches on the device: `prepare` is for model and optimizer.
+    # The loader reads rank and world size itself, and puts batches on the device. Do not pass it to `prepare`.
     cfg = gpuaug.compose("train", [*overrides, f"device={accelerator.device}"])
     with gpuaug.build(cfg) as loader:
         net = torch.nn.Sequential(
@@ -35,7 +35,7 @@ def train(overrides: list[str], *, epochs: int = 3, checkpoint: Path = CHECKPOIN
             for batch in loader:
                 with accelerator.autocast():
                     losses = torch.nn.functional.cross_entropy(net(batch.images), batch.labels, reduction="none")
-                valid = batch.valid.to(losses.device)  # False: repeated only to fill the last batch, or not decodable
+                valid = batch.valid.to(losses.device)  # False: a repeat to fill the last batch, or not decodable
                 loss = (losses * valid).sum() / valid.sum().clamp(min=1)
                 optimizer.zero_grad()
                 accelerator.backward(loss)

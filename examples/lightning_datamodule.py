@@ -1,4 +1,4 @@
-"""Lightning, two ways: the whole loader as a DataModule, or only the augmentation of batches already on the device.
+"""Two ways to use Lightning: the whole loader as a DataModule, or only augmentation of batches on the device.
 
 python examples/lightning_datamodule.py /data/train /data/val
 """
@@ -16,8 +16,8 @@ import gpuaug
 class Images(lightning.LightningDataModule):
     """Decoding and augmentation on the trainer's device; give the trainer ``use_distributed_sampler=False``.
 
-    A checkpoint of Lightning holds the loader's state by itself, so that a run that was stopped inside an epoch goes on
-    with the next sample.
+    Lightning's checkpoints include the loader's state. So a run that was stopped inside an epoch continues with the
+    next sample.
     """
 
     def __init__(self, train: list[str], val: list[str]) -> None:
@@ -37,7 +37,7 @@ class Images(lightning.LightningDataModule):
         return self.loaders["train"]
 
     def val_dataloader(self) -> Iterable[gpuaug.Batch]:
-        """The same, of the held-out images."""
+        """The same for the held-out images."""
         return self.loaders["eval"]
 
     def teardown(self, stage: str) -> None:
@@ -48,18 +48,18 @@ class Images(lightning.LightningDataModule):
 
 
 class OnDevice(lightning.LightningDataModule):
-    """Your own loader of uint8 images, labels and numbers; Lightning moves the batch, then it is augmented there."""
+    """Your own loader of uint8 images, labels and sample numbers. Batches are augmented on the trainer's device."""
 
     def __init__(self, loader: Iterable[Any], augment: gpuaug.Augment) -> None:
         super().__init__()
         self.loader, self.augment = loader, augment
 
     def train_dataloader(self) -> Iterable[Any]:
-        """Batches of ``(uint8 [B, 3, H, W], labels, numbers)``."""
+        """Batches of ``(uint8 [B, 3, H, W], labels, sample numbers)``."""
         return self.loader
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """``(float [B, 3, h, w], labels)``; the numbers make the draws independent of batches and workers."""
+        """``(float [B, 3, h, w], labels)``. Sample numbers decide the augmentation, not batches or workers."""
         images, labels, numbers = batch
         return self.augment(images, epoch=self.trainer.current_epoch, indices=numbers), labels
 
@@ -68,10 +68,10 @@ if __name__ == "__main__":
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     class Model(BoringModel):
-        """A layer on the means of 32 columns, to show where the batch arrives."""
+        """A linear layer on the means of 32 columns, to show how a batch is used."""
 
         def training_step(self, batch: gpuaug.Batch, batch_idx: int) -> torch.Tensor:
-            """Images and labels are on the device."""
+            """Images and labels are already on the device."""
             images, _ = batch
             return self.layer(images.mean(dim=(1, 2))[:, :32]).square().mean()
 

@@ -1,4 +1,4 @@
-"""A plain training loop that can be stopped anywhere and goes on with the very next sample.
+"""A plain training loop that continues from its last checkpoint with the very next sample.
 
 python examples/plain_loop.py source.root=/data/train augment=standard batch_size=256
 """
@@ -14,7 +14,7 @@ EPOCHS, EVERY, CHECKPOINT = 3, 100, Path("plain_loop.pt")
 
 
 def train(overrides: list[str], *, epochs: int = EPOCHS, checkpoint: Path = CHECKPOINT, every: int = EVERY) -> None:
-    """Train a small network; where ``checkpoint`` exists, go on from there."""
+    """Train a small network, from ``checkpoint`` if it exists."""
     with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
         net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 16, 7, stride=8),
@@ -28,13 +28,13 @@ def train(overrides: list[str], *, epochs: int = EPOCHS, checkpoint: Path = CHEC
         def save() -> None:
             states = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
             torch.save(states, checkpoint.with_suffix(".part"))
-            checkpoint.with_suffix(".part").replace(checkpoint)  # a run that is killed here keeps the former one
+            checkpoint.with_suffix(".part").replace(checkpoint)  # if killed before this, the old file stays
 
         if checkpoint.exists():
             states = torch.load(checkpoint, map_location=loader.device, weights_only=True)
             net.load_state_dict(states["net"])
             optimizer.load_state_dict(states["optimizer"])
-            loader.load_state_dict(states["loader"])  # other workers, batch size, ranks: all may have changed
+            loader.load_state_dict(states["loader"])  # workers, batch size and ranks may have changed
         for epoch in range(loader.epoch, epochs):
             for step, batch in enumerate(loader, start=1):
                 loss = torch.nn.functional.cross_entropy(net(batch.images), batch.labels)

@@ -1,4 +1,4 @@
-"""Drawing that commands share: rows of captioned pictures as a PNG or an HTML page, text that fits, scaled images."""
+"""Drawing shared by commands: rows of captioned pictures as a PNG or HTML page, text fitting, image scaling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.tools.report import printable
 
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
-MOST_PIXELS = 200_000_000  # 600 MB; viewers show no more
+MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
 GAP, MARGIN, NOTES, NARROWEST, LINE = 8, 20, 190, 64, 16  # pixels
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.Image:
-    """Draw rows of pictures below a heading and lines of text; ConfigError beyond ``MOST_PIXELS``."""
+    """Draw rows of pictures below a heading and lines of text. ConfigError above ``MOST_PIXELS``."""
     big, bold, small = font(22), font(15), font(12)
     columns = zip_longest(*(row.cells for row in rows))
     widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
@@ -82,7 +82,7 @@ def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.I
 
 
 def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> str:
-    """The same as one HTML file. It makes no requests and runs no script; pictures are embedded without loss."""
+    """The same rows as one HTML file, with lossless embedded pictures, no requests and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     for row in rows:
         body += [f"<h2>{html.escape(row.title)}</h2>", *(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
@@ -95,20 +95,20 @@ def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> str:
             body.append("</figcaption></figure>")
         body.append("</div>")
     text = PAGE.format(heading=html.escape(heading), body="\n".join(body))
-    return text.encode("utf-8", "replace").decode()  # names of files need not be UTF-8
+    return text.encode("utf-8", "replace").decode()  # file names may not be valid UTF-8
 
 
 def check_pixels(count: int) -> None:
     """Raise ConfigError if ``count`` pixels are more than ``MOST_PIXELS``."""
     if count > MOST_PIXELS:
         raise ConfigError(
-            f"this would be a picture of {count / 1e6:,.0f} million pixels, and {MOST_PIXELS / 1e6:.0f} million are "
-            "the most. Make `samples`, `draws` or `cell` smaller."
+            f"the picture would have {count / 1e6:,.0f} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
+            "Make `samples`, `draws` or `cell` smaller."
         )
 
 
 def font(size: int) -> Any:
-    """Pillow's built-in font: pictures look the same on every machine."""
+    """Pillow's built-in font, so that pictures look the same on every machine."""
     return ImageFont.load_default(size)
 
 
@@ -136,6 +136,6 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
 
 
 def scaled(image: Image.Image, scale: float) -> Image.Image:
-    """The image times ``scale``: smoothed if it shrinks, its pixels as squares if it grows."""
+    """Resize the image by ``scale``: smooth when it shrinks, nearest neighbor when it grows."""
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

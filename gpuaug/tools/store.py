@@ -1,4 +1,4 @@
-"""What `pack` and `materialize` share: the folder they write, their worker processes, arrays as bytes, checksums."""
+"""Code shared by `pack` and `materialize`: output folder, worker processes, arrays as bytes, checksums."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from gpuaug.source.local import read_file
 
 log = logging.getLogger("gpuaug")
 
-GO_ON = "What is done is kept: the same command goes on."
+GO_ON = "Finished work is kept. To continue, run the same command again."
 OpenWorker = Callable[[], Any]  # makes an object with write(task, progress) and close()
 Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of samples
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """ConfigError unless ``out`` is missing, empty, or holds one of the files ``ours`` of an earlier run."""
+    """Raise ConfigError unless ``out`` is missing, empty, or holds one of ``ours``, an earlier run's files."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -46,21 +46,21 @@ def check_out(out: Path, *ours: str) -> None:
         raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
     if names and not {*names} & {*ours}:
         raise ConfigError(
-            f"`out` must be a new or empty folder, or one that an earlier run has written. Found {len(names)} other "
-            f"files in {str(out)!r}, such as {names[0]!r}."
+            f"`out` must be a new or empty folder, or the folder of an earlier run. Found {len(names)} other files in "
+            f"{str(out)!r}, such as {names[0]!r}."
         )
 
 
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
-    """Raise ``error`` if the job that an earlier run began in ``out`` differs from this one, and name what differs."""
+    """Raise ``error``, which names the differences, if ``out`` holds another job than this one."""
     if changes := differences(before, json.loads(json.dumps(here))):
         listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} here" for where, a, b in changes[:5])
-        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore what differs, or set another `out`.")
+        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore these settings, or set another `out`.")
 
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Create a folder, and lock it while the block runs, where the system and the file system have locks.
+    """Create a folder, and lock it while the block runs. Without support for locks, it is not locked.
 
     The lock ends with the process. ConfigError if the folder cannot be created, or another run has the lock.
     """
@@ -78,7 +78,7 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"`out` is being written by another run: {str(out)!r}. Wait for it.") from error
+            raise ConfigError(f"another run is writing `out`, {str(out)!r}. Wait until that run ends.") from error
         except OSError:
             pass
         yield
@@ -99,18 +99,18 @@ def results(
     cpus: int = 1,
     gpus: int = 0,
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Do tasks, on this machine or on Ray. Yields ``(task, result)`` of each, in the order they end.
+    """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
-    Ray is the connection of this process, else the cluster of ``RAY_ADDRESS``, else one on this machine. A GpuaugError
-    of the work itself is raised unchanged.
+    Ray uses this process's connection; without one, the cluster at ``RAY_ADDRESS``; without that, a new local one. A
+    GpuaugError from a task is raised unchanged.
 
     Args:
-        open_worker: makes the object whose ``write(task, progress)`` does a task; pickled for other processes.
-        tasks: the arguments; the first ones start first.
+        open_worker: creates a worker, whose ``write(task, progress)`` runs a task. Pickled for other processes.
+        tasks: the tasks. They start in this order.
         on: ``local`` or ``ray``.
-        progress: is called with a number of samples that are done.
-        num_workers: processes; 0: only this one (not on Ray); None: as many as there is room for.
-        cpus, gpus: of a process on Ray, at most.
+        progress: is called with the number of newly finished samples.
+        num_workers: number of processes. 0: only this one (not on Ray). None: as many as CPUs or GPUs allow.
+        cpus, gpus: most CPUs and GPUs of each Ray process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:
@@ -125,7 +125,7 @@ def results(
 
 
 class _Process:
-    """Does tasks in a process of its own."""
+    """Runs tasks in a separate process."""
 
     def __init__(self, open_worker: OpenWorker) -> None:
         self._worker = open_worker()
@@ -136,11 +136,11 @@ class _Process:
         return task, result, sum(counts)
 
 
-_process: _Process  # of this worker process
+_process: _Process  # set in each worker process
 
 
 def _start(open_worker: OpenWorker) -> None:
-    """Prepare a worker process. It ends with its parent, leaves interrupts to the parent, and has one thread."""
+    """Prepare a worker process: exit with the parent, ignore Ctrl-C (the parent handles it), use one thread."""
     global _process
     machine.exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -153,9 +153,9 @@ def _write(task: Any) -> tuple[Any, Any, int]:
 
 
 def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None) -> Done:
-    """Do tasks in processes of this machine."""
+    """Run tasks in local processes."""
     workers = min(num_workers or machine.usable_cpus(), len(tasks))
-    log.info("%d processes for %d parts, on %d cores", workers, len(tasks), machine.usable_cpus())
+    log.info("%d processes for %d parts on %d cores", workers, len(tasks), machine.usable_cpus())
     context = multiprocessing.get_context("spawn")  # DALI's and torch's threads do not survive a fork
     before, waiting = {*multiprocessing.active_children()}, set[Future[tuple[Any, Any, int]]]()
     pool = ProcessPoolExecutor(workers, context, _start, (open_worker,))
@@ -164,20 +164,20 @@ def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None
             waiting |= {pool.submit(_write, task) for task in tasks}
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise SourceError(
-                f"the source cannot be sent to other processes: {error}. Define its class in a module and keep open "
-                "files and functions out of it, or set `num_workers=0`."
+                f"the source cannot be sent to other processes: {error}. Define its class in a module, and do not "
+                "store open files or functions in it. Or set `num_workers=0`."
             ) from error
         for future in as_completed({*waiting}):
             yield future.result()
             waiting.remove(future)
     except BrokenProcessPool as error:
         raise GpuaugError(
-            "a worker process ended, usually because memory ran out: lower `num_workers`. Where its own message is "
-            f'above, that is why; a script must begin its work under `if __name__ == "__main__":`. {GO_ON}'
+            "a worker process died. If it printed an error above, fix that. Otherwise memory probably ran out: lower "
+            f'`num_workers`. A script must start its work under `if __name__ == "__main__":`. {GO_ON}'
         ) from error
     finally:
         for process in {*multiprocessing.active_children()} - before if waiting else ():
-            process.terminate()  # their tasks could take minutes
+            process.terminate()  # running tasks could take minutes
         pool.shutdown(cancel_futures=True)
 
 
@@ -187,7 +187,7 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
         from ray.util import ActorPool
     except ImportError as error:
         raise ConfigError(
-            f"`on=ray` needs Ray, which cannot be imported ({error}). pip install 'gpuaug[ray]'"
+            f"`on=ray` needs Ray, which cannot be imported ({error}). Install it: pip install 'gpuaug[ray]'"
         ) from error
     mine, actors = not ray.is_initialized(), list[Any]()
     if mine:
@@ -198,7 +198,7 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
         cpus = min([cpus, *cores])
         room = sum(int(machine.get("GPU", 0)) for machine in machines) if gpus else sum(n // cpus for n in cores)
         workers = max(1, min(room if num_workers is None else num_workers, len(tasks)))
-        log.info("on ray: %d processes with %d cores each, on %d machines", workers, cpus, len(cores))
+        log.info("Ray: %d processes with %d cores each on %d machines", workers, cpus, len(cores))
         shared, actor = ray.put(open_worker), ray.remote(num_cpus=cpus, num_gpus=gpus)(_Process)
         actors += [actor.remote(shared) for _ in range(workers)]
         pool: Any = ActorPool(actors)
@@ -218,12 +218,12 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; OSError if it cannot be read, or is a pipe or device, ValueError if it is no JSON."""
+    """Read a JSON file. OSError if it is unreadable, a pipe or a device; ValueError if it is not JSON."""
     return json.loads(read_file(str(path)))
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as it is stored."""
+    """A value as JSON bytes."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
@@ -244,18 +244,18 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE2b of a file, as hex; OSError if it cannot be read, or is a pipe or device."""
+    """BLAKE2b of a file, as hex. Raises OSError if the file is unreadable, a pipe or a device."""
     check_regular(os.stat(path), path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def damaged(digests: Mapping[Path, str], *, num_workers: int | None = None) -> dict[Path, str]:
-    """Compare files with their digests. Returns what is wrong with each file that differs."""
+    """Compare files with their digests. Returns the problem of each file that differs."""
 
     def problem(path: Path) -> str | None:
         try:
-            return None if file_digest(path) == digests[path] else "its content does not fit its checksum"
+            return None if file_digest(path) == digests[path] else "its content does not match its checksum"
         except OSError as error:
             return f"cannot be read ({error.strerror or error})"
 

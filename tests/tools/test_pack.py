@@ -469,7 +469,7 @@ def test_a_dead_worker_is_said_and_the_rest_is_kept(photos: Path, tmp_path: Path
     source = Deadly(FolderSource(photos), tmp_path / "armed")
     (tmp_path / "armed").touch()
     what = Pack(sizes=32, samples=13)
-    with pytest.raises(GpuaugError, match="a worker process ended.*the same command goes on"):
+    with pytest.raises(GpuaugError, match="a worker process died.*`num_workers`.*run the same command"):
         pack(source, tmp_path / "out", what=what, decode=PILLOW, num_workers=1)
     assert len(list((tmp_path / "out").glob(".partial/done/*"))) == 2
     (tmp_path / "armed").unlink()
@@ -543,7 +543,7 @@ def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
     lock = os.open(tmp_path / "out" / ".partial", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="is being written by another run"):
+        with pytest.raises(ConfigError, match="another run is writing `out`"):
             run(FolderSource(folder), tmp_path / "out")
     finally:
         os.close(lock)
@@ -603,7 +603,7 @@ def test_verify_names_what_is_damaged(place: str, request: pytest.FixtureRequest
     assert "checksum" in found[f"96/00000.{ending}"]
     assert "cannot be read" in found["96/classes.json"]
     assert "instead of" in found[f"40/00002.{ending}"]
-    assert "does not belong here" in found[f"96/stray.{ending}"]
+    assert "not in the manifest" in found[f"96/stray.{ending}"]
 
 
 def test_a_damaged_folder_is_no_source(arrays: Path, tmp_path: Path) -> None:
@@ -689,7 +689,7 @@ def damaged(folder: Path, tmp_path: Path) -> Path:
 
 def test_bad_samples_stop_the_run_or_are_left_out(damaged: Path, tmp_path: Path) -> None:
     source = FolderSource(damaged)
-    with pytest.raises(DataError, match=r"'jpeg/4.jpg'.*truncated.*To leave such samples out set `faults.policy=drop`"):
+    with pytest.raises(DataError, match=r"'jpeg/4.jpg'.*truncated.*`faults.policy=drop`"):
         run(source, tmp_path / "raised", sizes=30, format="uint8")
     assert not (tmp_path / "raised" / MANIFEST).exists()
     file = tmp_path / "bad.jsonl"
@@ -707,7 +707,7 @@ def test_bad_samples_stop_the_run_or_are_left_out(damaged: Path, tmp_path: Path)
     assert [bytes(a) for a, _ in PackedSource(tmp_path / "clean")] == [bytes(a) for a, _ in packed]
     with pytest.raises(FaultBudgetError, match="`faults.max` allows 2"):
         run(source, tmp_path / "budget", sizes=30, faults={**DROP, "max": 2})
-    with pytest.raises(ConfigError, match="`faults.policy=blank` has no meaning"):
+    with pytest.raises(ConfigError, match="`faults.policy=blank`"):
         run(source, tmp_path / "blank", faults={"policy": "blank"})
     shown = run(source, tmp_path / "shown", sizes=30, faults={**DROP, "truncated": "accept"})
     assert shown["samples"] == 26
@@ -719,7 +719,7 @@ def test_nothing_but_bad_samples(tmp_path: Path) -> None:
     for k in range(3):
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / f"{k}.jpg").write_bytes(b"no")
-    with pytest.raises(SourceError, match="none of the 3 samples could be packed"):
+    with pytest.raises(SourceError, match="all 3 samples are bad"):
         run(FolderSource(tmp_path / "in", labels="none"), tmp_path / "out", faults=DROP, format="uint8")
 
 
@@ -728,7 +728,7 @@ def test_nothing_but_bad_samples(tmp_path: Path) -> None:
     [
         ({"sizes": []}, "`sizes` must be"),
         ({"sizes": [0]}, "`sizes` must be"),
-        ({"sizes": [64, 64]}, "each once"),
+        ({"sizes": [64, 64]}, "`sizes` must be"),
         ({"sizes": "128"}, "`sizes` must be"),
         ({"format": "png"}, "`format` must be one of jpeg, uint8. Found: 'png'."),
         ({"quality": 101}, "from 1 to 100"),
@@ -785,11 +785,11 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert report["images"] == 28
     assert report["verified"]
     assert main([*words, "format=uint8"]) == 0
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
     assert main(["pack", f"out={out}", "verify=true"]) == 0
     flip(out / "20" / "00000.bin", 100)
     assert main(["pack", f"out={out}", "verify=true", f"json={file}"]) == 2
-    assert "is damaged in 1 files:\n  20/00000.bin: its content" in capsys.readouterr().err
+    assert "has 1 damaged files:\n  20/00000.bin: its content" in capsys.readouterr().err
     assert json.loads(file.read_text())["damage"][0].startswith("20/00000.bin")
 
 
@@ -797,8 +797,8 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("words", "text"),
     [
         (["source.root=/x"], "`out` must be given"),
-        (["out=/x/y", "augment=simclr"], "`augment` changes nothing that `gpuaug pack` writes"),
-        (["out=/x/y", "batch_size=4"], "`batch_size` changes nothing"),
+        (["out=/x/y", "augment=simclr"], "`augment` has no effect"),
+        (["out=/x/y", "batch_size=4"], "`batch_size` has no effect"),
         (["out=/x/y", "sizs=4"], "`sizs`"),
         (["out=/x/y", "sizes=a"], "`sizes` must be"),
         (["out=/proc/no", "on=ry"], "source.root"),

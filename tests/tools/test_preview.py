@@ -134,7 +134,7 @@ def test_only_samples_that_are_there_can_be_shown() -> None:
     assert preview.chosen(source, None, count=2) == [2, 9]
     assert preview.chosen(source, None, count=100) == [2, 5, 9]
     assert preview.chosen(source, preview.Settings(indices=[9, 2, 9]).indices, count=2) == [9, 2, 9]
-    with pytest.raises(ConfigError, match="from 2 to 9. Found: 3, 11"):
+    with pytest.raises(ConfigError, match="from 2 to 9.*: 3, 11"):
         preview.chosen(source, [11, 3, 5], count=2)
 
 
@@ -167,7 +167,7 @@ def test_pictures_beyond_all_bounds_are_refused_before_they_are_made(
 ) -> None:
     words = tuple(word.replace("out=", f"out={tmp_path}/") for word in words)
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *words]) == 2
-    assert "million are the most" in capsys.readouterr().err
+    assert "The limit is " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -285,7 +285,7 @@ def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
     }
     found = operations.rows(gpuaug.Augment(ops=ops).views, [[image]], seed=0, cell=32)
     notes = {(row.title, row.notes[1] if row.title != "one" else row.notes[2]): row.notes for row in found}
-    assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "p 0.2 of its own"]
+    assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "its own p 0.2"]
     assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
     assert notes["trivial", "RandomEqualize"][-1] == "one of 12"
     assert notes["rand", "RandomEqualize"][-1] == "2 of 15"

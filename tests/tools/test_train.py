@@ -314,11 +314,11 @@ def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: py
     assert "needs labels" in refused("source.labels=none")
     assert "an epoch has no batch" in refused("last=drop", "batch_size=100")
     assert "Lower `lr`" in refused("lr=1e30", "epochs=2", "momentum=0")
-    assert "needs a label for every class" in refused("loss=binary_cross_entropy")
+    assert "needs one label per image and class" in refused("loss=binary_cross_entropy")
     assert "source.root" in refused("val.batch_size=3")
     other = ",".join(sorted(photographs.PHOTOGRAPHS, reverse=True))
     found = refused(f"val.source.root={photos}/val", f"val.source.classes=[{other}]")
-    assert "must have the training's classes" in found
+    assert "must have the training classes" in found
     assert "Set `last=drop`" in refused("batch_size=9")  # 64 leaves a last batch of one
 
 

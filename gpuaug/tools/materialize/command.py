@@ -1,12 +1,12 @@
-"""`gpuaug materialize`: the batches of a loader, before `mix`, on disk for :class:`gpuaug.MaterializedSource`.
+"""`gpuaug materialize`: writes a loader's batches, before `mix`, to disk for :class:`gpuaug.MaterializedSource`.
 
-takes: a loader, and which of its epochs.
-does: iterates them, rounds pixels to uint8 before normalization or keeps the final dtype, and writes chunks.
+takes: a loader, and the epochs to store.
+does: iterates these epochs and writes chunks: pixels before normalization as uint8, or final pixels in their dtype.
 gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
 
 A chunk is a file of consecutive samples of one epoch. First the whole chunk is written, then its note with checksum and
-faults. A run that follows a killed one writes the chunks that have no note, and ends in the same bytes. The manifest is
-written last.
+faults. After a killed run, the next run writes the chunks that have no note. The final bytes are the same. The manifest
+is written last.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class Settings(Keys):
 
 
 def main(request: Request) -> int:
-    """Write the epochs, and say what they take."""
+    """Write the epochs, and report their size and speed."""
     settings = Settings(**request.settings())
     if settings.out is None:
-        raise ConfigError("`out` must be given: the folder to write, as out=/fast/standard3.")
+        raise ConfigError("`out`, the output folder, must be given. Set it: out=/fast/standard3.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("`gpuaug materialize` runs as one process, which uses all cores. Start it without torchrun.")
+        raise ConfigError("`gpuaug materialize` is one process that uses all cores. Start it without torchrun.")
     config = request.loader()
     if config.get("mix") is not None and config.mix.get("_target_") is not None:
-        log.info("mix is not stored: it is drawn at replay")
+        log.info("mix is not stored; it is applied at replay")
     report = Report(file=settings.json)
     with logging_redirect_tqdm(loggers=[log]), request.build(config, mix=None, rank=0, world_size=1) as loader:
         job = Materialize(loader, **{k: v for k, v in vars(settings).items() if k not in ("verify", "json")})
@@ -110,7 +110,7 @@ def main(request: Request) -> int:
         begin = time.perf_counter()
         faults = job.run()
         seconds = time.perf_counter() - begin
-        report.add("faults", faults, f"{faults} of {job.samples} samples have no pixels")
+        report.add("faults", faults, f"{faults} of {job.samples} samples could not be decoded")
         if count:
             report.add("images_per_second", count / seconds, f"{count / seconds:.0f} ({count} in {seconds:.1f} s)")
         if settings.verify:
@@ -119,46 +119,48 @@ def main(request: Request) -> int:
             if damaged:
                 report.write()
                 raise GpuaugError(
-                    f"{len(damaged)} files do not have the bytes they were written with: {', '.join(damaged[:5])}. "
-                    "Remove them, and run the same command: only they are made anew."
+                    f"{len(damaged)} files do not match their checksums: {', '.join(damaged[:5])}. Remove "
+                    "these files and run the same command again. It writes only the missing files."
                 )
-            report.add("verified", format_bytes(job.bytes), f"{format_bytes(job.bytes)}, all as written")
+            report.add(
+                "verified", format_bytes(job.bytes), f"{format_bytes(job.bytes)}, all files match their checksums"
+            )
         report.add("replay", str(job.out), f"source=materialized source.root={job.out}")
     report.write()
     return 0
 
 
-CHUNK_BYTES = 1 << 27  # seconds of work, so that a killed run loses little, and few files
-PROBED_SAMPLES = 32  # of which a good one shows the sizes of views and labels
-RAY_CORES = 4  # of one process on a cluster without GPUs: a loader's stages share them
-RAY_TASKS, RAY_CHUNKS = 64, 8  # at least so many tasks on a cluster, where there are chunks, and chunks of one at most
-SPARE_BYTES = 1 << 24  # left free on the disk, for keys, notes and the file system
+CHUNK_BYTES = 1 << 27  # a few seconds of work: a killed run loses little, and there are few files
+PROBED_SAMPLES = 32  # decoded first, to learn the sizes of views and labels
+RAY_CORES = 4  # cores of each Ray process, shared by the loader's stages
+RAY_TASKS, RAY_CHUNKS = 64, 8  # at least 64 tasks on a cluster if there are enough chunks; at most 8 chunks per task
+SPARE_BYTES = 1 << 24  # disk space kept free for keys, notes and the file system
 
 
 class Materialize:
-    """Augmented epochs of a loader on disk. The constructor decodes a few samples and plans; :meth:`run` writes.
+    """Stores augmented epochs of a loader. The constructor decodes a few samples and plans; :meth:`run` writes.
 
     Args:
-        loader: gives source, recipe, order, seed, decoding and faults. It is not iterated itself. Its batch size and
-            workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). Its `mix` is
-            applied at replay.
-        out: the folder. If it holds an earlier run of the same job, that is continued, or extended to more epochs.
-        epochs: how many.
-        start_epoch: the first of them.
-        store: ``uint8``: pixels before normalization, so that a replay is within half a level; ``final``: normalized
-            pixels of the loader's dtype, so that a replay is equal bit for bit (``backend=kornia`` on CUDA: within
+        loader: source, recipe, order, seed, decoding and faults are taken from this loader, which is not iterated. Its
+            batch size and workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by
+            2e-6). Its `mix` is applied at replay.
+        out: the folder. An earlier run of the same job in it is continued, or extended to more epochs.
+        epochs: number of epochs.
+        start_epoch: the first epoch.
+        store: ``uint8``: pixels before normalization; a replay differs by at most half a level. ``final``: normalized
+            pixels in the loader's dtype; a replay is bit-identical (``backend=kornia`` on CUDA: within
             2e-6).
-        chunk: samples per file; None: about 128 MiB of them.
-        on: ``local``, or ``ray``: spread over a Ray cluster, whose machines all see ``out``.
+        chunk: samples per file. None: as many as fit in 128 MiB.
+        on: ``local``, or ``ray``: use a Ray cluster. All its machines must see ``out``.
 
     Attributes:
         plan: what will be written, as JSON.
-        samples, bytes: of all epochs together.
-        missing: (epoch counted from 0, number) of the chunks that are not written yet.
+        samples, bytes: totals over all epochs.
+        missing: chunks that are not written yet, as (epoch counted from 0, chunk number).
 
     Raises:
-        StateError: if ``out`` holds epochs of another recipe, source or seed, saying what differs.
-        GpuaugError: if the disk has too little room, or another run writes there.
+        StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
+        GpuaugError: if the disk has too little space, or another run writes to ``out``.
     """
 
     def __init__(
@@ -182,17 +184,17 @@ class Materialize:
         if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
             raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
         if getattr(loader.source, "stored", None) is not None:
-            raise ConfigError("`source` must hold images. Found: epochs that are materialized already.")
+            raise ConfigError("`source` must hold images. Found: epochs that are already materialized.")
         if loader.limit_batches is not None:
             raise ConfigError(
-                f"`limit_batches` must be null: whole epochs are stored. Found: {loader.limit_batches}. To store fewer "
-                "samples use `source.subset`."
+                f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "
+                "store fewer samples, set `source.subset`."
             )
         self.out, self.on = Path(os.path.abspath(Path(out).expanduser())), on
         self._loader, source = loader, loader.source
         before = _earlier(self.out)
         here = made_of(source.digest(), loader.augment, loader.seed)
-        if before is not None:  # before samples are decoded for the sizes
+        if before is not None:  # checked before any sample is decoded
             refuse_others(str(self.out), before["made_of"], here)
         plan = {"made_of": here, "key": checksum(here), "start_epoch": start_epoch, **_layout(loader, store == "uint8")}
         default = before["chunk"] if before else max(1, CHUNK_BYTES // record(plan).itemsize)
@@ -201,7 +203,7 @@ class Materialize:
             layout = {k: v for k, v in before.items() if k not in ("epochs", "rows", "seal", "faults", "checksum")}
             refuse_changes(self.out, layout, plan, error=StateError)
             if "seal" in before and before["epochs"] > epochs:
-                log.info("%s holds %d epochs already, more than `epochs=%d`", self.out, before["epochs"], epochs)
+                log.info("%s already holds %d epochs, more than `epochs=%d`", self.out, before["epochs"], epochs)
                 epochs = before["epochs"]
         self._orders = [loader.order.order(loader.seed, start_epoch + slot, source) for slot in range(epochs)]
         self.plan: dict[str, Any] = {**plan, "epochs": epochs, "rows": [len(indices) for indices in self._orders]}
@@ -217,19 +219,19 @@ class Materialize:
 
     @property
     def free(self) -> int:
-        """Bytes free on the disk of ``out``."""
+        """Free bytes on the disk of ``out``."""
         return shutil.disk_usage(next(place for place in (self.out, *self.out.parents) if place.exists())).free
 
     def run(self) -> int:
-        """Write the missing chunks. Returns how many samples of all epochs have no pixels.
+        """Write the missing chunks. Returns the number of samples, over all epochs, that could not be decoded.
 
         Raises:
-            DataError, FaultBudgetError: as the loader's faults say.
-            GpuaugError: if a pixel does not fit into uint8, or the disk is full.
+            DataError, FaultBudgetError: depending on the loader's `faults`.
+            GpuaugError: if a pixel does not fit in uint8, or the disk is full.
         """
         if (needed := self.samples_missing * self.record.itemsize + SPARE_BYTES) > self.free:
             raise GpuaugError(
-                f"{format_bytes(needed)} are needed in {str(self.out)!r}, and {format_bytes(self.free)} are free. "
+                f"{str(self.out)!r} needs {format_bytes(needed)}. Free: {format_bytes(self.free)}. "
                 + ("Set `store=uint8`, or fewer" if self.plan["store"] != "uint8" else "Set fewer")
                 + " `epochs`, or another `out`."
             )
@@ -256,7 +258,7 @@ class Materialize:
                 digests[file] = "no note"
         bad = [str(file) for file in damaged(digests)]
         if not bad and (seal := read_manifest(self.out).get("seal")) != self._seal():
-            bad.append(f"{self.out / MANIFEST} (its seal {seal} is not that of the files)")
+            bad.append(f"{self.out / MANIFEST} (its seal {seal} does not match the files)")
         return bad
 
     @property
@@ -275,7 +277,7 @@ class Materialize:
             return False
 
     def _prepare(self) -> None:
-        """Remove temporary files of a killed run, and write all that is known before the first pixel."""
+        """Remove temporary files of a killed run. Write keys, labels, indices and orders."""
         for part in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
             part.unlink()
         if not (self.out / MANIFEST).exists():
@@ -292,10 +294,10 @@ class Materialize:
                 files.write(self.out / f"{name}.npy", *npy(values.numpy()), sync=True)
 
     def _write(self, progress: Callable[[int], Any]) -> None:
-        """Write the missing chunks: in this process, whose loader uses all cores, or in processes of a cluster."""
+        """Write the missing chunks in this process, whose loader uses all cores, or on a Ray cluster."""
         arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
         most, gpus = len(self.missing), 0
-        if self.on == "ray":  # each process reads a part only
+        if self.on == "ray":  # each process reads only a part
             arguments |= {"device": self._loader.device.type, "cache": None}
             most, gpus = min(RAY_CHUNKS, -(-most // RAY_TASKS)), int(self._loader.device.type == "cuda")
         make, tasks = partial(Writer, self.out, self.plan, arguments), _spans(self.missing, most)
@@ -303,10 +305,12 @@ class Materialize:
         list(results(make, tasks, on=self.on, progress=progress, num_workers=workers, cpus=RAY_CORES, gpus=gpus))
 
     def _finish(self) -> int:
-        """Write the manifest, if every chunk has a note. Returns the number of faults."""
+        """Write the manifest if all chunks are done, and return the number of faults. Otherwise raise GpuaugError."""
         self.missing = [place for place in self._chunks if not self._is_done(*place)]
         if self.missing:
-            raise GpuaugError(f"{len(self.missing)} chunks are missing in {str(self.out)!r}. Run it once more.")
+            raise GpuaugError(
+                f"{len(self.missing)} chunks are missing in {str(self.out)!r}. Run the same command again."
+            )
         faults = sum(len(self._note(*place)["faults"]) for place in self._chunks)
         manifest = {**self.plan, "faults": faults, "seal": self._seal()}
         files.write(self.out / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
@@ -314,7 +318,7 @@ class Materialize:
         return faults
 
     def _seal(self) -> str:
-        """Hash of all files except the chunks, whose checksums are in their notes."""
+        """Hash of all files except the chunks. The notes hold the chunks' checksums."""
         sealed = [self.out / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
         for slot in range(self.plan["epochs"]):
             sealed.append(epoch_folder(self.out, self.plan, slot) / "order.npy")
@@ -324,7 +328,7 @@ class Materialize:
 
 
 class Writer:
-    """Writes chunks of a plan with a loader of its own, here or on another machine."""
+    """Writes chunks of a plan with its own loader, on this or another machine."""
 
     def __init__(self, out: Path, plan: dict[str, Any], arguments: dict[str, Any]) -> None:
         self.out, self.plan = out, plan
@@ -342,7 +346,7 @@ class Writer:
         order = np.load(epoch_folder(self.out, plan, slot) / "order.npy", mmap_mode="r")
         self.loader.start_at(plan["start_epoch"] + slot, position)
         writing: Future[None] | None = None
-        with ThreadPoolExecutor(1) as writer:  # hashes and writes a chunk while the next one is made
+        with ThreadPoolExecutor(1) as writer:  # hashes and writes a chunk while the next chunk is computed
             for batch in self.loader:
                 views, begin = [_stored(view, final=final) for view in _views(batch)], 0
                 while begin < len(batch) and position < end:
@@ -353,7 +357,7 @@ class Writer:
                     count = min(len(batch) - begin, len(samples) - at)
                     rows = slice(begin, begin + count)
                     if (batch.indices[rows].numpy() != order[position : position + count]).any():
-                        raise GpuaugError("the order of the epoch is another than when it was planned.")
+                        raise GpuaugError("the order of the epoch has changed since it was planned. Set another `out`.")
                     for k, view in enumerate(views):
                         samples[f"view{k}"][at : at + count] = view[rows]
                     if batch.labels is not None:
@@ -373,11 +377,11 @@ class Writer:
 
 
 class Noted(Faults):
-    """Faults that also keeps the last fault of each sample, to be stored in the place of its pixels."""
+    """Faults that also keeps the last fault of each sample, which is stored instead of its pixels."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._noted: dict[int, Fault] = {}  # by number of the sample
+        self._noted: dict[int, Fault] = {}  # by sample number
 
     def handle(self, faults: Sequence[Fault], *, indices: Sequence[int], **rest: Any) -> None:
         """Keep the faults, and handle them as the policy says."""
@@ -385,21 +389,21 @@ class Noted(Faults):
         super().handle(faults, indices=indices, **rest)
 
     def of(self, index: int, *, row: int) -> dict[str, Any]:
-        """The fault of a sample as JSON, at its row of a chunk."""
+        """The fault of a sample, and the sample's row in its chunk, as JSON."""
         fault = self._noted[index]
         reason = {"stage": fault.stage, "reason": fault.reason, "size": fault.size, "head": fault.head.hex()}
         return {"row": row, **reason}
 
 
 def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
-    """What the samples are and how they are stored, as JSON; decodes a few for the sizes of views and labels."""
+    """The format of the stored samples, as JSON. Decodes a few samples to learn the sizes of views and labels."""
     source = loader.source
     numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     probed = numbers[np.unique(np.linspace(0, len(numbers) - 1, PROBED_SAMPLES).astype(np.int64))]
     shown = loader.fetch(probed.tolist(), epoch=0)
-    loader.pipeline.stage.close()  # the loader that writes has a decoder of its own
+    loader.pipeline.stage.close()  # the loader that writes has its own decoder
     if not shown.valid.any():
-        raise GpuaugError(f"none of {len(probed)} samples out of {len(numbers)} could be decoded.")
+        raise GpuaugError(f"the first check decodes {len(probed)} of {len(numbers)} samples, and all of them failed.")
     label = None
     if shown.labels is not None:
         label = {"dtype": str(shown.labels.dtype).removeprefix("torch."), "shape": [*shown.labels.shape[1:]]}
@@ -422,7 +426,7 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
 
 
 def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
-    """Arguments of a loader of all samples on one rank, whose pixels are those to store."""
+    """Arguments of the loader that makes the pixels to store: all samples on one rank."""
     cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
     same = ("source", "batch_size", "order", "decode", "ahead", "device", "num_workers", "prefetch", "seed")
     return {
@@ -430,7 +434,7 @@ def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
         "augment": loader.augment if final else before_normalization(loader.augment),
         "cache": None if cache is None else cache.settings,
         "faults": Noted(
-            policy="raise" if faults.policy == "raise" else "blank",  # a row that is dropped keeps its place
+            policy="raise" if faults.policy == "raise" else "blank",  # a bad row keeps its place in the chunk
             **{name: getattr(faults, name) for name in ("max", "window", "truncated", "file")},
         ),
         "dtype": loader.dtype if final else torch.float32,
@@ -442,7 +446,7 @@ def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
 
 
 def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
-    """The same recipe, with the same draws, whose pixels stay in 0..1."""
+    """The same recipe and random numbers without normalization: pixels stay in 0..1."""
     if isinstance(augment, MultiView):
         views = {v.name: v.augment for v in augment.views}
         return MultiView(views={name: one.replace(normalize=None) for name, one in views.items()})
@@ -454,21 +458,21 @@ def _views(batch: Batch) -> list[Tensor]:
 
 
 def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
-    """Convert pixels [B, 3, H, W] to what is stored: final ones unchanged, others as uint8 [B, H, W, 3]."""
+    """Convert pixels [B, 3, H, W] for storage: final pixels unchanged, others as uint8 [B, H, W, 3]."""
     if final:
         view = view.cpu().contiguous()
         return (view.view(torch.int16) if view.dtype == torch.bfloat16 else view).numpy()
     low, high = (float(v) for v in view.aminmax())
     if not (low >= -0.5 / 255 and high <= 1 + 0.5 / 255):
         raise ConfigError(
-            f"`store=uint8` holds pixels from 0 to 1. Found: {low:.3f} to {high:.3f} before normalization; noise, for "
-            "one, leads out of it. Set `store=final`."
+            f"`store=uint8` holds pixels from 0 to 1. Found: {low:.3f} to {high:.3f} before normalization. Noise, for "
+            "example, leaves this range. Set `store=final`."
         )
     return view.mul(255).round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().contiguous().numpy()
 
 
 def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) -> None:
-    """Write a chunk, whole or not at all, and then its note."""
+    """Write a chunk atomically, then its note."""
     parts = npy(samples)
     files.write(file, *parts, sync=True)
     note = {"rows": len(samples), "digest": digest(*parts), "faults": faults}
@@ -476,7 +480,7 @@ def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) 
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """The manifest or the plan of an earlier run; None if the folder is new. ConfigError if it holds other files."""
+    """The manifest or plan of an earlier run; None if the folder is new. ConfigError for other files."""
     check_out(out, MANIFEST, PLAN)
     if (out / MANIFEST).exists():
         return read_manifest(out)
@@ -485,14 +489,16 @@ def _earlier(out: Path) -> dict[str, Any] | None:
     try:
         plan: Any = read_json(out / PLAN)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"`out` cannot be read: {str(out)!r} ({error}). Set another.") from error
+        raise ConfigError(f"`out` cannot be read: {str(out)!r} ({error}). Set another `out`.") from error
     if not isinstance(plan, dict) or plan.get("version") != VERSION:
-        raise ConfigError(f"`out` was begun by another version of gpuaug: {str(out)!r}. Set another, or remove it.")
+        raise ConfigError(
+            f"another version of gpuaug wrote `out`, {str(out)!r}. Set another `out`, or remove the folder."
+        )
     return plan
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Consecutive chunks of an epoch joined, at most ``most`` of them: (epoch, first, last + 1)."""
+    """Join at most ``most`` consecutive chunks of an epoch: (epoch, first, last + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:

@@ -1,12 +1,12 @@
-"""`gpuaug pack`: a source written once, resized, as tar shards of JPEG or as pixels.
+"""`gpuaug pack`: writes a source's images, resized, as tar shards of JPEG or as pixels.
 
-takes: any source, and a folder to write.
-does: reads, decodes and resizes with the stages of training. Each image is decoded once, for all sizes.
+takes: any source, and an output folder.
+does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
 gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
 ``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
 
-A shard holds a fixed range of samples and depends on nothing else. So neither the number of processes nor a killed run
-changes a byte. Until the last file is written, all files are in ``out/.partial``.
+The samples of a shard are a fixed range. So the bytes do not depend on the number of processes or on restarts.
+Until the last file is written, all files are in ``out/.partial``.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, results, to_json
 
-PARTS = ("source", "decode", "faults")  # the keys of the loader that decide what is packed
+PARTS = ("source", "decode", "faults")  # the loader's keys that affect packing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Pack):
-    """What to write and how; the keys of ``conf/gpuaug/command/pack.yaml``, which says what they mean."""
+    """What to write and how. ``conf/gpuaug/command/pack.yaml`` explains the keys."""
 
     out: str | None = None
     num_workers: int | None = None
@@ -68,7 +68,7 @@ def main(request: Request) -> int:
     """Pack, or continue a stopped run; then check the files if `verify` is set."""
     settings = Settings(**request.settings())
     if (out := settings.out) is None:
-        raise ConfigError("`out` must be given: the folder to write. Set it: out=DIR")
+        raise ConfigError("`out`, the output folder, must be given. Set it: out=DIR")
     report = Report(file=settings.json)
     _refuse_overrides_without_effect(request)
     config = request.loader()
@@ -94,17 +94,17 @@ def main(request: Request) -> int:
             more = f", and {len(damage) - 20} more" if len(damage) > 20 else ""
             listed = "\n  ".join(damage[:20])
             raise SourceError(
-                f"{out!r} is damaged in {len(damage)} files:\n  {listed}{more}\nPack again into a new folder."
+                f"{out!r} has {len(damage)} damaged files:\n  {listed}{more}\nPack again into a new folder."
             )
-        report.add("verified", True, "all files are as they were written")
+        report.add("verified", True, "all files match their checksums")
     report.write()
     return 0
 
 
 def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: float | None) -> None:
     total, bad = manifest["samples"], len(manifest["dropped"])
-    left_out = f", {bad} bad ones left out" if bad else ""
-    speed = "finished already" if seconds is None else f"{seconds:.1f} s"
+    left_out = f", {bad} bad samples left out" if bad else ""
+    speed = "already finished" if seconds is None else f"{seconds:.1f} s"
     report.add("images", total, f"{total}{left_out} ({speed})")
     report.values |= {"dropped": bad, "seconds": seconds}
     for size in manifest["sizes"]:
@@ -117,13 +117,13 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
 
 
 def _refuse_overrides_without_effect(request: Request) -> None:
-    """Raise ConfigError for an override that changes nothing here, because augmentation comes after packing."""
+    """Raise ConfigError for overrides that have no effect, such as augmentation, which comes after packing."""
     if request.config_name is not None:
-        return  # the user's own configuration may describe a whole training
+        return  # a user's configuration may also hold keys for training
     for root, text in request.others():
         if "=" in text and root.split("/")[0] not in (*PARTS, "hydra"):
             raise ConfigError(
-                f"`{root}` changes nothing that `gpuaug pack` writes. It reads its own keys and {', '.join(PARTS)}."
+                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(PARTS)}. Remove it."
             )
 
 
@@ -136,20 +136,20 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
     place = Path(out)
     manifest = finished(place)
     if manifest is None:
-        raise SourceError(f"{str(place)!r} has no {MANIFEST}: it is not finished. The same `gpuaug pack` goes on.")
+        raise SourceError(f"{str(place)!r} has no {MANIFEST}: not finished. To continue, run the same command.")
     files: dict[str, list[Any]] = manifest["files"]
     if bad := [name for name in files if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
-        raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}.")
+        raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}. Pack into a new folder.")
     lines = []
     for path, problem in damaged({place / name: files[name][1] for name in files}, num_workers=num_workers).items():
         name = str(path.relative_to(place))
         if path.is_file() and (actual := path.stat().st_size) != files[name][0]:
             problem = f"has {actual} bytes instead of {files[name][0]}"
         lines.append(f"{name}: {problem}")
-    for size in manifest["sizes"]:  # an extra shard would be read with the others
+    for size in manifest["sizes"]:  # extra shards would be read too
         for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
             if (extra := f"{size}/{path.name}") not in files:
-                lines.append(f"{extra}: does not belong here")
+                lines.append(f"{extra}: is not in the manifest")
     return lines
 
 
@@ -166,24 +166,24 @@ def pack(
     num_workers: int | None = None,
     on: Literal["local", "ray"] = "local",
 ) -> dict[str, Any]:
-    """Write ``source`` into the folder ``out``, or go on where a stopped run was. Returns the manifest.
+    """Write ``source`` into the folder ``out``, or continue a stopped run. Returns the manifest.
 
     Args:
-        source: see :mod:`gpuaug.source`. Its active samples are packed, in their order.
-        out: a folder that is new, empty, or left by a run of the same job. A finished one is not changed.
-        what, decode: what to write, and settings of the decoder.
+        source: see :mod:`gpuaug.source`. All samples that are not excluded are packed, in order.
+        out: a new or empty folder, or one written by the same job. A finished folder is not changed.
+        what, decode: what to write, and the decoder settings.
         faults: ``raise`` stops at a bad sample, ``drop`` leaves it out. ``blank`` is refused.
         num_workers, on: as in ``conf/gpuaug/command/pack.yaml``.
 
     Raises:
-        ConfigError: if a setting is wrong, or ``out`` holds something else.
-        DataError, FaultBudgetError: as ``faults`` says.
-        GpuaugError: if a process dies or a file cannot be written. What is done is kept.
+        ConfigError: if a setting is wrong, or ``out`` holds other files.
+        DataError, FaultBudgetError: depending on ``faults``.
+        GpuaugError: if a process dies or a file cannot be written. Finished shards are kept.
     """
     what, decode, faults = what or Pack(), decode or Decode(), faults or Faults(policy="raise")
     source = adapt(source)
     if faults.policy == "blank":
-        raise ConfigError("`faults.policy=blank` has no meaning for `gpuaug pack`. Set raise, or drop.")
+        raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
     place = checked_out(Path(out), source)
@@ -191,7 +191,7 @@ def pack(
         source=source,
         out=place,
         what=what,
-        # what `auto` is here; another machine could differ
+        # resolve `auto` now, because other machines could choose differently
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
         truncated=faults.truncated == "accept",
         drop=faults.policy == "drop",
@@ -199,7 +199,7 @@ def pack(
     if (manifest := finished(place)) is not None:
         job.check_same(manifest["job"])
         shutil.rmtree(job.work, ignore_errors=True)  # left by a run that was killed at its very end
-        log.info("pack %s: finished already", place)
+        log.info("pack %s: already finished", place)
         return manifest
     with only_writer(job.work, out=place):
         job.begin()
@@ -215,7 +215,7 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
     before = [(shard, note["faults"]) for shard, note in notes.items() if note is not None]
     samples, bad = sum(len(job.numbers(shard)) for shard, _ in before), 0
     if before:
-        log.info("pack %s: %d of %d shards are done already", job.out, len(before), job.shards)
+        log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
     with tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty()) as bar:
         made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
         with closing(made):
@@ -230,21 +230,21 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
                 try:
                     faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
                 except DataError as error:
-                    remedy = "To leave such samples out set `faults.policy=drop`."
+                    remedy = "To leave out such samples, set `faults.policy=drop`."
                     raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
     faults.end_of_epoch(0, rescued=0, truncated=0)
 
 
 def _write_index(job: Job) -> None:
-    """Write the index, from the notes of the shards, and then the manifest."""
+    """Write the index from the notes of the shards, then the manifest."""
     notes = []
     for shard in range(job.shards):
         if (note := job.note(shard)) is None:
-            raise GpuaugError(f"shard {shard} of {str(job.out)!r} vanished while the others were written. {GO_ON}")
+            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {GO_ON}")
         notes.append(note)
     if not any(note["keys"] for note in notes):
-        raise SourceError(f"none of the {len(job.source)} samples could be packed: all of them are bad.")
-    written: dict[str, list[Any]] = {}  # bytes and digest of every file
+        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
+    written: dict[str, list[Any]] = {}  # size and digest of every file
 
     def put(name: str, *parts: bytes | memoryview) -> None:
         files.write(job.work / name, *parts, sync=True)
@@ -258,7 +258,7 @@ def _write_index(job: Job) -> None:
     label_dtype: Any = None
     if missing := sum(label is None for label in labels):
         if missing < len(labels):
-            raise SourceError("some samples have labels and some have none. Set `source.labels=none`, or label all.")
+            raise SourceError("some samples have no label. Label all samples, or set `source.labels=none`.")
     else:
         label_dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
         put("index/labels.npy", *npy(labels, label_dtype))
@@ -295,11 +295,11 @@ def _write_index(job: Job) -> None:
 
 
 def _publish(job: Job) -> dict[str, Any]:
-    """Move every file to its place, the manifest last. The next run completes a move that was killed half-way."""
+    """Move every file to its final place, the manifest last. If this is interrupted, the next run completes it."""
     for name in [*map(str, job.what.names), "index", MANIFEST]:
         if (job.work / name).exists():
             os.replace(job.work / name, job.out / name)
-    if hasattr(os, "O_DIRECTORY"):  # the renames must be on the disk before the work folder goes
+    if hasattr(os, "O_DIRECTORY"):  # the renames must reach the disk before the work folder is removed
         folder = os.open(job.out, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

@@ -1,4 +1,4 @@
-"""The job of `gpuaug pack`: what to write, whether an earlier run left the same job there, and how to write a shard."""
+"""The job of `gpuaug pack`: what to write, the check against an earlier run, and the writing of shards."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json,
 
 Format = Literal["jpeg", "uint8"]
 PARTIAL = ".partial"
-_READ_SAMPLES = 32  # read at a time
-_CANVAS_BYTES = 1 << 28  # of resized images at a time; a batch that needs more is resized image by image
-_LONGEST_JPEG = 65_535  # pixels of a side
+_READ_SAMPLES = 32  # per read
+_CANVAS_BYTES = 1 << 28  # resized images of a batch; a batch that needs more is resized image by image
+_LONGEST_JPEG = 65_535  # pixels per side
 
 Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (height, width)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What is written; ``conf/gpuaug/command/pack.yaml`` explains the keys.
+    """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys.
 
-    Nothing is enlarged. A JPEG that is small enough already and not EXIF-rotated is copied unchanged into tar shards. A
-    stopped run repeats at most the unfinished shards.
+    Images are never enlarged. Into tar shards, small enough JPEGs without EXIF rotation are copied unchanged.
+    After a stop, only unfinished shards are written again.
     """
 
     format: Format = "jpeg"
@@ -68,7 +68,7 @@ class Pack:
             or len(set(sizes)) < len(sizes)
         ):
             raise ConfigError(
-                f"`sizes` must be shorter sides in pixels, each once, as [128,224]. Found: {self.sizes!r}."
+                f"`sizes` must be different lengths of the shorter side, such as [128,224]. Found: {self.sizes!r}."
             )
         object.__setattr__(self, "sizes", None if sizes is None else tuple(sorted(sizes)))
         checks.whole_number("quality", self.quality, 1, 100)
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """The folder of all files until the last one is written."""
+        """The folder that holds all files until the last one is written."""
         return self.out / PARTIAL
 
     @property
@@ -105,17 +105,17 @@ class Job:
         return math.ceil(len(self.source) / self.what.samples)
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
-        """Numbers, in the source, of the shard's samples."""
+        """The source's sample numbers that are in the shard."""
         first, last = shard * self.what.samples, min((shard + 1) * self.what.samples, len(self.source))
         indices = self.source.indices
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """Lists what is in a shard; written after it."""
+        """The file that lists a shard's content. It is written after the shard."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
-        """The note of a finished shard; None if the shard has to be written."""
+        """The note of a finished shard; None if the shard must be written."""
         try:
             note: dict[str, Any] = read_json(self.note_file(shard))
             for name in self.what.names:
@@ -149,7 +149,7 @@ class Job:
         }
 
     def begin(self) -> None:
-        """Make the work folder, or go on in that of an earlier run; ConfigError if that was another job."""
+        """Create the work folder, or reuse an earlier run's. ConfigError if the earlier run was another job."""
         file = self.work / "job.json"
         if file.exists():
             try:
@@ -173,7 +173,7 @@ class Job:
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest of a finished folder; None if there is no manifest. SourceError if it is damaged."""
+    """The manifest of a finished folder, or None. Raises SourceError if the manifest is damaged."""
     file = Path(out) / MANIFEST
     try:
         return parse_manifest(read_file(str(file)), KIND, VERSION)
@@ -184,32 +184,32 @@ def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _labels_digest(source: Source) -> str | None:
-    """A hash of all labels that are known without reading the samples."""
+    """A hash of the labels, if they are known without reading the samples."""
     if source.labels is not None:
         return digest(source.labels.numpy().tobytes())
     label: Any = getattr(source, "label", None)
     if not callable(label):
         return None
     numbers = range(len(source)) if source.indices is None else source.indices.tolist()
-    values = [label(i) for i in numbers]  # floats, or several for one sample
+    values = [label(i) for i in numbers]  # floats, or several labels per sample
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
 
 def checked_out(out: Path, source: Source) -> Path:
-    """The absolute path of ``out``; ConfigError if it lies inside the source, or holds other files."""
+    """The absolute path of ``out``. Raises ConfigError if ``out`` is inside the source or holds other files."""
     place = Path(os.path.abspath(out.expanduser()))
     root: Any = getattr(source, "root", None)
     is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
     if is_folder and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(
-            f"`out` must not be inside `source.root` ({root!r}): it would become part of it. Found: {str(out)!r}."
+            f"`out` must not be inside `source.root` ({root!r}): its files would become samples. Found: {str(out)!r}."
         )
     check_out(place, MANIFEST, PARTIAL)
     return place
 
 
 class Packer:
-    """Writes shards of a job, one after the other, with one thread."""
+    """Writes shards of a job one after another in one thread."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -221,10 +221,10 @@ class Packer:
         self._decoder.close()
 
     def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
-        """Write a shard at all sizes, and then its note; ``progress`` gets the number of samples of each batch.
+        """Write a shard at all sizes, then its note. ``progress`` is called with each batch's number of samples.
 
         Returns the bad samples as (row, stage, reason, size, head in hex). If bad samples are not dropped, the first
-        one ends the work, and nothing is written.
+        batch with one stops the work, and nothing is written.
         """
         job = self.job
         paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
@@ -269,7 +269,7 @@ class Packer:
         return {"keys": keys, "numbers": kept, "labels": labels, "faults": faults}
 
     def _encode(self, batch: EncodedBatch) -> list[Encoded | Fault]:
-        """What to write for each row, or why it is bad."""
+        """The bytes to write for each row, or the row's fault."""
         what, headers = self.job.what, self._decoder.read_headers(batch)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
         boxes = [_whole(sizes, name, what) for name in what.names]
@@ -286,7 +286,7 @@ class Packer:
     def _encode_row(
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[Boxes, Tensor]]
     ) -> Encoded | Fault:
-        """What to write for an image, given the batch's boxes and canvases of each size."""
+        """The bytes to write for one image, from the batch's boxes and canvases of each size."""
         what, data = self.job.what, batch.encoded(row).numpy()
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
@@ -300,7 +300,7 @@ class Packer:
             elif (height, width) == original:
                 made = data.tobytes()
             elif max(height, width) > _LONGEST_JPEG:
-                reason = f"{height}x{width} is more than the {_LONGEST_JPEG} pixels of a side of a JPEG"
+                reason = f"{height}x{width} pixels: a side of a JPEG has at most {_LONGEST_JPEG}"
                 return Fault(row, "encode", reason, len(data), begin)
             else:
                 stream = io.BytesIO()
@@ -311,18 +311,18 @@ class Packer:
 
 
 class _BadSampleError(Exception):
-    """Ends a shard, so that its files are not kept; its argument is the faults."""
+    """Aborts a shard, so that its files are not kept. The argument is the list of faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
-    """One row of a batch, as a batch."""
+    """A batch of one row."""
     data = batch.encoded(row)
     rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
     return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:
-    """Resize whole images [B, 2] to a shorter side of ``size``, on a canvas for the largest. Nothing is enlarged."""
+    """Boxes that resize whole images, of ``sizes`` [B, 2], to a shorter side of at most ``size``."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
@@ -333,7 +333,7 @@ def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:
 
 
 class _ShardFile:
-    """One file of samples: a tar of JPEGs, or headers and pixels. ``index`` says where each sample is."""
+    """One shard: a tar of JPEGs, or headers and pixels. ``index`` holds the position of each sample."""
 
     def __init__(self, stack: ExitStack, path: Path, *, jpeg: bool) -> None:
         self._file = stack.enter_context(files.replacing(path, sync=True))
@@ -342,8 +342,8 @@ class _ShardFile:
         self.index: dict[str, list[Any]] = {"offsets": [], "lengths": [], "shapes": [], "checksums": []}
 
     def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any) -> None:
-        """Append a sample. WebDataset's `cls` is a whole number; other labels go into a JSON member."""
-        offset = self._file.tell() + (0 if self._tar is None else tarfile.BLOCKSIZE)  # of a member's header
+        """Append a sample. Whole-number labels go into WebDataset's `cls` member, others into a JSON member."""
+        offset = self._file.tell() + (0 if self._tar is None else tarfile.BLOCKSIZE)  # skip the tar member's header
         values = {"offsets": offset, "lengths": len(data), "shapes": shape, "checksums": zlib.crc32(data)}
         for name, value in values.items():
             self.index[name].append(value)
@@ -357,7 +357,7 @@ class _ShardFile:
             self._add_member(f"{number:09d}.json", json.dumps({"label": label}).encode())
 
     def _add_member(self, name: str, data: bytes) -> None:
-        info = tarfile.TarInfo(name)  # without times and owners, which would change the bytes of every run
+        info = tarfile.TarInfo(name)  # no times or owners: they would change the bytes in every run
         info.size = len(data)
         assert self._tar is not None
         self._tar.addfile(info, io.BytesIO(data))

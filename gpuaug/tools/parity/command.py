@@ -1,9 +1,9 @@
-"""`gpuaug parity`: our pixels compared with Pillow's and torchvision's by stage and operation, on a user's images.
+"""`gpuaug parity`: compares our pixels with Pillow's and torchvision's, by stage and operation, on a user's images.
 
-Both sides of each stage get the same input, so that a difference belongs to the stage that shows it. Then the whole
-path of an image is compared with the whole path.
+In each stage both sides get the same input, so a difference comes from that stage alone. At the end the complete
+pipelines are compared.
 
-Differences are in levels: 1/255 of the range of a pixel. torchvision is asked in float and in uint8, which differ.
+Differences are in levels: 1/255 of the pixel range. torchvision runs in float and in uint8, whose results differ.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CELL = 280  # pixels of a picture's longer side
 HEADINGS = {
     "decode": "decode, on the same bytes",
     "resize": "crop and resize, on the same decoded image",
-    "operation": "each operation of the recipe as it is drawn, on the same crop",
+    "operation": "each operation of the recipe with its random parameters, on the same crop",
     "normalize": "normalize, on the same crop",
     "mix": "mix, on the same crops as one batch",
     "all": "everything, from the bytes to the normalized view",
@@ -77,11 +77,11 @@ def main(request: Request) -> int:
     report = Report(file=settings.json)
     config = request.loader()
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
-    with request.build(config, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
+    with request.build(config, num_workers=0, prefetch=0) as loader:  # these two change no pixel
         if isinstance(loader.source, MaterializedSource):
             raise ConfigError(
-                "`source` must have encoded images or packed pixels. Found: materialized epochs, which are decoded and "
-                "augmented already. Compare what they were made of: source=folder source.root=DIR."
+                "`source` must have encoded images or packed pixels. Found: materialized epochs, which are already "
+                "decoded and augmented. Compare the original images: source=folder source.root=DIR."
             )
         indices = chosen(loader.source, settings.indices, count=settings.samples)
         parity = compare(loader, decode, indices=indices, epoch=settings.epoch)
@@ -89,7 +89,7 @@ def main(request: Request) -> int:
         print(printable(line))
     if parity.samples:
         rows = [row(difference) for difference in worst_cases(parity, settings.rows)]
-        heading = f"Where pixels differ most: {parity.samples} images"
+        heading = f"Largest pixel differences: {parity.samples} images"
         picture = sheet(rows, heading=heading, lines=[summary(parity)])
         with written(out, "out"):
             picture.save(out, "PNG", optimize=True)
@@ -98,16 +98,16 @@ def main(request: Request) -> int:
     report.values |= {"indices": indices, **parity.plain()}
     report.write()
     if not parity.samples:
-        raise ConfigError(f"none of the samples {indices[:5]} can be decoded. Choose others with `indices`.")
+        raise ConfigError(f"no sample can be decoded. Tried: {indices[:5]}. Choose other samples with `indices`.")
     return 0
 
 
 def table(parity: Parity) -> list[str]:
-    """What is printed: a line for each comparison, why it differs, and the notes."""
+    """The lines to print: one for each comparison, the reasons for differences, and the notes."""
     wide = max([24, *(len(d.title) for d in parity.differences)])
     refer = max([9, *(len(d.reference) for d in parity.differences)])
     lines = [f"{parity.samples} images; differences in levels of 1/255; torchvision {parity.torchvision}"]
-    head = f"  {'':{wide}}  {'beside':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {'> 1 level':>10}  verdict"
+    head = f"  {'':{wide}}  {'against':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {'> 1 level':>10}  verdict"
     for stage, heading in HEADINGS.items():
         differences = [d for d in parity.differences if d.stage == stage]
         if differences:
@@ -126,20 +126,20 @@ def table(parity: Parity) -> list[str]:
 
 
 def worst_cases(parity: Parity, rows: int) -> list[Difference]:
-    """The comparisons that are not equal, each once, the largest difference first; one at least."""
+    """The comparisons that are not equal, largest difference first. If all are equal: only the first one."""
     ordered = sorted(nearest(parity), key=lambda d: (d.largest, d.mean), reverse=True)
     return ([d for d in ordered if d.verdict != "equal"] or ordered[:1])[:rows]
 
 
 def row(difference: Difference) -> Row:
-    """The worst image of a comparison: ours, theirs, and the signed difference around gray, amplified."""
+    """The worst image of a comparison: ours, theirs, and the signed difference, amplified, with gray as zero."""
     worst = difference.worst
-    assert worst is not None  # every comparison has an image
+    assert worst is not None  # every comparison has at least one image
     amplify = next((k for k in (128, 64, 32, 16, 8, 4, 2) if k * difference.largest <= 128), 1)
     notes = [
-        f"beside {difference.reference}",
-        f"largest {difference.largest:.2f}, mean {difference.mean:.3f} levels, {difference.off:.2%} of the pixels off "
-        "by more than one",
+        f"against {difference.reference}",
+        f"largest {difference.largest:.2f}, mean {difference.mean:.3f} levels, {difference.off:.2%} of the pixels "
+        "differ by more than one level",
         f"sample {worst.index}, {worst.key}{'' if worst.epoch is None else f', epoch {worst.epoch}'}",
         f"{worst.what or difference.name}; largest at x {worst.x}, y {worst.y}",
         difference.why,
@@ -158,14 +158,14 @@ def _picture(levels: NDArray[Any]) -> PIL.Image.Image:
 STAGES = ("decode", "resize", "operation", "normalize", "mix", "all")
 FLOAT, UINT8 = REFERENCES = ("torchvision, float", "torchvision, uint8")
 BARE, WHOLE = "everything but the operations", "everything"
-EPOCHS = 32  # searched for samples that an operation is drawn for
-EQUAL, LEVEL = 0.05, 1.001  # float32 on one side, float64 on the other; one level, and what float32 leaves of it
-CLOSE = 4.0  # cutting off fractions costs half a level a step, and recipes have up to eight
-DECODE = "two decoders' inverse DCT and colour conversion round differently"
-DEEP = "Pillow cuts 16-bit gray off at 255, so that nearly all of it is white; here it is scaled to 8 bits"
+EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
+EQUAL, LEVEL = 0.05, 1.001  # float32 compared with float64; one level plus float32 rounding
+CLOSE = 4.0  # truncation to uint8 loses half a level per step, and recipes have up to eight steps
+DECODE = "the two decoders round differently in the inverse DCT and the color conversion"
+DEEP = "Pillow clips 16-bit gray at 255, so nearly all pixels become white; gpuaug scales 16-bit gray to 8 bits"
 RESIZE = (
-    "both take antialiased filters with half-pixel centres; Pillow and torch round to uint8 between columns and rows, "
-    "and releases differ in which of them comes first"
+    "both use antialiased filters with half-pixel centers; Pillow and torch round to uint8 between the horizontal and "
+    "the vertical pass, and the order of the passes depends on the release"
 )
 
 Image = NDArray[Any]
@@ -173,26 +173,26 @@ Image = NDArray[Any]
 
 @dataclass(eq=False)
 class Sample:
-    """One image on its way: the views as the recipe's crop gives them on our side, and on Pillow's."""
+    """One image: its views after the recipe's crop, made by us and by Pillow."""
 
     index: int
     key: str
-    ours: dict[str, Image] = field(default_factory=dict)  # by the view's name: uint8 [H, W, 3]
+    ours: dict[str, Image] = field(default_factory=dict)  # view name to uint8 [H, W, 3]
     theirs: dict[str, Image] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Worst:
-    """The image with the largest difference of a comparison, and where in it."""
+    """The image with the largest difference of a comparison, and the position of that difference."""
 
     key: str
     index: int
-    epoch: int | None  # None where nothing is drawn
+    epoch: int | None  # None if the stage has no random parameters
     y: int
     x: int
     ours: Image  # float32 [H, W, 3] in levels
     theirs: Image
-    what: str  # what was done, with its parameters
+    what: str  # the operation with its parameters
 
 
 @dataclass(eq=False)
@@ -200,21 +200,21 @@ class Difference:
     """One comparison over all images; all numbers in levels of 1/255."""
 
     stage: str  # one of STAGES
-    name: str  # which of them; an operation's key in the recipe, and after a colon the alternative that was chosen
-    reference: str  # what ours is compared with
+    name: str  # for an operation: its key in the recipe, and after a colon the chosen alternative
+    reference: str  # the implementation that we compare with
     view: str = ""  # its name in a MultiView
-    why: str = ""  # where the difference comes from; "" where there is none
+    why: str = ""  # cause of the difference; "" if there is none
     images: int = 0
     pixels: int = 0
     largest: float = 0.0
     mean: float = 0.0  # of the absolute differences
     bias: float = 0.0  # mean of ours minus theirs
-    off: float = 0.0  # share of pixels with a channel off by more than one level
+    off: float = 0.0  # share of pixels that differ by more than one level in some channel
     worst: Worst | None = None
 
     @property
     def verdict(self) -> str:
-        """``equal``, ``rounding`` (one level, but for rare pixels), ``close`` (up to four on average) or ``other``."""
+        """``equal``, ``rounding`` (one level, except rare pixels), ``close`` (up to four on average) or ``other``."""
         if self.largest <= EQUAL:
             return "equal"
         if self.largest <= LEVEL or (self.off <= 0.01 and self.mean <= 1):
@@ -223,7 +223,7 @@ class Difference:
 
     @property
     def title(self) -> str:
-        """The name, and of which view."""
+        """The name, followed by the view's name if there is one."""
         return f"{self.name}, {self.view}" if self.view else self.name
 
     def add(self, ours: Image, theirs: Image, *, sample: Sample, epoch: int | None = None, what: str = "") -> None:
@@ -255,12 +255,12 @@ class Parity:
     """The result of a comparison."""
 
     differences: list[Difference]  # in the order of the stages
-    notes: list[str]  # what could not be compared, and what a reader should know
-    samples: int  # images that were compared
+    notes: list[str]  # what could not be compared, and other remarks
+    samples: int  # number of compared images
     torchvision: str  # its version
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "") -> Difference:
-        """The comparison of that name; a new one where there is none yet."""
+        """The comparison with these names; it is created if it does not exist yet."""
         for d in self.differences:
             if (d.stage, d.name, d.reference, d.view) == (stage, name, reference, view):
                 return d
@@ -268,7 +268,7 @@ class Parity:
         return self.differences[-1]
 
     def note(self, text: str) -> None:
-        """Add a note, once."""
+        """Add a note, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -278,9 +278,10 @@ class Parity:
 
 
 def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: int = 0) -> Parity:
-    """Compare every stage of a loader on some samples of its source, as the epoch draws them.
+    """Compare every stage of a loader on some samples, with the random parameters of an epoch.
 
-    Where it leaves an operation out, the next epochs are searched. ConfigError if torchvision cannot be imported.
+    If the epoch applies an operation to too few samples, later epochs are used too. Raises ConfigError if torchvision
+    cannot be imported.
     """
     parity = Parity([], [], 0, torchvision()[1])
     views = [view for view in loader.augment.views if view.copy == 0]
@@ -299,7 +300,7 @@ def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: in
 
 
 def nearest(parity: Parity) -> list[Difference]:
-    """Each comparison once, with the reference that is nearer: torchvision's float and uint8 arithmetic differ."""
+    """For each comparison only the closer reference: torchvision's float or its uint8 arithmetic."""
     best: dict[tuple[str, str], Difference] = {}
     for d in sorted(parity.differences, key=lambda d: d.mean):
         best.setdefault((d.stage, d.title), d)
@@ -307,32 +308,32 @@ def nearest(parity: Parity) -> list[Difference]:
 
 
 def summary(parity: Parity) -> str:
-    """What somebody with a model that was trained on torchvision's pipeline can expect, in a few sentences."""
+    """A few sentences for users whose model was trained with torchvision's pipeline."""
     inputs = [d for d in parity.differences if d.name == BARE]
     if not inputs:
         return "Nothing could be compared."
     first = max(inputs, key=lambda d: d.mean)
     text = (
-        "A model that was trained on torchvision's pipeline (Pillow's decode and resize) gets inputs here that differ "
-        f"by {first.mean:.3f} levels of 255 on average, {first.off:.2%} of the pixels by more than one level, at most "
-        f"{first.largest:.2f}: "
+        "For a model that was trained with torchvision's pipeline (Pillow's decode and resize), the inputs from gpuaug "
+        f"differ by {first.mean:.3f} levels of 255 on average and by {first.largest:.2f} at most; {first.off:.2%} of "
+        "the pixels differ by more than one level. "
     )
     if first.mean <= 1 and first.off <= 0.02:
-        text += "the size of rounding. Expect the same accuracy; one evaluation with augment=eval confirms it."
+        text += "This is rounding. Expect the same accuracy. To confirm it, evaluate once with augment=eval."
     else:
-        text += "more than rounding. Evaluate the model with augment=eval before relying on it; the table and the "
-        text += "picture say which stage it comes from."
+        text += "This is more than rounding. Evaluate the model with augment=eval before you rely on it. The table "
+        text += "and the picture show which stage causes the difference."
     darker = max((d.bias for d in parity.differences if d.reference == f"Pillow, then {UINT8}"), default=0)
     if darker > 0.75:
-        text += f" torchvision's uint8 arithmetic cuts off fractions and leaves augmented images {darker:.1f} levels "
-        text += "darker than its float arithmetic, which ours equals."
+        text += f" torchvision's uint8 arithmetic truncates. Its augmented images are {darker:.1f} levels darker than "
+        text += "those of its float arithmetic, which gpuaug matches."
     ops = [d for d in nearest(parity) if d.stage == "operation"]
     other = dict.fromkeys(f"`{d.name}`" for d in ops if d.verdict not in ("equal", "rounding"))
     if same := dict.fromkeys(f"`{d.name}`" for d in ops if f"`{d.name}`" not in other):
-        text += f" {', '.join(same)} {'follow' if len(same) > 1 else 'follows'} torchvision's functions."
+        text += f" {', '.join(same)} {'match' if len(same) > 1 else 'matches'} torchvision's functions."
     if other:
-        text += f" {', '.join(other)} {'do' if len(other) > 1 else 'does'} something else than torchvision's of that "
-        text += "name: fine for training from scratch, but not the same recipe."
+        text += f" {', '.join(other)} {'differ' if len(other) > 1 else 'differs'} from torchvision's function of the "
+        text += "same name: fine for training from scratch, but not the same recipe."
     return text
 
 
@@ -342,7 +343,7 @@ def summary(parity: Parity) -> str:
 def _decoded(
     parity: Parity, loader: Loader, decode: Decode, views: list[View], indices: Iterable[int], *, epoch: int
 ) -> list[Sample]:
-    """Compare decoding, crops and resizing; one image at a time, so that photographs of any size fit."""
+    """Compare decoding, cropping and resizing, one image at a time to limit memory."""
     decoder = decode.open(loader.device)
     samples, turned = [], 0
     for index in indices:
@@ -360,12 +361,12 @@ def _decoded(
             theirs = image if packed else _by_pillow(data)
             if theirs.shape != image.shape:
                 raise ValueError(f"Pillow gives {theirs.shape[:2]}, ours {image.shape[:2]}")
-        except Exception as error:  # Pillow raises whatever the bytes lead it to
+        except Exception as error:  # on damaged bytes Pillow raises errors of many types
             parity.note(f"sample {index} ({sample.key}) is left out: {error}")
             continue
         turned += int(headers.orientation[0]) != 1
         if packed:
-            parity.note("decoding is not compared: these pixels were packed, and need none")
+            parity.note("decoding is not compared: the source stores pixels, which need no decoding")
         else:
             parity.at("decode", decoder.backend, "Pillow", DECODE).add(image, theirs, sample=sample)
         drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[index])
@@ -384,14 +385,14 @@ def _decoded(
     decoder.close()
     if turned:
         parity.note(
-            f"{turned} of {len(samples)} images have an EXIF orientation and are turned here. torchvision's "
-            "ImageFolder leaves them as they are stored: a model trained with it saw them lying"
+            f"{turned} of {len(samples)} images have an EXIF orientation, and gpuaug turns them upright. "
+            "torchvision's ImageFolder does not, so a model trained with it saw them unturned"
         )
     return samples
 
 
 def _by_pillow(data: bytes) -> Image:
-    """uint8 [H, W, 3]; ValueError where Pillow opens it as 16 or 32 bits of gray."""
+    """Decode to uint8 [H, W, 3]. Raises ValueError if Pillow opens the image as 16 or 32-bit gray."""
     with PIL.Image.open(io.BytesIO(data)) as image:
         if image.mode.startswith("I"):
             raise ValueError(DEEP)
@@ -399,7 +400,7 @@ def _by_pillow(data: bytes) -> Image:
 
 
 def _canvas(image: Image, box: Boxes) -> Image:
-    """A box of uint8 [H, W, 3], cropped, resized and placed by Pillow."""
+    """Crop, resize and place a box of an image, uint8 [H, W, 3], with Pillow."""
     top, left, height, width = box.box[0].tolist()
     (h, w), (y, x) = box.resized[0].tolist(), box.offset[0].tolist()
     part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
@@ -414,14 +415,16 @@ def _canvas(image: Image, box: Boxes) -> Image:
 
 
 def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
-    """Every operation that is drawn for a sample, alone, on the uint8 view that the crop gave."""
+    """Compare each operation that is applied to a sample, alone, on the cropped uint8 view."""
     of = f" of {view.name}" if view.name else ""
-    ops, images = [], Counter[str]()  # images per name, those without a counterpart among them
+    ops, images = [], Counter[str]()  # images per name, including those without a counterpart
     for op in view.augment.prepared:
         if op.seeded is None:
             ops.append(op)
         else:
-            parity.note(f"`{op.name}` ({type(op.op).__name__}) is not compared: it draws by itself ({op.seeded})")
+            parity.note(
+                f"`{op.name}` ({type(op.op).__name__}) is not compared: it makes its own random numbers ({op.seeded})"
+            )
     for now in tqdm(range(epoch, epoch + EPOCHS), f"operations{of}", leave=False, disable=None):
         if all(images[op.name] >= len(samples) for op in ops):
             break
@@ -446,18 +449,18 @@ def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample
                     difference.add(ours, theirs, sample=sample, epoch=now, what=text(calls))
     for op in ops:
         if not any(name.partition(": ")[0] == op.name for name in images):
-            parity.note(f"`{op.name}`{of} was not drawn for these images in {EPOCHS} epochs")
+            parity.note(f"`{op.name}`{of} was not applied to these images in {EPOCHS} epochs")
 
 
 def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> Chosen:
-    """What training chooses for one sample, as a batch of one."""
+    """The choices and parameters that training uses for one sample, as a batch of one."""
     at, own = (view.name, view.copy, op.name), slice(row, row + 1)
     keys = drawn.keys[at][own] if at in drawn.keys else None
     return op.draw(drawn.uniforms[at][own], (image.shape[0], image.shape[1]), keys)
 
 
 def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
-    """Names and slots to compare: a jitter as a whole, and of a choice each operation that was chosen."""
+    """Names and slots to compare: a color jitter as one, a random choice by each chosen operation."""
     active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
     if len({type(module) for modules in op.slots for module in modules}) == 1:
         return [(op.name, [*range(len(op.slots))])] if active else []
@@ -465,7 +468,7 @@ def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
 
 
 def _calls(op: Prepared, chosen: Chosen, slots: Iterable[int], image: Image) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's functions for what was chosen, in order, or why there are none; and names of Kornia's classes."""
+    """torchvision's calls for the chosen operations (or why there are none), and the names of Kornia's classes."""
     calls: list[Call] = []
     kinds = set()
     for slot in slots:
@@ -474,7 +477,7 @@ def _calls(op: Prepared, chosen: Chosen, slots: Iterable[int], image: Image) -> 
         module = op.slots[slot][choice]
         kinds.add(type(module).__name__)
         params = {k: v[0] for k, v in chosen.params[slot][choice].items()}
-        if chosen.keys is not None:  # values per pixel, which the backends make from the sample's key
+        if chosen.keys is not None:  # per-pixel noise, which the backends compute from the sample's key
             fields = noise(module, torch.from_numpy(chosen.keys), (image.shape[0], image.shape[1]))
             params |= {k: v[0].numpy() for k, v in fields.items()}
         made = counterpart(module, params)
@@ -485,14 +488,14 @@ def _calls(op: Prepared, chosen: Chosen, slots: Iterable[int], image: Image) -> 
 
 
 def _ours(loader: Loader, view: View, image: Image, ops: Any = (), chosen: Any = (), normalize: Any = None) -> Image:
-    """float32 [H, W, 3] of uint8 [H, W, 3], by the backend that trains."""
+    """Run the training backend: uint8 [H, W, 3] to float32 [H, W, 3]."""
     kind = ReferenceBackend if view.augment.backend == "kornia" else FusedBackend
     x = kind(ops, normalize)(torch.from_numpy(image)[None].to(loader.device), chosen)
     return np.asarray(x[0].permute(1, 2, 0).float().cpu())
 
 
 def _theirs(image: Image, calls: list[Call], reference: str) -> Image:
-    """What torchvision makes of uint8 [H, W, 3], in levels."""
+    """Run torchvision on uint8 [H, W, 3]. Returns levels."""
     x = torch.from_numpy(image).permute(2, 0, 1)
     x = x if reference == UINT8 else x.float() / 255
     for one in calls:
@@ -504,21 +507,21 @@ def _theirs(image: Image, calls: list[Call], reference: str) -> Image:
 
 
 def _levels(image: Image, view: View) -> Image:
-    """Levels of a normalized image."""
+    """Convert a normalized image to levels."""
     if (normalize := view.augment.normalize) is not None:
         image = image * np.array(normalize.settings["std"]) + np.array(normalize.settings["mean"])
     return image * 255
 
 
 def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Sample], *, epoch: int) -> None:
-    """MixUp and CutMix of the views as one batch; torchvision gets each image with the one that ours mixes it with."""
+    """Compare MixUp and CutMix on the views as one batch; torchvision gets the same pairs of images."""
     mix = loader.mix
     kinds = [k for k in ("mixup", "cutmix") if mix is not None and getattr(mix, f"{k}_alpha")]
     if mix is None or not kinds:
         return
     batches = [[s.ours[view.name] for s in samples] for view in views]
     if len(samples) < 2 or any(image.shape != batch[0].shape for batch in batches for image in batch):
-        parity.note("mix is not compared: that takes two images of one size at least")
+        parity.note("mix is not compared: it needs at least two images of the same size")
         return
     count, device = len(samples), loader.device
     images = [torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).float() / 255 for batch in batches]
@@ -526,7 +529,7 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
     for kind in kinds:
         other = "cutmix" if kind == "mixup" else "mixup"
         alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
-        (ours, shares), (marked, _) = (  # marked: which image each pixel of a CutMix comes from
+        (ours, shares), (marked, _) = (  # marked: the image that each CutMix pixel comes from
             alone(
                 [x.to(device) for x in batch],
                 torch.eye(count, device=device),
@@ -545,18 +548,18 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
             ys, xs = (marked[n][row, 0] != row).nonzero(as_tuple=True)
             box = (int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1) if len(ys) else (0, 0, 0, 0)
             given = {"lam": lam} if kind == "mixup" else {"box": box, "lam_adjusted": lam}
-            pair = images[n][[int(mates.argmax()), row]]  # torchvision mixes each image with the one before it
+            pair = images[n][[int(mates.argmax()), row]]  # torchvision mixes each image with the previous one
             theirs = transform.transform(pair, {"batch_size": 2, "labels": torch.arange(2), **given})[1]
             levels = (x.permute(1, 2, 0).cpu().numpy() * 255 for x in (ours[n][row], theirs))
             what = f"lambda {lam:.3g}" if kind == "mixup" else f"box {box}"
             parity.at("mix", kind, FLOAT, view=view.name).add(*levels, sample=sample, epoch=epoch, what=what)
-        parity.note(f"{kind}: torchvision pairs neighbours of the batch, here pairs are drawn; both got the same ones")
+        parity.note(f"{kind}: torchvision pairs neighbors, gpuaug pairs at random; here both got the same pairs")
     if mix.label_smoothing:
         parity.note("mix: torchvision leaves label smoothing to the loss (CrossEntropyLoss(label_smoothing=...))")
 
 
 def _whole(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
-    """Normalization alone; then from the bytes to the normalized view, everything ours and everything theirs."""
+    """Compare normalization alone, then the complete pipelines from the bytes to the normalized view."""
     ops, normalize = view.augment.prepared, view.augment.normalize
     drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[s.index for s in samples])
     for row, sample in enumerate(samples):
@@ -576,10 +579,10 @@ def _whole(parity: Parity, loader: Loader, view: View, samples: list[Sample], *,
         made = [_calls(op, c, range(len(op.slots)), image)[0] for op, c in zip(ops, chosen, strict=True)]
         calls = [call for part in made if not isinstance(part, str) for call in part]
         if any(isinstance(part, str) for part in made):
-            parity.note(f"`{WHOLE}` leaves out sample {sample.index}: an operation of it has no counterpart")
+            parity.note(f"`{WHOLE}` leaves out sample {sample.index}: one of its operations has no counterpart")
             continue
         ours = _levels(_ours(loader, view, image, ops, chosen, normalize), view)
         for reference in REFERENCES:
-            why = "the sum of the above; a threshold (solarize, posterize, equalize) turns one level into many"
+            why = "all differences above add up; a threshold (solarize, posterize, equalize) turns one level into many"
             difference = parity.at("all", WHOLE, f"Pillow, then {reference}", why, view=view.name)
             difference.add(ours, _theirs(theirs, calls, reference), sample=sample, epoch=epoch, what=text(calls))

@@ -1,7 +1,7 @@
-"""Which of torchvision's functions a Kornia operation corresponds to, and why their pixels differ where they do.
+"""Maps a Kornia operation to the corresponding torchvision functions, and says why their pixels differ.
 
-A counterpart is a list of calls of ``torchvision.transforms.v2.functional`` with the values that were drawn; or a text
-that says why there is none.
+A counterpart is a list of ``torchvision.transforms.v2.functional`` calls with the operation's random parameters. If
+there is none, it is a text with the reason.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.parameters import Params
 from gpuaug.errors import ConfigError
 
-Call = tuple[str, dict[str, Any]]  # a function of torchvision, and what to call it with, values in 0..1
+Call = tuple[str, dict[str, Any]]  # a torchvision function and its arguments, for pixels in 0..1
 
-_operators: list[Any] = []  # torch drops what nothing refers to
+_operators: list[Any] = []  # keeps the library registered: torch removes it when nothing refers to it
 
 
 @lru_cache(maxsize=1)
 def torchvision() -> tuple[Any, str]:
-    """``torchvision.transforms.v2`` and torchvision's version; ConfigError if it cannot be imported."""
+    """``torchvision.transforms.v2`` and the version. Raises ConfigError if torchvision cannot be imported."""
     try:
         try:
             import torchvision
-        except RuntimeError:  # a build for another torch lacks two operators at import, which no transform uses
+        except RuntimeError:  # a build for another torch lacks two operators; no transform uses them
             for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
                 del sys.modules[name]
             _operators.append(torch.library.Library("torchvision", "DEF"))
@@ -47,7 +47,7 @@ def torchvision() -> tuple[Any, str]:
 
 
 def call(one: Call, image: Tensor) -> Tensor:
-    """The function of a call, on float32 or uint8 [3, H, W]."""
+    """Run a call on float32 or uint8 [3, H, W]."""
     name, given = one
     whole = image.dtype == torch.uint8
     if name == "erase":
@@ -59,9 +59,9 @@ def call(one: Call, image: Tensor) -> Tensor:
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
-    """torchvision's functions that a Kornia operation corresponds to, or why there are none.
+    """The torchvision functions that correspond to a Kornia operation, or why there are none.
 
-    ``params`` are its parameters for one sample; values per pixel as [channels, H, W].
+    ``params`` are the operation's parameters for one sample; per-pixel values are [channels, H, W].
     """
     make = by_class(TABLE, module)
     if make is None:
@@ -70,7 +70,7 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 
 
 def why(kinds: Iterable[str], reference: str) -> str:
-    """Where Kornia's classes differ from torchvision's functions in float or uint8, as the ``reference`` says."""
+    """Why Kornia's classes differ from torchvision's functions in the arithmetic of ``reference``."""
     cut = reference.endswith("uint8")
     reasons = [table[kind] for table in (_ALWAYS, _UINT8 if cut else _FLOAT) for kind in sorted(kinds) if kind in table]
     return next(iter(reasons), _CUT if cut else "")
@@ -89,11 +89,11 @@ def text(calls: list[Call]) -> str:
 
 # --- the table
 
-Make = Callable[[Any, dict[str, Any]], list[Call] | str]  # a module and its parameters, to calls
+Make = Callable[[Any, dict[str, Any]], list[Call] | str]  # (module, parameters) to calls
 
 
 def _same(function: str, **names: str) -> Make:
-    """A function of torchvision whose arguments are parameters of Kornia's under other names."""
+    """A torchvision function that takes Kornia's parameters under other names."""
     return lambda op, p: [(function, {theirs: p[ours] for theirs, ours in names.items()})]
 
 
@@ -106,13 +106,13 @@ def _jitter(op: Any, p: dict[str, Any]) -> list[Call]:
 
 def _solarize(op: Any, p: dict[str, Any]) -> list[Call] | str:
     if p.get("additions"):
-        return f"torchvision's solarize adds nothing before it inverts, and {p['additions']:.3g} was drawn"
+        return f"torchvision's solarize adds no value before it inverts; Kornia's adds {p['additions']:.3g} here"
     return [("solarize", {"threshold": p["thresholds"]})]
 
 
 def _blur(op: Any, p: dict[str, Any]) -> list[Call] | str:
     if op.flags["border_type"].name != "REFLECT":
-        return "torchvision's blur reflects at the edge"
+        return "torchvision's blur always reflects at the edge"
     size = op.flags["kernel_size"]
     ky, kx = (size, size) if isinstance(size, int) else size
     return [("gaussian_blur", {"kernel_size": [kx, ky], "sigma": [p["sigma"]] * 2})]
@@ -123,7 +123,7 @@ def _elastic(op: Any, p: dict[str, Any]) -> list[Call] | str:
 
     flags = op.flags
     if flags["resample"].name != "BILINEAR" or flags["padding_mode"] != "zeros" or flags["align_corners"]:
-        return "torchvision's elastic is compared as bilinear with zeros outside and align_corners=False"
+        return "elastic is only compared if it is bilinear, with zeros outside and align_corners=False"
     sigma, alpha = (torch.as_tensor(flags[k], dtype=torch.float32).view(-1)[:2] for k in ("sigma", "alpha"))
     field = gaussian_blur2d(p["noise"][None], flags["kernel_size"], sigma[None], border_type="constant")
     return [("elastic", {"displacement": field.permute(0, 2, 3, 1) * alpha})]
@@ -134,9 +134,9 @@ def _warp(function: str, arguments: Callable[[dict[str, Any]], dict[str, Any]]) 
 
     def make(op: Any, p: dict[str, Any]) -> list[Call] | str:
         if op.flags["resample"].name != "BILINEAR" or ("padding_mode" in op.flags and op.flags["padding_mode"].value):
-            return "torchvision's is compared as bilinear with zeros outside"
+            return f"{function} is only compared if it is bilinear, with zeros outside"
         if "scale" in p and p["scale"][0] != p["scale"][1]:
-            return "torchvision scales both axes alike"
+            return "torchvision scales both axes by the same factor"
         return [(function, {**arguments(p), "interpolation": "bilinear"})]
 
     return make
@@ -181,25 +181,25 @@ TABLE: dict[str, Make] = {
     ),
 }
 
-_CUT = "torchvision's uint8 operations cut off the fraction after every step; here nothing is rounded before the end"
+_CUT = "torchvision's uint8 operations truncate after every step; gpuaug rounds nothing before the end"
 _WARP = (
-    "the same geometry, bilinear on both sides; torchvision's RandomAffine and RandomRotation take `nearest` by default"
+    "the same geometry, bilinear on both sides; torchvision's RandomAffine and RandomRotation use `nearest` by default"
 )
 _ALWAYS = {
     "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
-    "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision moves away from the mean gray",
+    "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision blends with the mean gray",
     "RandomSaturation": "another formula: Kornia's RandomSaturation scales S of HSV, torchvision blends with gray",
     "ColorJiggle": "another formula: ColorJiggle adds brightness, multiplies for contrast and saturates in HSV; "
     "ColorJitter is torchvision's",
-    "RandomPerspective": "torchvision applies the homography at half coordinates, Kornia at whole ones",
+    "RandomPerspective": "torchvision applies the homography at pixel centers (x + 0.5), Kornia at whole coordinates",
     **dict.fromkeys(("RandomAffine", "RandomRotation", "RandomShear", "RandomTranslate"), _WARP),
 }
 _FLOAT = {
-    "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; ours is its uint8 one",
+    "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; ours equals its uint8 version",
     "RandomGrayscale": "torchvision's weight of red is 0.2989, Kornia's 0.299",
-    "RandomAutoContrast": "a constant channel: torchvision leaves it, Kornia makes it black",
+    "RandomAutoContrast": "if a channel is constant, torchvision keeps it, and Kornia makes it black",
 }
 _UINT8 = {
-    "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; here nothing is rounded before the end",
-    "RandomEqualize": "both through 256 levels",
+    "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; gpuaug rounds nothing before the end",
+    "RandomEqualize": "both use 256 levels",
 }

@@ -1,4 +1,4 @@
-"""`gpuaug preview`: what a recipe does to samples, through the training's own stages, as a PNG or an HTML page."""
+"""`gpuaug preview`: shows what a recipe does to samples as a PNG or HTML page, with the same stages as training."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gpuaug.tools.sheet import Cell, Row, check_pixels, page, scaled, sheet
 
 log = logging.getLogger("gpuaug")
 
-WIDE = 6  # pictures in a row, unless `draws` says how many
-SHOWN = {"samples": 5, "operations": 8}  # samples read; for operations the most colorful one is shown
+WIDE = 6  # pictures in a row, unless `draws` is set
+SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations shows the most colorful one of them
 PAGES = (".html", ".htm")
 
 
@@ -62,13 +62,13 @@ def main(request: Request) -> int:
     report = Report(file=settings.json)
     config = request.loader()
     if config.get("faults") is not None and config.faults.get("policy") == "drop":
-        config.faults.policy = "blank"  # a row of the picture stays a row
+        config.faults.policy = "blank"  # keep a row for each sample
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
-    decode = replace(decode, num_threads=decode.num_threads or 1)  # a few whole images; the loader's own says how many
+    decode = replace(decode, num_threads=decode.num_threads or 1)  # only a few images are decoded whole
     if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):
-        log.info("preview without mix: what it does depends on which samples share a batch")
+        log.info("preview shows no mix, because mix depends on which samples share a batch")
     is_page, of_operations = out.suffix.lower() in PAGES, settings.show == "operations"
-    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # neither changes a pixel
+    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # these two change no pixel
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if of_operations:
             if settings.indices is None and settings.samples is None:
@@ -97,15 +97,15 @@ def _samples(
     loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report, *, is_page: bool
 ) -> list[Row]:
     views = []
-    for view in loader.augment.views:  # below a picture: the view's name, and its number where there are several of it
+    for view in loader.augment.views:  # captions: the view's name, and a number if it has several copies
         several = view.augment.copies > 1
         views.append(f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}")
     draws = settings.draws or max(1, WIDE // len(views))
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
-        draws = min(draws, int(loader.source.manifest["epochs"]))  # later ones show them again
+        draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
     crops = [view.augment.crop for view in loader.augment.views]
     pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else len(views) * settings.cell**2
-    check_pixels(len(indices) * draws * pixels)  # an estimate, before anything is made
+    check_pixels(len(indices) * draws * pixels)  # an estimate, to fail early
     epochs = range(settings.epoch, settings.epoch + draws)
     report.values |= {"epochs": list(epochs), "views": views}
     samples = samples_of(loader, decode, indices=indices, epochs=epochs)
@@ -115,8 +115,8 @@ def _samples(
 def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report) -> list[Row]:
     if isinstance(loader.source, MaterializedSource):
         raise ConfigError(
-            "show=operations needs images to augment. Found: materialized epochs, augmented already. Show "
-            "what they were made of: source=folder source.root=DIR."
+            "show=operations needs images to augment. Found: materialized epochs, which are already augmented. "
+            "Show the original images: source=folder source.root=DIR."
         )
     views = [view for view in loader.augment.views if not view.copy]
     check_pixels(len(indices) * len({name for view in views for name in view.augment.ops}) * settings.cell**2)
@@ -124,7 +124,7 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
     made = operations.rows(views, images, seed=loader.seed, cell=settings.cell)
     if not made:
         raise ConfigError(
-            "show=operations needs a recipe with operations. Found: none. Choose another one, as augment=standard."
+            "show=operations needs a recipe with operations. Found: none. Choose another recipe: augment=standard."
         )
     report.values["operations"] = [
         {"name": row.title, "notes": row.notes, "values": [cell.caption for cell in row.cells[1:]]} for row in made
@@ -133,7 +133,7 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
 
 
 def _lines(loader: Loader, count: int) -> list[str]:
-    """What the recipe does, one line for each named view; and of what the rows are."""
+    """The recipe's operations, one line per named view, then the seed and the source."""
     lines = []
     for view in loader.augment.views:
         augment = view.augment
@@ -149,36 +149,36 @@ def _lines(loader: Loader, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample as shown: the original, and what training sees of it in some epochs."""
+    """A sample to show: the original image, and the training images of some epochs."""
 
     index: int
     key: str
     label: str | None
     original: Image.Image | None
-    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom in the original; one per picture
-    pictures: list[Image.Image]  # all views of the first epoch, then those of the next
+    boxes: list[tuple[int, int, int, int]]  # (left, top, right, bottom) in the original, one box per picture
+    pictures: list[Image.Image]  # all views of the first epoch, then all views of the next one
     absent: str = "cannot be decoded"  # why the original is None
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """The key `indices`, given as a list of numbers, one number, or None."""
+    """The value of the key `indices`: a list of numbers, one number, or None."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
-        raise ConfigError(f"`indices` must be a list of sample numbers, as [3,14,15]. Found: {given!r}.")
+        raise ConfigError(f"`indices` must be a list of sample numbers, such as [3,14,15]. Found: {given!r}.")
     return given
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Numbers of the samples to show: ``indices``, which must be active, or ``count`` active ones, evenly spread."""
+    """Sample numbers: ``indices`` (none excluded by the source), or ``count`` evenly spread ones."""
     active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     if indices is None:
         count = min(count, len(active))
         return [int(active[(2 * n + 1) * len(active) // (2 * count)]) for n in range(count)]
     if missing := sorted(set(indices) - set(active.tolist())):
         raise ConfigError(
-            f"`indices` must be numbers of samples that the source has and does not leave out: {len(active)} of them, "
-            f"from {active[0]} to {active[-1]}. Found: {', '.join(map(str, missing[:5]))}."
+            f"`indices` must be samples that the source has and does not exclude: {len(active)} samples from "
+            f"{active[0]} to {active[-1]}. Not among them: {', '.join(map(str, missing[:5]))}."
         )
     return list(indices)
 
@@ -190,9 +190,9 @@ COLORS = (
 
 
 def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequence[int]) -> list[Sample]:
-    """The originals of samples, by numbers in the source, and what training sees of them in some epochs."""
+    """The samples ``indices`` of the source: the original images, and the training images of some epochs."""
     source = loader.source
-    why = "not stored, only what was made of it" if isinstance(source, MaterializedSource) else "cannot be decoded"
+    why = "not stored, only its augmented images are" if isinstance(source, MaterializedSource) else "cannot be decoded"
     originals = _originals(loader, decode, indices)
     samples = [
         Sample(i, source.key(i), None, Image.fromarray(image) if image.size else None, [], [], why)
@@ -225,9 +225,10 @@ def _label(source: Any, value: Any) -> str | None:
 
 
 def rows(samples: Sequence[Sample], *, epochs: Sequence[int], views: Sequence[str], cell: int | None) -> list[Row]:
-    """A row for each sample: the original with the boxes that were read, then the views of each epoch.
+    """A row for each sample: the original with the crop boxes drawn on it, then the views of each epoch.
 
-    ``cell`` is the longer side of the largest picture in pixels, others are in proportion; None: pictures as they are.
+    ``cell`` is the longer side of the largest picture in pixels. All pictures are scaled by the same factor. None: no
+    scaling.
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
@@ -254,13 +255,13 @@ def _original(sample: Sample, size: float) -> Cell:
 
 
 def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Sequence[int]) -> list[list[Tensor]]:
-    """The middle of each image at the size of each view: per view and sample uint8 [H, W, 3] on the loader's device."""
+    """Center crops of each image at each view's size: per view and sample, uint8 [H, W, 3] on the loader's device."""
     originals = _originals(loader, decode, indices)
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
             raise ConfigError(
-                "`indices` must name samples that can be decoded, with show=operations. Found: sample "
-                f"{index} ({loader.source.key(index)!r}), which cannot."
+                "show=operations needs samples that can be decoded. Cannot be decoded: sample "
+                f"{index} ({loader.source.key(index)!r}). Choose others with `indices`."
             )
     made = []
     for view in views:
@@ -272,14 +273,14 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
 
 
 def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
-    """The sample whose channels differ most: half of the operations change nothing on a gray one."""
+    """The sample whose channels differ most, because half of the operations do not change a gray image."""
     images = _originals(loader, decode, indices)
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image in images]
     return indices[int(np.argmax(spread))]
 
 
 def _originals(loader: Loader, decode: Decode, indices: Sequence[int]) -> list[Any]:
-    """Whole images, uint8 [H, W, 3] on the CPU; of a bad sample an array without pixels."""
+    """Whole images, uint8 [H, W, 3] on the CPU; an empty array for a bad sample."""
     number = torch.tensor(list(indices))
     encoded = next(Reader(loader.source).batches([(number, number * 0, number == number)]))
     decoder = decode.open("cpu")

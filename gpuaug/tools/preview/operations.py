@@ -1,7 +1,7 @@
 """`gpuaug preview show=operations`: every operation of a recipe at the ends and in the middle of its range.
 
-No operation is known here by name. Each draw is varied to see which of Kornia's parameters it changes. The pixels come
-from the backend that trains.
+The code knows no operation by name. It varies each random number to see which of Kornia's parameters change. The
+pixels come from the training backend.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.random.keyed import Float, Stream, sample_keys
 from gpuaug.tools.sheet import Cell, Row, scaled
 
-ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # lowest, middle and largest value of a draw
-STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # as `order` numbers them
-EXAMPLES = 3  # of an operation whose range is not known
+ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
+STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # numbered as in `order`
+EXAMPLES = 3  # pictures of an operation whose range is unknown
 
 
 class Span(NamedTuple):
     """The range of one parameter of an operation, or of several that change together."""
 
-    what: str  # the Kornia class, and the parameter where there is one
+    what: str  # the Kornia class, and the parameter if there is one
     slot: int  # with `alternative`: the module of the prepared operation
     alternative: int
-    uniforms: Float  # float32 [n, count], the draws of n values, from one end to the other
-    captions: list[str]  # the n values
+    uniforms: Float  # float32 [n, count]: random numbers for n values from end to end of the range
+    captions: list[str]  # the n values as text
 
 
 def spans(op: Prepared, size: Size) -> list[Span]:
@@ -58,7 +58,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
 def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Span]:
     module = op.slots[slot][alternative]
     kind, order = type(module).__name__, fixed_order(module)
-    read = None if order is None else {STEPS[step] for step in order}  # of a jitter's factors this step reads
+    read = None if order is None else {STEPS[step] for step in order}  # the jitter factors that this step reads
 
     def params(u: Float) -> Params:
         return {k: v for k, v in op.rule(u, size)[1][slot][alternative].items() if read is None or k in read}
@@ -66,7 +66,9 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     u = np.full((1 + 2 * op.count, op.count), 0.5, dtype=np.float32)
     u[1::2][np.diag_indices(op.count)], u[2::2][np.diag_indices(op.count)] = ENDS[[0, 2]]
     values = params(u)
-    groups: dict[tuple[str, ...], list[int]] = {}  # parameters that change together, to the draws that change them
+    groups: dict[
+        tuple[str, ...], list[int]
+    ] = {}  # parameters that change together, to the random numbers that change them
     for column in range(op.count):
         rows = [0, 1 + 2 * column, 2 + 2 * column]
         if moved := tuple(name for name, v in values.items() if (v[rows] != v[0]).any()):
@@ -74,7 +76,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     if groups:
         return [_over(params, op.count, names, columns, (kind, slot, alternative)) for names, columns in groups.items()]
     if read and all(float(v[0]) == (0 if k == "hue_factor" else 1) for k, v in values.items()):
-        return []  # a step of a jitter that is switched off
+        return []  # a jitter step that is switched off
     fixed = {k: v for k, v in values.items() if v.ndim == 1}
     return [Span(kind, slot, alternative, u[:1], [_caption(fixed, 0) if 0 < len(fixed) <= 2 else "after"])]
 
@@ -82,9 +84,9 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
 def _over(
     params: Callable[[Float], Params], count: int, names: Sequence[str], columns: list[int], at: tuple[str, int, int]
 ) -> Span:
-    """From one end of the range to the other; each value once, and of values without order the first ones."""
+    """A span from one end of the range to the other. If values have no order: the first ones."""
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
-    points = list(many)  # several draws of one parameter: a magnitude and its random sign
+    points = list(many)  # a parameter can have several random numbers: a magnitude and its sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
     u[:, columns] = points
     values = {name: params(u)[name] for name in names}
@@ -117,8 +119,8 @@ def _short_name(name: str) -> str:
 def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int, cell: int) -> list[Row]:
     """A row for each operation of a view, range and sample.
 
-    ``images`` are the inputs of the operations per view and sample, uint8 [H, W, 3]. ``cell`` is the longer side of a
-    picture; ``seed`` keys the noise of operations that have one value per pixel.
+    ``images`` are the operations' inputs per view and sample, uint8 [H, W, 3]. ``cell`` is the longer side of a
+    picture. ``seed`` selects the noise of operations with one random value per pixel.
     """
     made_rows = []
     for view, samples in zip(views, images, strict=True):
@@ -134,7 +136,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:
-    """The class with its probability and view, and the choice that it is part of."""
+    """The class, its probability and view, and the random choice that contains it, if any."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
     if span.what.startswith(whole):
@@ -144,8 +146,8 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
         members = [member for member in op.op.ops.values() if member is not None]
         kind = type(op.slots[span.slot][span.alternative])
         own = {getattr(m, "p", 1.0) for m in members if type(m) is kind}
-        return [*notes, f"one of {len(members)}", *(f"p {p:g} of its own" for p in own if len(own) == 1 and p != 1)]
-    if whole in ("RandAugment", "TrivialAugment"):  # AutoAugment has pairs, each with probabilities of its own
+        return [*notes, f"one of {len(members)}", *(f"its own p {p:g}" for p in own if len(own) == 1 and p != 1)]
+    if whole in ("RandAugment", "TrivialAugment"):  # AutoAugment has pairs with their own probabilities
         notes.append(f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}")
     return notes
 
@@ -153,7 +155,7 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
 def _applied(
     backend: FusedBackend | ReferenceBackend, op: Prepared, span: Span, image: Tensor, *, seed: int
 ) -> np.ndarray[Any, Any]:
-    """One image at each value of a span: uint8 [n, H, W, 3]."""
+    """Apply each value of a span to one image. Returns uint8 [n, H, W, 3]."""
     count = len(span.uniforms)
     choice, params = op.rule(span.uniforms, (image.shape[0], image.shape[1]))
     if op.seeded is None:

@@ -21,33 +21,33 @@ log = logging.getLogger("gpuaug")
 
 
 def main(request: Request) -> int:
-    """Train as asked; 0, or 143 after a checkpoint on SIGTERM."""
+    """Train. Returns 0, or 143 if SIGTERM stopped it after a checkpoint."""
     settings = Settings(**request.settings())
     train = request.loader()
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if under_torchrun and train.get("last") == "uneven":
         raise ConfigError(
-            "`last=uneven` gives the ranks unequal numbers of batches, and DDP would wait for ever for the missing "
-            "one. Set `last=pad` or `last=drop`."
+            "with `last=uneven` some ranks have fewer batches, and DDP would wait forever for the missing batches. "
+            "Set `last=pad` or `last=drop`."
         )
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
         loader: Loader = stack.enter_context(request.build(train))
-        if loader.device.type == "cuda":  # before anything is done on a device: the first one is another rank's
+        if loader.device.type == "cuda":  # before any CUDA call, because the default device belongs to another rank
             torch.cuda.set_device(loader.device)
         if loader.num_classes is None:
-            raise ConfigError("`gpuaug train` needs labels, and this source has none.")
+            raise ConfigError("`gpuaug train` needs labels, but this source has none.")
         model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
         classes = loader.source.classes
         held_out = request.held_out(train, at=settings.val)
         val: Loader | None = None
         if held_out is None:
-            log.info("no held-out images: val.source.root is not set")
+            log.info("no held-out accuracy, because val.source.root is not set")
         else:
             val = stack.enter_context(request.build_held_out(held_out, classes=classes))
             if val.source.classes != loader.source.classes:
                 raise ConfigError(
-                    f"the held-out images must have the training's classes, {loader.source.classes}. "
+                    f"the held-out images must have the training classes {loader.source.classes}. "
                     f"Found: {val.source.classes}."
                 )
         if settings.check_memory:
@@ -60,7 +60,7 @@ def main(request: Request) -> int:
         if settings.profiling:
             profile.inside(request, train, loader, settings)
         if under_torchrun:
-            # gloo for what is on the CPU, nccl for what is on a GPU
+            # gloo for CPU tensors, nccl for GPU tensors
             dist.init_process_group("cpu:gloo,cuda:nccl" if loader.device.type == "cuda" else "gloo")
             stack.callback(dist.destroy_process_group)
         training = Training(loader, model=model, val=val, settings=settings, stop=stop)

@@ -1,4 +1,4 @@
-"""The small network that `gpuaug train` trains when no other is named."""
+"""The small network that `gpuaug train` uses by default."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SmallNet(nn.Module):
     """A residual network for any image size: float [B, 3, H, W] to logits [B, num_classes].
 
     Args:
-        num_classes: how many.
-        width: channels of the first stage; each of the two later ones has twice as many as the one before.
+        num_classes: number of classes.
+        width: channels of the first stage. Each of the two later stages doubles them.
     """
 
     def __init__(self, *, num_classes: int, width: int = 32) -> None:
         super().__init__()
-        # patches of 4 x 4 first: most of the cost of a network on 224 x 224 is in its first, largest maps
+        # 4 x 4 patches keep the first feature maps small, which cost most at 224 x 224
         self.stem = nn.Conv2d(3, width, 4, stride=4, bias=False)
         self.stages = nn.Sequential(
             _Block(width, width, stride=2),

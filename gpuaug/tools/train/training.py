@@ -1,4 +1,4 @@
-"""The training of `gpuaug train`: epochs of steps on the loader, measured, stopped and resumed."""
+"""The training loop of `gpuaug train`: epochs, speed measurement, stop and resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
-VERSION = 1  # of the checkpoint
+VERSION = 1  # checkpoint format
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
 AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = ("sgd", "adamw")
@@ -66,7 +66,7 @@ class Settings(Keys):
         super().__post_init__()
         if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
             raise ConfigError(
-                f"`profiling` must be true, false, or how many batches, at least 1. Found: {self.profiling!r}."
+                f"`profiling` must be true, false, or a number of batches >= 1. Found: {self.profiling!r}."
             )
         checks.whole_number("epochs", self.epochs, 1)
         for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):
@@ -76,7 +76,7 @@ class Settings(Keys):
 
 
 class Stop(contextlib.AbstractContextManager["Stop"]):
-    """Notes SIGTERM in ``asked``, so that the running step can end."""
+    """Sets ``asked`` on SIGTERM, so that the running step can finish."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -99,35 +99,35 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 
 
 class Pace:
-    """Images, seconds, and the seconds in which the device waited for a batch, while training.
+    """Counts images, seconds, and the seconds in which the device waited for a batch, during training.
 
-    On the CPU that is the time between asking for a batch and having it. On CUDA it is the gap between two steps on the
-    training's stream, because the host may wait for a batch while the device still works on the one before. What comes
-    before the very first batch is not counted: workers start and kernels are compiled.
+    On the CPU, the waiting time is the time to get the next batch. On CUDA it is the gap between two steps on the
+    training's stream, because the host may wait for a batch while the device still works on the previous one. The time
+    before the very first batch is not counted, because workers start and kernels are compiled then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.images, self.waited, self.seconds = 0, 0.0, 1e-9
         self._device = device
-        self._last: float | None = None  # when the seconds were counted; None: between two epochs
-        self._asked: Any = None  # when the next batch was asked for
+        self._last: float | None = None  # time of the last count; None: between two epochs
+        self._asked: Any = None  # time of the request for the next batch
         self._gaps: deque[tuple[Any, Any]] | None = None  # None: before the first batch
 
     def ask(self) -> None:
-        """Note that the last step is queued and the next batch is asked for."""
+        """Call before requesting the next batch."""
         self._asked = self._mark()
 
     def have(self) -> None:
-        """Note that the batch is there."""
+        """Call when the batch has arrived."""
         there = self._mark()
         if self._gaps is None:
             self._gaps, self.seconds = deque(), 1e-9
             return
         self._gaps.append((self._asked, there))
-        self._take(2 if self._device.type == "cuda" else 0)  # waiting keeps the host at most two steps ahead
+        self._take(2 if self._device.type == "cuda" else 0)  # the host runs at most two steps ahead
 
     def stop(self) -> None:
-        """Wait until the last step of an epoch is done."""
+        """Call after an epoch. Waits for its last step."""
         self._take(0)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -161,7 +161,7 @@ class EachView(nn.Sequential):
 
 
 class Training:
-    """One training run of a model, images [B, 3, H, W] to logits [B, classes], on the loader's device.
+    """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes].
 
     Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``.
     """
@@ -189,11 +189,11 @@ class Training:
         self.first = not distributed.active() or dist.get_rank() == 0
         self.pace = Pace(self.device)
         self.steps = 0
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, samples of the epoch
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct, samples
         self.history: list[dict[str, float | int | None]] = []
 
     def run(self, report: Report) -> int:
-        """Train to the end and report; 0, or 143 after a checkpoint on SIGTERM."""
+        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped it after a checkpoint."""
         file = Path(self.settings.out) / "last.pt"
         if self.first:
             output(str(file), "out")
@@ -201,9 +201,9 @@ class Training:
         if resume is not None and (resume != "auto" or file.exists()):
             self.load(file if resume == "auto" else Path(resume))
             if self.loader.epoch >= self.settings.epochs:
-                log.info("nothing is left to train: `epochs=%d` are done", self.settings.epochs)
+                log.info("`epochs=%d` are already done. To train longer, raise `epochs`", self.settings.epochs)
         elif self.first and file.exists():
-            log.info("%s is of an earlier run and will be overwritten; resume=auto would go on with it", file)
+            log.info("%s of an earlier run will be overwritten. To continue that run, set resume=auto", file)
         if self.settings.amp == "auto":
             log.info("amp %s: %s device", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
@@ -212,9 +212,11 @@ class Training:
                 self.save(file)
                 if not (ended and self._hold_out()):
                     if self.first:
-                        log.info("SIGTERM: stopped in epoch %d. Go on with resume=%s", self.loader.epoch + 1, file)
+                        log.info(
+                            "SIGTERM: stopped in epoch %d. To continue, set resume=%s", self.loader.epoch + 1, file
+                        )
                     return TERMINATED
-        self.save(file)  # now with the last held-out accuracy
+        self.save(file)  # again, with the last held-out accuracy
         self._report(report, file)
         return 0
 
@@ -224,7 +226,7 @@ class Training:
         whole = len(loader)
         if not whole:
             raise ConfigError(
-                f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}` on "
+                f"an epoch has no batches: {len(loader.source)} samples, `batch_size={loader.batch_size}` on "
                 f"{self.ranks} ranks, `last={loader.last}`. Make `batch_size` smaller or set `last=pad`."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
@@ -253,7 +255,7 @@ class Training:
         return True
 
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Make the steps of an epoch, from batch ``done``. Returns False if SIGTERM came before its end."""
+        """Run an epoch's steps from batch ``done``. Returns False if SIGTERM came before the end."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         while True:
             pace.ask()
@@ -262,7 +264,7 @@ class Training:
             except ReadError:
                 if not self.stop.asked:
                     raise
-                return False  # what ends this process may have ended its workers first
+                return False  # the same SIGTERM may have ended the workers first
             if batch is None:
                 return True
             pace.have()
@@ -277,7 +279,7 @@ class Training:
                 return False
 
     def step(self, batch: Batch, *, valid: float, progress: float) -> None:
-        """Train on one batch. ``valid``: its valid samples over all ranks; each counts the same."""
+        """Train on one batch. ``valid`` is its number of valid samples over all ranks; all have equal weight."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
         weight = batch.valid.to(self.device, non_blocking=True).float()
@@ -288,12 +290,12 @@ class Training:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise ConfigError(
-                f"the model's batch norm cannot learn from a batch of {len(batch)}. Set `last=drop` or another "
+                f"the model's batch norm cannot train on a batch of {len(batch)}. Set `last=drop` or another "
                 "`batch_size`."
             ) from error
         losses, right = outcome(logits, batch.labels, self.settings.loss)
         summed = (losses * weight).sum()
-        # DDP takes the mean of the ranks' gradients; the mean wanted is that of all valid samples
+        # DDP averages the gradients over ranks, but we need the average over all valid samples
         self.scaler.scale(summed * (self.ranks / max(1.0, valid))).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -326,11 +328,11 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader) -> float | None:
-        """Share of right answers over all ranks; None if SIGTERM came before the end."""
+        """Accuracy over all ranks; None if SIGTERM came before the end."""
         if self.ranks > 1:
             for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)  # each rank has its own running statistics since the last step
-        alone = EachView(self.model).eval()  # without DDP, whose ranks would wait for each other
+                dist.broadcast(buffer, 0)  # the ranks have different running statistics
+        alone = EachView(self.model).eval()  # without DDP, because ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
         for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
@@ -343,7 +345,7 @@ class Training:
         return None if asked else right_all / max(1.0, samples)
 
     def save(self, file: Path) -> None:
-        """Write the checkpoint, whole or not at all; only the first rank does."""
+        """Write the checkpoint atomically. Only the first rank writes."""
         if not self.first:
             return
         classes = self.loader.source.classes
@@ -361,28 +363,30 @@ class Training:
         try:
             with files.replacing(file, sync=True) as stream:
                 torch.save(parts, stream)
-        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}") from error
+        except (OSError, RuntimeError) as error:  # on a full disk torch raises RuntimeError
+            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
 
     def load(self, file: Path) -> None:
-        """Go on from a checkpoint with the very next sample. Batch size, workers and ranks may differ."""
+        """Continue from a checkpoint with the next sample. Batch size, workers and ranks may change."""
         parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
-            raise StateError(f"{file} was trained on the classes {parts['classes']}. Found here: {classes}.")
+            raise StateError(f"{file} was trained on the classes {parts['classes']}. The source now has: {classes}.")
         try:
             self.model.load_state_dict(parts["model"])
             self.optimizer.load_state_dict(parts["optimizer"])
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-                        raise ValueError(f"`{name}` {list(value.shape)} of a parameter {list(parameter.shape)}")
+                        raise ValueError(
+                            f"`{name}` has shape {list(value.shape)}, its parameter {list(parameter.shape)}"
+                        )
             if parts["scaler"]:
                 self.scaler.load_state_dict(parts["scaler"])
         except Exception as error:  # torch raises many types
-            raise StateError(f"{file} is of another model or optimizer: {error}") from error
+            raise StateError(f"{file} belongs to another model or optimizer: {error}") from error
         self.loader.load_state_dict(parts["loader"])
-        if self.first:  # from here on the first rank has the sums of all ranks
+        if self.first:  # the first rank holds the sums of all ranks
             self.sums += torch.tensor(parts["sums"], dtype=torch.float64, device=self.device)
         self.steps, self.history = parts["steps"], parts["history"]
         log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, parts["loader"]["position"])
@@ -404,7 +408,7 @@ class Training:
 
 
 def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -> nn.Module:
-    """The model that ``model._target_`` names, its weights a function of ``seed``; torch's generator is put back."""
+    """Build the model ``model._target_``. ``seed`` decides its weights. torch's random state is restored."""
     from omegaconf import OmegaConf
 
     if not isinstance(config, Mapping) or config.get("_target_") is None:
@@ -422,25 +426,25 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
 
 
 def rate(progress: float, *, warmup: float) -> float:
-    """Share of the highest learning rate at ``progress`` in [0, 1] of the training: linear up, then a cosine to 0."""
+    """Factor of the learning rate at ``progress`` in [0, 1]: linear warmup, then cosine decay to 0."""
     if progress < warmup:
         return 0.1 + 0.9 * progress / warmup
     return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / max(1e-9, 1.0 - warmup))
 
 
 def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
-    """Loss and share of right answers of each sample, float [B]; several views: their mean loss, their summed logits.
+    """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
-    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]: the truth of a mixed one is its largest.
+    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels: their largest class.
     """
     if labels is None:
-        raise ConfigError("`gpuaug train` needs labels, and a batch has none.")
+        raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
     views = [view.float() for view in logits]
     if loss == "cross_entropy":
         if labels.ndim == 1 and labels.is_floating_point():
             raise ConfigError(
-                "`loss=cross_entropy` needs classes, whole numbers or names. Found: labels like "
-                f"{float(labels[0]):g}, one number for an image, as for a regression."
+                "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fraction per image, "
+                f"such as {float(labels[0]):g}, which is a regression label."
             )
         losses = [cross_entropy(view, labels, reduction="none") for view in views]
         truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
@@ -448,9 +452,7 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
     else:
         if labels.shape != views[0].shape:
             shapes = f"labels {tuple(labels.shape)}, logits {tuple(views[0].shape)}"
-            raise ConfigError(
-                f"`loss=binary_cross_entropy` needs a label for every class of an image. Found: {shapes}."
-            )
+            raise ConfigError(f"`loss=binary_cross_entropy` needs one label per image and class. Found: {shapes}.")
         truth = labels.float()
         losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
         right = ((sum(views[1:], views[0]) > 0) == (truth > 0.5)).float().mean(dim=1)
@@ -469,7 +471,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 
 def _sum(values: list[float]) -> list[float]:
-    """Sum values over all ranks, on the CPU, so that no rank waits for its device."""
+    """Sum values over all ranks on the CPU, so that no rank waits for its device."""
     if not distributed.active():
         return values
     summed = torch.tensor(values, dtype=torch.float64)
@@ -478,9 +480,9 @@ def _sum(values: list[float]) -> list[float]:
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
-    """Read a checkpoint. Nothing in it is executed. StateError if it is none, or a part of it is damaged."""
+    """Read a checkpoint without executing its content. StateError if it is invalid or damaged."""
     try:
-        check_regular(os.stat(file), file)  # torch would wait for ever for the end of a pipe or a device
+        check_regular(os.stat(file), file)  # torch would read a pipe or device forever
         parts = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -494,8 +496,8 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         if name not in parts or not holds(parts[name]):
             what = f"`{name}` = {str(parts[name])[:60]!r}" if name in parts else f"no `{name}`"
             raise StateError(
-                f"{file} is damaged: `{name}` of a checkpoint must be {expected}. Found: {what}. Resume another "
-                "one, or start anew with resume=null."
+                f"{file} is damaged: `{name}` of a checkpoint must be {expected}. Found: {what}. Resume from "
+                "another checkpoint, or start again with resume=null."
             )
     return parts
 
@@ -512,7 +514,7 @@ def _is_epoch(entry: Any) -> bool:
 
 _EPOCH = {"epoch", "loss", "train_accuracy", "held_out_accuracy"}
 _MAPPING: tuple[str, Callable[[Any], bool]] = ("a mapping", lambda v: isinstance(v, dict))
-# what a checkpoint holds beside its version: what it must be, in words and as a check
+# parts of a checkpoint besides the version: description and check of each
 _PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "model": _MAPPING,
     "optimizer": _MAPPING,
@@ -526,7 +528,7 @@ _PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
     ),
     "sums": (
-        "three numbers (loss, right answers, samples)",
+        "three numbers (loss, correct predictions, samples)",
         lambda v: isinstance(v, list) and len(v) == 3 and _numbers(v),
     ),
     "steps": ("a whole number >= 0", lambda v: type(v) is int and v >= 0),
