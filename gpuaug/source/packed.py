@@ -131,7 +131,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers) if self.size else []
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """``(bytes, label)`` or the exception of each row of :class:`Rows`."""
+        """For each of ``rows``, numbers of :class:`Rows`: ``(bytes, label)``, or the exception that reading raised."""
         if is_url(self.root):
             return super()._read(rows)
         items: list[Any] = []
