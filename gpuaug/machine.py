@@ -173,14 +173,15 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-VERDICTS = {  # name of a check: what is true if it passed; a verdict is the stored result of a check
+# Name of a check to what is true if it passed. A verdict is the stored result of a check.
+VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
     "hardware": "the GPU's JPEG engine decodes as the CPU does, and in the right order on a busy device",
     "stream": "decoding stays in order with a consumer's busy stream",
     "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
 }
-VERDICTS_VERSION = 3  # of the file; raised when a check becomes stricter
+VERDICTS_VERSION = 3  # of the file format; increase it when a check becomes stricter
 PACKAGES = (
     "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
     "hydra-core", "triton", "pillow", "numpy",
@@ -270,8 +271,8 @@ def local_world_size() -> int:
 def choose_device(device: str | torch.device) -> torch.device:
     """Return the CPU, or a CUDA device with its index. ``auto`` means CUDA if there is a device, else the CPU.
 
-    ``cuda`` means the device with the index LOCAL_RANK if that is set, else torch's current device. Scripts without
-    torchrun call ``torch.cuda.set_device`` or see only one device.
+    ``cuda`` means the device with the index LOCAL_RANK if that is set, else torch's current device. Without torchrun,
+    a script must call ``torch.cuda.set_device``, or make only one device visible.
     """
     import torch
 
@@ -297,7 +298,7 @@ def choose_device(device: str | torch.device) -> torch.device:
 def exit_with_parent() -> None:
     """Exit when the parent exits. The operating system does not do this when the parent is killed.
 
-    A forkserver cannot be watched instead, because it lives as long as its children.
+    Each process must watch its parent. To watch the forkserver does not help: it lives as long as its children.
     """
     import multiprocessing
     import threading

@@ -14,7 +14,8 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
 _LARGEST_ALPHA = 1e9  # far below this value, Beta(alpha, alpha) is already almost exactly 1/2
-_FIXED = 6  # uniforms of a batch before the pairing's: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box center
+# random values of a batch before those for the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box center
+_FIXED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,9 @@ class Mix:
             ConfigError: there are no labels, or their shape or dtype is not supported.
         """
         soft = self._soft(labels, num_classes)
-        stream = Stream("", -1, "mix", _FIXED + len(valid))  # copy -1: no operation shares these numbers
+        stream = Stream(
+            "", -1, "mix", _FIXED + len(valid)
+        )  # no operation has copy -1, so these numbers are independent
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         both = self.cutmix_alpha and self.mixup_alpha
@@ -125,7 +128,7 @@ def _symmetric_beta(alpha: float, u: float, v: float) -> float:
     half = 2.0**-25  # half a step of the uniforms, which are multiples of 2^-24, to avoid log(0)
     cos = math.cos(2.0 * math.pi * (v + half))
     power = -math.log(u + half) / alpha
-    # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. Above e^700 the quotient below is 1 in double precision.
+    # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. If square > e^700, square / (1 + square) is 1.
     square = math.expm1(min(power, 700.0)) * cos * cos
     return 0.5 + math.copysign(0.5, cos) * math.sqrt(square / (1.0 + square))
 

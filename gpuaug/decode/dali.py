@@ -31,11 +31,11 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# Not PNG: DALI inflates all data in the file, for example 1 MB to 1 GiB, and needs three times that memory. Pillow
+# Not PNG: DALI decompresses all data in the file. 1 MB can become 1 GiB, and then 3 GiB of memory are needed. Pillow
 # stops when the image is complete, but needs 1.5 times the CPU time (500 x 375, crop to 224).
 CODECS = frozenset({"jpeg", "webp", "bmp"})
 # nvJPEG's buffers in bytes, which DALI allocates at the start per thread and pipeline. These are DALI's defaults. DALI
-# pins twice PINNED_PADDING.
+# pins 2 x PINNED_PADDING.
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 _loading = threading.Lock()  # held while codecs load, because an environment variable selects them
@@ -94,7 +94,7 @@ class CpuPipeline:
         self._capacity = 0
 
     def run(self, plan: Plan) -> list[Pixels]:
-        """Per row, the pixels of its ``plan.union`` box: uint8 [height, width, 3]. The arrays hold DALI's memory."""
+        """Per row, the pixels of its ``plan.union`` box: uint8 [height, width, 3]. The arrays keep DALI's memory."""
         if len(plan) > self._capacity:
             self._capacity = _capacity(plan)
             self._pipeline = self._build()
@@ -119,7 +119,7 @@ class CudaPipeline:
     least ``batch_size`` samples. For tests, ``operators="cpu"`` runs the same graph without a GPU.
     """
 
-    bytes_per_pixel = 3  # counts only the pixels
+    bytes_per_pixel = 3  # of decoded pixels
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Per view uint8 [n, H, W, 3], not yet upright, in torch's memory, queued on torch's current stream."""
+        """Per view uint8 [n, H, W, 3] in torch's memory, on torch's current stream, EXIF orientation not yet applied."""
         key = tuple((b.interpolation, b.fill) for b in plan.boxes)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:

@@ -18,7 +18,7 @@ MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last":
 
 
 def torch_constant(name: str, value: Any, known: dict[str, Any]) -> Any:
-    """Return a value of ``known``; ``value`` is that value or its name."""
+    """Return the torch constant that ``value`` is, or that it names in ``known``."""
     if not isinstance(value, str) and any(value is constant for constant in known.values()):
         return value
     return known[checks.one_of(name, value.removeprefix("torch.") if isinstance(value, str) else value, known)]

@@ -186,7 +186,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Order of an epoch, int64 [M]; if its samples were not stored, the order of the stored epoch that replaces it."""
+    """Order of ``epoch``, int64 [M]. If its samples are not stored, the order of the stored epoch used instead."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

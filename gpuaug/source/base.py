@@ -1,4 +1,4 @@
-"""Base classes: a source that lists its samples, keys of samples in files, and a source that wraps another source."""
+"""Base classes: a source that lists its samples; the keys of samples in files; a source that wraps another source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class ListedSource:
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
-    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are targets, not classes
+    _targets: Tensor | None = (
+        None  # float32 [N] or [N, K]: labels that are not class numbers, for regression or several labels
+    )
     _digest: str | None = None
 
     def __len__(self) -> int:
@@ -85,7 +87,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)``: hint that the ``read_many`` after the next needs these; None for local files."""
+        """``prefetch(numbers)`` announces the samples of the call of ``read_many`` after the next. None for local files."""
         return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
 
     def key(self, index: int) -> str:
@@ -185,7 +187,7 @@ class FileKeys(Names):
 
 
 def locate(bounds: Tensor, index: int) -> tuple[int, int]:
-    """Number of the part with a sample, and position in it. ``bounds``, int64 [parts + 1]: first sample of each."""
+    """Index of the part with a sample, and the position there. ``bounds``, int64 [parts + 1]: first sample of each."""
     numbers = bounds.numpy()
     part = int(np.searchsorted(numbers, index, side="right")) - 1
     return part, index - int(numbers[part])

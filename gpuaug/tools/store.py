@@ -37,7 +37,7 @@ Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of sa
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """Raise ConfigError unless ``out`` is missing, empty, or holds one of ``ours``, an earlier run's files."""
+    """Raise ConfigError unless ``out`` is missing, empty, or has a file named in ``ours``, left by an earlier run."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def results(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
-    Ray uses this process's connection; without one, the cluster at ``RAY_ADDRESS``; without that, a new local one. A
+    Uses the open Ray connection; else connects to the cluster at ``RAY_ADDRESS``; else starts Ray locally. A
     GpuaugError from a task is raised unchanged.
 
     Args:
@@ -110,7 +110,8 @@ def results(
         on: ``local`` or ``ray``.
         progress: is called with the number of newly finished samples.
         num_workers: number of processes. 0: only this one (not on Ray). None: as many as CPUs or GPUs allow.
-        cpus, gpus: most CPUs and GPUs of each Ray process.
+        cpus: maximum of CPUs of each Ray process.
+        gpus: GPUs of each Ray process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:

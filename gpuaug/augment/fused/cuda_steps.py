@@ -1,5 +1,7 @@
 """Plans the program of a batch on CUDA: which columns share a Triton kernel. Steps without a kernel run in torch.
 
+A program is a table with a row per sample and a column per step.
+
 Torch runs a step on the rows that have the step, by Kornia's formulas. No code here waits for the device.
 """
 
@@ -47,7 +49,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last): one kernel runs their point steps, then ``rest`` runs the last column's other steps."""
+    """Columns [first, last): one kernel runs the steps in POINTS; then the last column's other steps, ``rest``, run."""
 
     first: int
     last: int
@@ -72,7 +74,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel has one mean per sample and flips at the load. So a flip after an erasure needs a new kernel.
+        # A kernel computes one mean and flips while loading. A second contrast, or a flip after erasing, needs another.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
@@ -99,7 +101,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: of all parts but the last; of the last
+    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: after each part but the last; after the last
     ramps: Tensor
 
 
@@ -107,7 +109,7 @@ def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
     device: torch.device,
 ) -> Program:  # fmt: skip
-    """Copy the program to the device in one copy. The zeros of ``sums`` are in it, which saves kernel launches."""
+    """Copy the program to the device in one copy, which includes the zeros of ``sums``: no kernel must fill them."""
     split = stretches(code, args)
     ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
     arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
