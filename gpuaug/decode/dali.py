@@ -136,7 +136,7 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Per view uint8 [n, H, W, 3] in torch's memory, on torch's current stream, EXIF orientation not yet applied."""
+        """Per view uint8 [n, H, W, 3] in torch's memory, on its current stream, before EXIF orientation is applied."""
         key = tuple((b.interpolation, b.fill) for b in plan.boxes)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:

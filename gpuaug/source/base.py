@@ -87,7 +87,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces the samples of the call of ``read_many`` after the next. None for local files."""
+        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
         return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
 
     def key(self, index: int) -> str:
