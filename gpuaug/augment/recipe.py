@@ -160,8 +160,8 @@ class _Recipe(nn.Module):
     ) -> Any:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers. With a function as the only argument, this is ``nn.Module.apply``, which
-        a larger model calls for each of its modules.
+        ``drawn``: the batch's random numbers; ``memory_format``: of the result. With a function as the only argument,
+        this is ``nn.Module.apply``, which a larger model calls for each of its modules.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ class Augment(_Recipe):
         return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
 
     def replace(self, **changes: Any) -> Augment:
-        """Return a new recipe with changed settings, for example ``replace(normalize=None)``."""
+        """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
         kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
         return Augment(**kept | changes)
 
@@ -312,7 +312,8 @@ class Augment(_Recipe):
     def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
         """Apply operations and normalization to one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-        ``drawn`` holds the batch's random numbers of all views; ``output`` holds ``dtype`` and ``memory_format``.
+        ``drawn`` holds the batch's random numbers, also those of ``view``; ``output`` holds ``dtype`` and
+        ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend

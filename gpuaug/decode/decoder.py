@@ -70,8 +70,8 @@ class Decode:
             the CUDA cores, and the split depends on the batch. So above 0, results are no longer bit-identical.
         max_pixels: an image whose header claims more pixels is a fault, before memory is allocated. An image with more
             than a quarter of `max_pixels` is also a fault if it has less than one byte per 64 pixels.
-        max_bytes: memory limit for decoding. If a batch needs more, it is decoded in chunks; an image that needs more
-            is decoded alone.
+        max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks; an image that
+            needs more is decoded alone.
         codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; other images are faults.
             `gpuaug pack` writes `raw`: a header with the size, then the pixels.
 

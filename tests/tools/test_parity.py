@@ -344,7 +344,7 @@ def test_sixteen_bits_of_gray_are_told_apart_from_what_pillow_makes_of_them(tmp_
     [
         ("samples=0", "`samples` must be a whole number >= 1"),
         ("rows=many", "`rows` must be a whole number >= 1"),
-        ("indices=[100000]", "`indices` must be numbers of samples"),
+        ("indices=[100000]", "Not among them: 100000"),
         ("indices=[a]", "`indices` must be a list"),
         ("out=/proc/none/p.png", "`out` must be the path of a file"),
         ("smaples=3", "Did you mean `samples`?"),

@@ -101,6 +101,6 @@ ENTRIES = {
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),
-    "RandomJPEG": Entry("pixels", parameters=uniform_from("jpeg_quality"), one_by_one=True),
+    "RandomJPEG": Entry("pixels", parameters=uniform_from("jpeg_quality")),
     "RandomSnow": Entry("pixels"),
 }
