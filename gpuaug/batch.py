@@ -1,4 +1,4 @@
-"""The types that stages pass to each other: encoded bytes, boxes to decode, images and labels."""
+"""The types that stages pass to each other: encoded bytes, windows to decode, images and labels."""
 
 from __future__ import annotations
 
@@ -29,6 +29,65 @@ class Fault:
     reason: str
     size: int = 0
     head: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a source knows about one image, besides its bytes: a mask, objects, or a label of the whole image.
+
+    Coordinates are pixels of an image of ``size``. An image spans 0..W x 0..H, and pixel i covers i..i+1.
+
+    Attributes:
+        mask: the encoded mask, as it stands in the file.
+        boxes: [n, 4], (x1, y1, x2, y2) of each object.
+        labels: [n], class number of each object.
+        keypoints: [n, K, 3], (x, y, visibility 0..2) of each object.
+        crowd: [n], True for an annotation of many objects at once.
+        area: [n], area of each object in pixels.
+        ids: [n], number of each annotation in its file.
+        size: (height, width) of the image that the annotations were made for; None: not known.
+        label: of the whole image, as a source without targets gives it.
+
+    >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
+    [3]
+    """
+
+    mask: bytes | memoryview | None = None
+    boxes: Any = None
+    labels: Any = None
+    keypoints: Any = None
+    crowd: Any = None
+    area: Any = None
+    ids: Any = None
+    size: tuple[int, int] | None = None
+    label: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedTargets:
+    """The targets of a batch as a worker sends them. All objects of all samples are in one table.
+
+    Attributes:
+        offsets: int64 [B + 1]; sample i has the objects ``offsets[i]`` to ``offsets[i + 1]``.
+        boxes: float32 [N, 4], (x1, y1, x2, y2); None if the source has no boxes.
+        labels: int64 [N].
+        keypoints: float32 [N, K, 3]; None if the source has none.
+        crowd: bool [N].
+        area: float32 [N].
+        ids: int64 [N]; -1: the source has no number.
+        sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
+        masks: whether ``data`` of the batch also holds a mask for each image.
+    """
+
+    offsets: Int64
+    boxes: NDArray[np.float32] | None
+    labels: Int64
+    keypoints: NDArray[np.float32] | None
+    crowd: NDArray[np.bool_]
+    area: NDArray[np.float32]
+    ids: Int64
+    sizes: Int32
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +136,19 @@ class EncodedBatch:
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """The box that one view cuts from each image, and its place in the output. Pixels are EXIF-oriented.
+class CropWindows:
+    """The window that one view cuts from each image, and its place in the output. Pixels are EXIF-oriented.
 
     Attributes:
-        box: int32 [B, 4], (top, left, height, width) of the box; it lies inside the image, with sides of at least 1.
-        resized: int32 [B, 2], the size (h, w) after resizing the box.
-        offset: int32 [B, 2], (y, x) of the resized box's top left corner in the canvas; pixels outside are cropped.
+        window: int32 [B, 4], (top, left, height, width), inside the image, with sides of at least 1.
+        resized: int32 [B, 2], the size (h, w) after resizing the window.
+        offset: int32 [B, 2], (y, x) of the resized window's top left corner in the canvas; pixels outside are cropped.
         size: (H, W) of the canvas.
         interpolation: ``bilinear`` or ``bicubic``, both antialiased.
-        fill: 0..255, the value of canvas pixels that the resized box does not cover.
+        fill: 0..255, the value of canvas pixels that the resized window does not cover.
     """
 
-    box: Int32
+    window: Int32
     resized: Int32
     offset: Int32
     size: tuple[int, int]
@@ -97,7 +156,7 @@ class Boxes:
     fill: int = 0
 
     def __len__(self) -> int:
-        return len(self.box)
+        return len(self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
 orientation (0 if a sample cannot be decoded: its row then holds any valid box).
 does: torchvision's algorithms, vectorized over the batch.
-gives: :class:`Boxes`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
+gives: :class:`CropWindows`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
 
 All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``, clipped to
 the canvas. The rest of the canvas is `fill`. Cropping comes before resizing, so no pixel outside the box is read.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import Boxes, Int32, Int64, Interpolation
+from gpuaug.batch import CropWindows, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
@@ -40,8 +40,8 @@ class Crop:
         (_, first), *others = vars(self).items()
         return f"{type(self).__name__}({', '.join([repr(first), *(f'{k}={v!r}' for k, v in others)])})"
 
-    def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """Compute the boxes of a batch.
+    def windows(self, u: Float | None, heights: Int64, widths: Int64) -> CropWindows:
+        """Compute the windows of a batch.
 
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
@@ -58,9 +58,9 @@ class Crop:
             raise ConfigError(
                 f"`u` must be float32 [{len(heights)}, {self.count}] for {type(self).__name__}. Found: shape {u.shape}."
             )
-        return self._boxes(u.astype(np.float64), heights, widths, known)
+        return self._windows(u.astype(np.float64), heights, widths, known)
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ class RandomResizedCrop(Crop):
         self.ratio = _range("ratio", ratio, high=math.inf)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         area, log_ratio = u[:, 2::2], u[:, 3::2]  # [B, 10]
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         target = (heights * widths)[:, None] * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -113,7 +113,7 @@ class RandomResizedCrop(Crop):
         top = np.where(fitting, _integers(u[:, 0], heights - height), (heights - height) // 2)
         left = np.where(fitting, _integers(u[:, 1], widths - width), (widths - width) // 2)
         box, resized, offset = (_rows(len(u), *v) for v in ((top, left, height, width), self.size, (0, 0)))
-        return Boxes(box, resized, offset, self.size, self.interpolation)
+        return CropWindows(box, resized, offset, self.size, self.interpolation)
 
 
 class RandomCrop(Crop):
@@ -126,7 +126,7 @@ class RandomCrop(Crop):
         fill: 0..255, value of the added pixels.
 
     Raises:
-        ConfigError: from :meth:`boxes`, if a padded image is smaller than `size`.
+        ConfigError: from :meth:`windows`, if a padded image is smaller than `size`.
 
     >>> RandomCrop(32, padding=4)
     RandomCrop((32, 32), padding=(4, 4, 4, 4), fill=0)
@@ -146,7 +146,7 @@ class RandomCrop(Crop):
         checks.whole_number("fill", fill, 0, 255)
         self.fill = fill
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         left, top, right, bottom = self.padding
         limits = np.stack([heights, widths], axis=1)
         free = limits - self.size + np.array([top + bottom, left + right])
@@ -164,7 +164,7 @@ class RandomCrop(Crop):
         # If the window misses the image, one pixel is kept; it lands off the canvas.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
-        return Boxes(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
+        return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
 
 
 class ResizeCenterCrop(Crop):
@@ -190,7 +190,7 @@ class ResizeCenterCrop(Crop):
         self.size = _pair("size", size)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         h, w = _resized(self.resize, heights, widths)
         H, W = self.size
         # CenterCrop pads a smaller image with (H - h) // 2 pixels at the top and left. It crops a larger image from
@@ -198,7 +198,7 @@ class ResizeCenterCrop(Crop):
         y = np.where(h < H, (H - h) // 2, -np.rint((h - H) / 2.0))
         x = np.where(w < W, (W - w) // 2, -np.rint((w - W) / 2.0))
         box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))
-        return Boxes(box, resized, offset, self.size, self.interpolation)
+        return CropWindows(box, resized, offset, self.size, self.interpolation)
 
 
 class Resize(Crop):
@@ -210,7 +210,7 @@ class Resize(Crop):
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:
-        ConfigError: from :meth:`boxes`, if an int gives images of different sizes.
+        ConfigError: from :meth:`windows`, if an int gives images of different sizes.
 
     >>> Resize((224, 224))
     Resize((224, 224), interpolation='bilinear')
@@ -220,7 +220,7 @@ class Resize(Crop):
         self.size = _shorter_side("size", size)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         h, w = _resized(self.size, heights, widths)
         sizes = np.unique(np.stack([h, w], axis=1)[known], axis=0).tolist()
         if len(sizes) > 1:
@@ -231,7 +231,7 @@ class Resize(Crop):
             )
         height, width = sizes[0] if sizes else _pair("size", self.size)
         box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (height, width), (0, 0)))
-        return Boxes(box, resized, offset, (height, width), self.interpolation)
+        return CropWindows(box, resized, offset, (height, width), self.interpolation)
 
 
 CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)

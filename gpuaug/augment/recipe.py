@@ -1,7 +1,7 @@
 """Recipes: objects that augment images. ``Augment`` makes one view (or copies of it), ``MultiView`` several views.
 
 takes: uint8 images [B, H, W, 3] per view on the device, and (seed, epoch, indices, repeats) for the random numbers.
-does: draws the random numbers of all operations and views in one call and computes the boxes for decoding. Then the
+does: draws the random numbers of all operations and views in one call and computes the windows for decoding. Then the
 chosen backend applies the operations and the normalization, and casts once.
 gives: float [B, 3, H, W] per view.
 
@@ -32,7 +32,7 @@ from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Prepared
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import Boxes
+from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
@@ -133,8 +133,8 @@ class _Recipe(nn.Module):
         }
         return Drawn(values, keys)
 
-    def boxes(self, drawn: Drawn, heights: Int, widths: Int) -> list[Boxes]:
-        """Compute the crop boxes of each view for the images of a batch.
+    def windows(self, drawn: Drawn, heights: Int, widths: Int) -> list[CropWindows]:
+        """Compute the crop windows of each view for the images of a batch.
 
         Args:
             drawn: the batch's random numbers.
@@ -146,7 +146,7 @@ class _Recipe(nn.Module):
         return [
             _whole_images(heights, widths)
             if (crop := view.augment.crop) is None
-            else crop.boxes(drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None, heights, widths)
+            else crop.windows(drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None, heights, widths)
             for view in self.views
         ]
 
@@ -220,7 +220,7 @@ class _Recipe(nn.Module):
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
         whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
-        cut = [_cut(images, boxes) for boxes in self.boxes(drawn, *whole)]
+        cut = [_cut(images, windows) for windows in self.windows(drawn, *whole)]
         made = self.apply(cut, drawn, dtype=dtype, memory_format=memory_format)
         return made[0] if len(made) == 1 else made
 
@@ -374,8 +374,8 @@ class MultiView(_Recipe):
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
 
 
-def _whole_images(heights: Int, widths: Int) -> Boxes:
-    """Boxes of whole images, if the recipe has no crop."""
+def _whole_images(heights: Int, widths: Int) -> CropWindows:
+    """Windows of whole images, if the recipe has no crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
     if len(sizes) and (sizes != sizes[0]).any():
         other = sizes[(sizes != sizes[0]).any(axis=1)][0]
@@ -385,7 +385,7 @@ def _whole_images(heights: Int, widths: Int) -> Boxes:
         )
     height, width = sizes[0].tolist() if len(sizes) else (1, 1)
     zero = np.zeros_like(sizes)
-    return Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
+    return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
 
 
 def _channels_last(images: Any) -> Tensor:
@@ -403,17 +403,17 @@ def _channels_last(images: Any) -> Tensor:
     return images.permute(0, 2, 3, 1) if first else images
 
 
-def _cut(images: Tensor, boxes: Boxes) -> Tensor:
+def _cut(images: Tensor, windows: CropWindows) -> Tensor:
     """Crop and resize uint8 images [B, H, W, 3] to uint8 [B, h, w, 3], as the decoder does on the CPU."""
-    H, W = boxes.size
-    placed = np.hstack([boxes.box, boxes.resized, boxes.offset])
+    H, W = windows.size
+    placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
-    out = torch.full((len(images), H, W, 3), boxes.fill, dtype=torch.uint8, device=images.device)
+    out = torch.full((len(images), H, W, 3), windows.fill, dtype=torch.uint8, device=images.device)
     for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):
-            part = _resized(part, (h, w), boxes.interpolation)
+            part = _resized(part, (h, w), windows.interpolation)
         y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
         if y0 < y1 and x0 < x1:
             out[i, y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]

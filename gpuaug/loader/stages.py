@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpuaug.augment.crop import Boxes
+from gpuaug.augment.crop import CropWindows
 from gpuaug.augment.recipe import Augment, Drawn, MultiView
 from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.decode.decoder import Decode, Decoder
@@ -30,13 +30,13 @@ NO_DRAWS = Drawn({}, {})
 
 @dataclass(frozen=True, slots=True)
 class HeaderBatch:
-    """Encoded images, their headers, and the random parameters and boxes for decoding them."""
+    """Encoded images, their headers, and the random parameters and windows for decoding them."""
 
     encoded: EncodedBatch
     faults: Sequence[Fault]  # found in the headers
     info: HeaderInfo | None = None  # None if pixels are stored
     drawn: Drawn = NO_DRAWS
-    boxes: list[Boxes] = field(default_factory=list)  # one entry per view
+    windows: list[CropWindows] = field(default_factory=list)  # one entry per view
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class LiveStage:
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
         drawn = self.recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
-        return HeaderBatch(encoded, info.faults, info, drawn, self.recipe.boxes(drawn, info.height, info.width))
+        return HeaderBatch(encoded, info.faults, info, drawn, self.recipe.windows(drawn, info.height, info.width))
 
     def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
         """Decode every image once, to uint8 [B, H, W, 3] per view on the device. Also return the faults."""
         assert batch.info is not None
-        return self.decoder.pixels(batch.encoded, batch.info, batch.boxes)
+        return self.decoder.pixels(batch.encoded, batch.info, batch.windows)
 
     def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
         """Augment: [B, 3, H, W] of ``dtype`` per view, in new memory."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import gpuaug
-from gpuaug.batch import Boxes
+from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
 
 WAYS = ("bilinear", "bicubic")
@@ -31,11 +31,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def boxes(to: tuple[int, int], at: tuple[int, int], size: tuple[int, int], kind: str, count: int = 1) -> Boxes:
+def boxes(to: tuple[int, int], at: tuple[int, int], size: tuple[int, int], kind: str, count: int = 1) -> CropWindows:
     def rows(values: tuple[int, ...]) -> np.ndarray:
         return np.tile(np.array(values, dtype=np.int32), (count, 1))
 
-    return Boxes(rows((0, 0, 1, 1)), rows(to), rows(at), size, kind, fill=9)
+    return CropWindows(rows((0, 0, 1, 1)), rows(to), rows(at), size, kind, fill=9)
 
 
 def expected(

@@ -185,7 +185,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     for turn in range(IN_A_ROW):  # each batch has different pixels and sizes
         batch = _batch([images[(k + turn) % len(images)] for k in range(len(images))])
         headers = decoder.read_headers(batch)
-        batches.append((batch, headers, [Resize((96, 96)).boxes(None, headers.height, headers.width)]))
+        batches.append((batch, headers, [Resize((96, 96)).windows(None, headers.height, headers.width)]))
     truths = [decoder.pixels(*arguments)[0][0].cpu().clone() for arguments in batches]
     wrong = largest = 0
     others = consumer = None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpuaug import checks, files
 from gpuaug.augment.crop import ResizeCenterCrop
-from gpuaug.batch import Boxes, EncodedBatch, Fault, Interpolation
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.decode.plan import HeaderInfo
@@ -272,28 +272,28 @@ class Packer:
         """The bytes to write for each row, or the row's fault."""
         what, headers = self.job.what, self._decoder.read_headers(batch)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
-        boxes = [_whole(sizes, name, what) for name in what.names]
+        windows = [_whole(sizes, name, what) for name in what.names]
         faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
         rows = range(len(batch))
-        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (box.size for box in boxes)) > _CANVAS_BYTES:
+        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
             return [faults.get(row) or self._encode(_single(batch, row))[0] for row in rows]
-        images, bad = self._decoder.pixels(batch, headers, boxes)
+        images, bad = self._decoder.pixels(batch, headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         return [
-            faults.get(row) or self._encode_row(row, batch, headers, zip(boxes, images, strict=True)) for row in rows
+            faults.get(row) or self._encode_row(row, batch, headers, zip(windows, images, strict=True)) for row in rows
         ]
 
     def _encode_row(
-        self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[Boxes, Tensor]]
+        self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
     ) -> Encoded | Fault:
-        """The bytes to write for one image, from the batch's boxes and canvases of each size."""
+        """The bytes to write for one image, from the batch's windows and canvases of each size."""
         what, data = self.job.what, batch.encoded(row).numpy()
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
         original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
         encoded: Encoded = []
-        for boxes, canvases in views:
-            height, width = boxes.resized[row].tolist()
+        for windows, canvases in views:
+            height, width = windows.resized[row].tolist()
             pixels = canvases[row, :height, :width].numpy()
             if what.format == "uint8":
                 made = header.raw_header(height, width) + pixels.tobytes()
@@ -321,15 +321,15 @@ def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
     return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
 
 
-def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:
-    """Boxes that resize whole images, of ``sizes`` [B, 2], to a shorter side of at most ``size``."""
+def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
+    """Windows that resize whole images, of ``sizes`` [B, 2], to a shorter side of at most ``size``."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
-        resized[larger] = ResizeCenterCrop(size, size).boxes(None, *box[larger].T).resized
+        resized[larger] = ResizeCenterCrop(size, size).windows(None, *box[larger].T).resized
     zero = np.zeros_like(box)
     canvas = int(resized[:, 0].max()), int(resized[:, 1].max())
-    return Boxes(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
+    return CropWindows(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
 
 
 class _ShardFile:

@@ -29,7 +29,7 @@ from gpuaug.augment.ops import noise
 from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Drawn, View
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import Boxes
+from gpuaug.batch import CropWindows
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
@@ -370,17 +370,17 @@ def _decoded(
         else:
             parity.at("decode", decoder.backend, "Pillow", DECODE).add(image, theirs, sample=sample)
         drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[index])
-        boxes = loader.augment.boxes(drawn, headers.height, headers.width)
-        for view, box in zip(loader.augment.views, boxes, strict=True):
+        windows = loader.augment.windows(drawn, headers.height, headers.width)
+        for view, window in zip(loader.augment.views, windows, strict=True):
             if view not in views:
                 continue
-            resized = bool((box.resized[0] != box.box[0, 2:]).any())
-            what = f"(top, left, height, width) {box.box[0].tolist()} to {box.resized[0].tolist()}"
-            name = f"crop, {box.interpolation}" if resized else "crop"
-            sample.ours[view.name] = decoder.pixels(encoded, headers, [box])[0][0][0].cpu().numpy()
-            sample.theirs[view.name] = _canvas(theirs, box)
+            resized = bool((window.resized[0] != window.window[0, 2:]).any())
+            what = f"(top, left, height, width) {window.window[0].tolist()} to {window.resized[0].tolist()}"
+            name = f"crop, {window.interpolation}" if resized else "crop"
+            sample.ours[view.name] = decoder.pixels(encoded, headers, [window])[0][0][0].cpu().numpy()
+            sample.theirs[view.name] = _canvas(theirs, window)
             difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
-            difference.add(sample.ours[view.name], _canvas(image, box), sample=sample, epoch=epoch, what=what)
+            difference.add(sample.ours[view.name], _canvas(image, window), sample=sample, epoch=epoch, what=what)
         samples.append(sample)
     decoder.close()
     if turned:
@@ -399,14 +399,14 @@ def _by_pillow(data: bytes) -> Image:
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
 
-def _canvas(image: Image, box: Boxes) -> Image:
-    """Crop, resize and place a box of an image, uint8 [H, W, 3], with Pillow."""
-    top, left, height, width = box.box[0].tolist()
-    (h, w), (y, x) = box.resized[0].tolist(), box.offset[0].tolist()
+def _canvas(image: Image, window: CropWindows) -> Image:
+    """Crop, resize and place a window of an image, uint8 [H, W, 3], with Pillow."""
+    top, left, height, width = window.window[0].tolist()
+    (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
     part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
     if (h, w) != (height, width):
-        part = part.resize((w, h), PIL.Image.Resampling[box.interpolation.upper()])
-    canvas = PIL.Image.new("RGB", box.size[::-1], (box.fill,) * 3)
+        part = part.resize((w, h), PIL.Image.Resampling[window.interpolation.upper()])
+    canvas = PIL.Image.new("RGB", window.size[::-1], (window.fill,) * 3)
     canvas.paste(part, (x, y))
     return np.array(canvas)
 

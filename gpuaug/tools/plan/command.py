@@ -257,7 +257,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
             stage.decoder.truncated = 0  # type: ignore[union-attr]  # these reads must not count for an epoch
             areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
-            views = [boxes.size for boxes in headers.boxes]
+            views = [windows.size for windows in headers.windows]
         if time.monotonic() > deadline:
             break
     reader.close()

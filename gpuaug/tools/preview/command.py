@@ -203,14 +203,16 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
         batch = loader.fetch(list(indices), epoch=epoch)
         images = batch.images if isinstance(batch.images, list) else [batch.images]
         drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=indices)
-        crops = loader.augment.boxes(drawn, heights, widths)
+        crops = loader.augment.windows(drawn, heights, widths)
         for view, tensor, crop in zip(loader.augment.views, images, crops, strict=True):
             pixels = tensor.detach().float().cpu()
             if (normalize := view.augment.normalize) is not None:
                 mean, std = (b.float().cpu().view(3, 1, 1) for b in (normalize.mean, normalize.std))
                 pixels = pixels * std + mean
             pictures = pixels.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-            for sample, picture, (top, left, height, width) in zip(samples, pictures, crop.box.tolist(), strict=True):
+            for sample, picture, (top, left, height, width) in zip(
+                samples, pictures, crop.window.tolist(), strict=True
+            ):
                 sample.pictures.append(Image.fromarray(picture))
                 sample.boxes.append((left, top, left + width, top + height))
     labels = [None] * len(indices) if batch.labels is None else batch.labels.tolist()
