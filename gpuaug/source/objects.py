@@ -72,7 +72,7 @@ class ObjectTable:
     def target(self, index: int, **more: Any) -> Target:
         """The objects of sample ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
         begin, end = self.bounds.numpy()[index : index + 2].tolist()
-        columns = {name: column.numpy()[begin:end] for name, column in self._columns.items()}
+        columns: dict[str, Any] = {name: column.numpy()[begin:end] for name, column in self._columns.items()}
         if self.sizes is not None:
             more["size"] = tuple(self.sizes.numpy()[index].tolist())
         return Target(**columns, **more)
