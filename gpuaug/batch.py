@@ -98,7 +98,8 @@ class EncodedBatch:
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
-        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``.
+        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``. With masks ``[2 B + 1]``: the masks
+            follow the images.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
         indices: int64 ``[B]``, sample numbers in the source.
         repeats: int64 ``[B]``, how often this epoch yielded the index before.
@@ -106,6 +107,7 @@ class EncodedBatch:
         faults: samples that could not be read; their image has no bytes.
         views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
+        targets: what the samples have besides bytes and labels; None if the run has no targets.
     """
 
     data: Tensor
@@ -116,6 +118,7 @@ class EncodedBatch:
     valid: Tensor
     faults: tuple[Fault, ...] = ()
     views: tuple[NDArray[np.uint8], ...] = ()
+    targets: EncodedTargets | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -123,6 +126,15 @@ class EncodedBatch:
     @property
     def images(self) -> list[NDArray[np.uint8]]:
         """Bytes of every image, uint8 ``[n]``, without a copy."""
+        return self._pieces[: len(self)]
+
+    @property
+    def masks(self) -> list[NDArray[np.uint8]]:
+        """Bytes of every mask, uint8 ``[n]``, without a copy; [] if the run has no masks."""
+        return self._pieces[len(self) :]
+
+    @property
+    def _pieces(self) -> list[NDArray[np.uint8]]:
         if self.views:
             return list(self.views)
         data, offsets = self.data.numpy(), self.offsets.numpy()
