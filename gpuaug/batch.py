@@ -170,10 +170,16 @@ class CropWindows:
     def __len__(self) -> int:
         return len(self.window)
 
+    def take(self, rows: Int64) -> CropWindows:
+        """The windows of some rows."""
+        return replace(self, window=self.window[rows], resized=self.resized[rows], offset=self.offset[rows])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Augmented images and labels on the device; iterating gives exactly ``(images, labels)``.
+    """Augmented images and labels on the device; iterating gives exactly two things.
+
+    ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else ``(images, targets)``.
 
     Attributes:
         images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views (in the order of the
@@ -182,6 +188,8 @@ class Batch:
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
         valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
         key_of: maps a sample number to its path or name; used by ``keys``.
+        targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
+            views; None if the run has no targets.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
@@ -195,10 +203,16 @@ class Batch:
     indices: Tensor
     valid: Tensor
     key_of: Callable[[int], str] = field(default=str, repr=False)
+    targets: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         yield self.images
-        yield self.labels
+        if self.targets is None:
+            yield self.labels
+        elif isinstance(self.targets, list):
+            yield [view.second for view in self.targets]
+        else:
+            yield self.targets.second
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -209,13 +223,14 @@ class Batch:
         return [self.key_of(i) for i in self.indices.tolist()]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with images and labels on ``device``; indices and valid stay on the CPU.
+        """Return the batch with images, labels and targets on ``device``; indices and valid stay on the CPU.
 
         ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
         """
 
-        def move(x: Tensor) -> Tensor:
+        def move(x: Any) -> Any:
+            if x is None or isinstance(x, list):
+                return x if x is None else [move(each) for each in x]
             return x.to(device, non_blocking=non_blocking)
 
-        images = [move(x) for x in self.images] if isinstance(self.images, list) else move(self.images)
-        return replace(self, images=images, labels=None if self.labels is None else move(self.labels))
+        return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))
