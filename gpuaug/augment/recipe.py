@@ -29,7 +29,7 @@ from gpuaug.augment.crop import CROPS
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.parameters import Prepared
+from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.batch import CropWindows
@@ -155,19 +155,33 @@ class _Recipe(nn.Module):
         images: Sequence[Tensor],
         drawn: Drawn | None = None,
         *,
+        chosen: Sequence[Sequence[Chosen]] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Any:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers; ``memory_format``: of the result. With a function as the only argument,
+        ``drawn``: the batch's random numbers; ``chosen``: the result of :meth:`choose`, if it is already known;
+        ``memory_format``: of the result. With a function as the only argument,
         this is ``nn.Module.apply``, which a larger model calls for each of its modules.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
+        if chosen is None:
+            chosen = self.choose(drawn, [(x.shape[1], x.shape[2]) for x in images])
         return [
-            view.augment.run(x, drawn, view, dtype=dtype, memory_format=memory_format)
-            for x, view in zip(images, self.views, strict=True)
+            view.augment.run(x, choices, dtype=dtype, memory_format=memory_format)
+            for x, view, choices in zip(images, self.views, chosen, strict=True)
+        ]
+
+    def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
+        """The choices and parameters of every operation, per view. ``sizes``: (H, W) of each view's images."""
+        return [
+            [
+                p.draw(drawn.uniforms[v.name, v.copy, p.name], size, drawn.keys.get((v.name, v.copy, p.name)))
+                for p in v.augment.prepared
+            ]
+            for v, size in zip(self.views, sizes, strict=True)
         ]
 
     def forward(
@@ -309,11 +323,10 @@ class Augment(_Recipe):
         ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
-    def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
+    def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
         """Apply operations and normalization to one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-        ``drawn`` holds the batch's random numbers, also those of ``view``; ``output`` holds ``dtype`` and
-        ``memory_format``.
+        ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
@@ -321,8 +334,6 @@ class Augment(_Recipe):
                 log.warning("using backend=kornia: `gpuaug doctor` found that compiled kernels fail on this machine")
                 kind = ReferenceBackend
             self._executor = kind(self.prepared, self.normalize)
-        at, size = (view.name, view.copy), (images.shape[1], images.shape[2])
-        chosen = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in self.prepared]
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:

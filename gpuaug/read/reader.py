@@ -89,8 +89,9 @@ class Reader:
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
         self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # iterator number, shared
+        self.targets = tuple(targets)
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
-        self._encode = _Encode(self.source, self._generation, tuple(targets))
+        self._encode = _Encode(self.source, self._generation, self.targets)
         self._workers: Workers | None = None
         weakref.finalize(self, _advance, self._generation)  # runs at exit before multiprocessing ends the workers
 

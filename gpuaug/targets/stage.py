@@ -102,13 +102,14 @@ class TargetStage:
         self.rules, self.recipe, self.panoptic = rules, recipe, panoptic
         self.flip = None if flip is None else tuple(flip)
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in recipe.views)
+        self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
 
     @property
     def fill(self) -> int:
         """Value of mask pixels outside the image."""
         rules = self.rules.masks
-        return 0 if rules is None or rules.kind == "instances" else rules.fill
+        return 0 if rules is None else rules.fill
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
         """Check the targets against the headers, and convert them to pixels of the upright images."""
@@ -122,9 +123,9 @@ class TargetStage:
         as_upright = (annotated == sizes).all(axis=1)
         as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
         faults = [
-            Fault(row, "targets", f"the annotations are for an image of {_size(annotated[row])}, but it has {_size(sizes[row])}")
+            Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
             for row in np.flatnonzero(given & ~as_upright & ~as_stored).tolist()
-        ]  # fmt: skip
+        ]
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = Objects.of(table, self.rules)
         if as_stored.any():
@@ -172,7 +173,7 @@ class TargetStage:
         rows = np.array([row for row, mask in enumerate(decoded) if mask is not None], dtype=np.int64)
         parts = [decoded[row] for row in rows]
         small = self.fill <= 255 and all(part is not None and part.dtype == np.uint8 for part in parts)
-        on_host = decoder.device.type == "cpu" or rules.kind == "instances"
+        on_host = decoder.device.type == "cpu" or self._instances
         for view in batch.views:
             shape = (len(decoded), 1, *view.windows.size)
             made = buffers.outputs.take(shape, torch.uint8 if small else torch.int32, False)[:, 0]
@@ -190,7 +191,7 @@ class TargetStage:
             )
             view.masks = made
             view.moves = view.moves if inverse is None else view.moves[1:]
-            if rules.kind == "instances":
+            if self._instances:
                 _drop_vanished(view)
         return faults
 
@@ -224,7 +225,8 @@ class TargetStage:
             objects.sample,
         )
         boxes, labels, keypoints, sample = upload(columns, device)
-        assert labels is not None and sample is not None
+        assert labels is not None
+        assert sample is not None
         windows = view.windows
         covered = np.clip(
             np.concatenate([windows.offset, windows.offset + windows.resized], axis=1),
@@ -246,7 +248,7 @@ class TargetStage:
             covered=torch.from_numpy(covered[rows].astype(np.int64)),
             matrices=torch.from_numpy(view.matrices[rows]),
             size=windows.size,
-            instances=self.rules.masks is not None and self.rules.masks.kind == "instances",
+            instances=self._instances,
         )
 
     def _finished_masks(self, view: Placed, *, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
@@ -298,7 +300,7 @@ class TargetStage:
 
         decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
         if self.panoptic and encoded.targets is not None:
-            _number_segments(found, encoded.targets, as_objects=self.fill == 0, fill=self.fill)
+            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
         return found, sorted(faults, key=lambda fault: fault.row)
 
 
