@@ -107,7 +107,7 @@ def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
     for number in np.unique(kind):
         rows = np.flatnonzero(kind == number)
-        m = pixel_matrices(torch.from_numpy(warps[rows, :9]), size, projective=bool(number % 2))
+        m = pixel_matrices(torch.from_numpy(warps[rows, :9]), size, elements=bool(number % 2))
         if number % 2:
             m = m / _projective_scale(m)
         to, back = _normalized(size, number >= 2)

@@ -125,14 +125,14 @@ class Matrix:
     """How the params of one Kornia module become its matrix: pixel indices of its input to those of its output.
 
     Attributes:
-        write: fills float32 [n, 9], zeros at first, for n rows of params. An affine matrix has seven numbers: angle in
+        write: fills float32 [n, 9], zeros at first, for n rows of params. Without ``elements``, seven numbers: angle in
             degrees (clockwise), scale in x and y, translation in x and y in pixels, shear in x and y in degrees; scale,
-            angle and shear are about the image's centre. A projective matrix has its nine elements.
-        projective: which of the two.
+            angle and shear are about the image's centre.
+        elements: whether ``write`` fills the nine elements of the matrix instead.
     """
 
     write: Write
-    projective: bool = False
+    elements: bool = False
 
 
 @dataclass(frozen=True, slots=True)

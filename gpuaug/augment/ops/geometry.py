@@ -91,20 +91,22 @@ def _numbers(out: Float, params: Params, size: Size) -> None:
         out[:, 0] = -90 * np.rint(params["times"])
 
 
-def _mirrored(out: Float, params: Params, size: Size, *, scale: tuple[int, int]) -> None:
-    out[:, 1:3] = scale
+def _mirrored(out: Float, params: Params, size: Size, *, axis: int) -> None:
+    out[:, (0, 4, 8)] = 1
+    out[:, 4 * axis] = -1
+    out[:, 3 * axis + 2] = size[1 - axis] - 1
 
 
-def _elements(out: Float, params: Params, size: Size) -> None:
+def _homography(out: Float, params: Params, size: Size) -> None:
     from kornia.geometry.transform import get_perspective_transform
 
     points = tensors(params)
     out[:] = get_perspective_transform(points["start_points"], points["end_points"]).reshape(-1, 9)
 
 
-def pixel_matrices(values: Tensor, size: Size, *, projective: bool) -> Tensor:
+def pixel_matrices(values: Tensor, size: Size, *, elements: bool) -> Tensor:
     """Matrices float32 [n, 3, 3] from what :class:`Matrix` writes, float32 [n, 9]. Bit-identical to Kornia's."""
-    if projective:
+    if elements:
         return values.view(-1, 3, 3)
     angle, scale_x, scale_y = (-values[:, 0]).deg2rad(), values[:, 1], values[:, 2]
     x, y = (torch.full_like(angle, (n - 1) / 2) for n in size[::-1])
@@ -118,7 +120,7 @@ def pixel_matrices(values: Tensor, size: Size, *, projective: bool) -> Tensor:
     return m @ shear.view(-1, 3, 3)
 
 
-_AFFINE_MATRIX, _PERSPECTIVE_MATRIX = Matrix(_numbers), Matrix(_elements, projective=True)
+_AFFINE_MATRIX, _PERSPECTIVE_MATRIX = Matrix(_numbers), Matrix(_homography, elements=True)
 
 # --- steps
 
@@ -130,7 +132,7 @@ def _warp(op: Any, *, matrix: Matrix = _AFFINE_MATRIX) -> Steps | None:
     padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
     if flags["resample"].name != "BILINEAR" or padding not in _PADDINGS:
         return None
-    how = (_PADDINGS.index(padding), flags["align_corners"], matrix.projective)
+    how = (_PADDINGS.index(padding), flags["align_corners"], matrix.elements)
 
     def write(out: Float, params: Params, size: Size) -> None:
         matrix.write(out[:, 0, :9], params, size)
@@ -139,8 +141,8 @@ def _warp(op: Any, *, matrix: Matrix = _AFFINE_MATRIX) -> Steps | None:
     return Steps((Code.WARP,), write)
 
 
-def _flip(code: Code, scale: tuple[int, int]) -> Entry:
-    return Entry("matrix", step(code), matrix=Matrix(partial(_mirrored, scale=scale)))
+def _flip(code: Code, axis: int) -> Entry:
+    return Entry("matrix", step(code), matrix=Matrix(partial(_mirrored, axis=axis), elements=True))
 
 
 _TRANSLATIONS, _SHEARS = ("translate_x", "translate_y"), ("shear_x", "shear_y")
@@ -148,8 +150,8 @@ _affine_draws = uniform_from("degree", "scale_2", "scale_4", *_TRANSLATIONS, *_S
 _affine_entry = partial(Entry, "matrix", _warp, matrix=_AFFINE_MATRIX)
 
 ENTRIES = {
-    "RandomHorizontalFlip": _flip(Code.HFLIP, (-1, 1)),
-    "RandomVerticalFlip": _flip(Code.VFLIP, (1, -1)),
+    "RandomHorizontalFlip": _flip(Code.HFLIP, axis=0),
+    "RandomVerticalFlip": _flip(Code.VFLIP, axis=1),
     "RandomAffine": _affine_entry(derived(_affine_draws, _affine)),
     "RandomRotation": _affine_entry(),
     "RandomRotation90": _affine_entry(),
