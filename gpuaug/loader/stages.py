@@ -101,7 +101,7 @@ class LiveStage:
             windows = self.recipe.windows(drawn, info.height, info.width)
             return HeaderBatch(encoded, info.faults, info, drawn, windows)
         upright = self.targets.upright(encoded, info, self.decoder)
-        windows = self.recipe.windows(drawn, info.height, info.width, objects=upright.objects, masks=upright.masks)
+        windows = self.recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
         chosen = self.recipe.choose(drawn, [window.size for window in windows])
         targets = self.targets.place(upright, windows, chosen)
         return HeaderBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)

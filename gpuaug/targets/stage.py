@@ -40,14 +40,18 @@ class Upright:
     """Targets of a batch on upright images, before the crop.
 
     Attributes:
-        objects: in pixels of the upright images.
+        table: as the worker sent it, in pixels.
+        objects: in pixels of the annotated images; ``ids`` are rows of ``table``.
+        boxed: the same objects in pixels of the upright images, for crops.
         matrices: float64 [B, 3, 3], from the annotated to the upright image.
         sizes: int64 [B, 2], (height, width) of the upright images; 0 for a sample with a fault.
         masks: the decoded masks, if a crop needs them; None in a row with a fault.
         faults: samples whose targets cannot be used.
     """
 
+    table: EncodedTargets
     objects: Objects
+    boxed: Objects
     matrices: Float64
     sizes: Int64
     masks: list[NDArray[Any] | None] | None
@@ -59,7 +63,7 @@ class Placed:
     """Targets of one view on the host.
 
     Attributes:
-        objects: in pixels of the output.
+        objects: in pixels of the output; ``ids`` are rows of the batch's table.
         matrices: float64 [B, 3, 3], from the annotated image to the output.
         windows: the crop.
         moves: matrices and fields of the operations, in order.
@@ -127,16 +131,17 @@ class TargetStage:
             for row in np.flatnonzero(given & ~as_upright & ~as_stored).tolist()
         ]
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
-        objects = Objects.of(table, self.rules)
+        objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
         if as_stored.any():
             matrices[as_stored] = geometry.orientation(info.orientation[as_stored], stored[as_stored])
-            objects = objects.moved(matrices, flip=self.flip)
+            if objects.boxes is not None:
+                boxed = replace(objects, boxes=geometry.hulls(matrices[objects.sample], objects.boxes))
         decoded = None
         if self._needs_masks:
             decoded, bad = self._decode(encoded, info, decoder)
             faults += bad
         sizes = np.where(known[:, None], sizes, 0)
-        return Upright(objects, matrices, sizes, decoded, faults)
+        return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
 
     def place(
         self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]]
@@ -144,7 +149,7 @@ class TargetStage:
         """Move the objects of every view. ``chosen``: per view, the choices of its operations."""
         views = []
         for view, window, choices in zip(self.recipe.views, windows, chosen, strict=True):
-            crop = geometry.crop(window)
+            crop = geometry.crop(window) @ upright.matrices
             done = moves(view.augment.prepared, choices, window.size)
             ops = np.tile(np.eye(3), (len(crop), 1, 1))
             for move in done:
@@ -159,7 +164,7 @@ class TargetStage:
                 centres=bool(getattr(view.augment.crop, "centres", False)),
                 windows=window,
             )
-            views.append(Placed(objects, ops @ crop @ upright.matrices, window, done))
+            views.append(Placed(objects, ops @ crop, window, done))
         return TargetBatch(upright, views)
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
@@ -170,29 +175,26 @@ class TargetStage:
         decoded, faults = batch.upright.masks, list[Fault]()
         if decoded is None:
             decoded, faults = self._decode(encoded, info, decoder)
-        rows = np.array([row for row, mask in enumerate(decoded) if mask is not None], dtype=np.int64)
-        parts = [decoded[row] for row in rows]
-        small = self.fill <= 255 and all(part is not None and part.dtype == np.uint8 for part in parts)
+        small = self.fill <= 255 and all(mask is None or mask.dtype == np.uint8 for mask in decoded)
         on_host = decoder.device.type == "cpu" or self._instances
         for view in batch.views:
             shape = (len(decoded), 1, *view.windows.size)
             made = buffers.outputs.take(shape, torch.uint8 if small else torch.int32, False)[:, 0]
-            made[np.setdiff1d(np.arange(len(decoded)), rows)] = self.fill
             first = view.moves[0] if view.moves and on_host else None
-            inverse = None if first is None or isinstance(first, Field) else np.linalg.inv(first[rows])
+            inverse = None if first is None or isinstance(first, Field) else np.linalg.inv(first)
             masks.place(
-                parts,
-                view.windows.take(rows),
+                decoded,
+                view.windows,
                 made.numpy(),
-                rows=rows,
                 inverse=inverse,
                 fill=self.fill,
                 threads=decoder.num_threads,
+                each=decoder.each,
             )
             view.masks = made
             view.moves = view.moves if inverse is None else view.moves[1:]
             if self._instances:
-                _drop_vanished(view)
+                _drop_vanished(view, batch.upright.table)
         return faults
 
     def finish(
@@ -221,7 +223,7 @@ class TargetStage:
         columns = (
             None if objects.boxes is None else objects.boxes.astype(np.float32),
             objects.labels,
-            None if objects.keypoints is None else objects.keypoints.astype(np.float32),
+            objects.output_keypoints(self.rules),
             objects.sample,
         )
         boxes, labels, keypoints, sample = upload(columns, device)
@@ -240,7 +242,7 @@ class TargetStage:
             keypoints=keypoints,
             sample=sample,
             counts=torch.from_numpy(objects.counts(len(rows))),
-            ids=torch.from_numpy(objects.ids),
+            ids=torch.from_numpy(upright.table.ids[objects.ids]),
             crowd=torch.from_numpy(objects.crowd),
             area=torch.from_numpy(objects.area),
             indices=indices[rows],
@@ -263,7 +265,7 @@ class TargetStage:
             moved = np.flatnonzero((move != np.eye(3)).any(axis=(1, 2)))
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
-                inverse = buffers.to_device(torch.from_numpy(np.linalg.inv(move[moved])), device)
+                inverse = np.linalg.inv(move[moved])
                 made = made.index_copy(0, at, masks.gather(made.index_select(0, at), inverse, self.fill))
         if len(bad):
             made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
@@ -319,7 +321,7 @@ def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
     return replace(table, boxes=boxes, keypoints=keypoints)
 
 
-def _drop_vanished(view: Placed) -> None:
+def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
     """Drop objects without a pixel in the view's object masks, and number the others 1, 2, ... in each mask."""
     assert view.masks is not None
     objects, made = view.objects, view.masks.numpy()
@@ -327,7 +329,8 @@ def _drop_vanished(view: Placed) -> None:
     begins = np.cumsum([0, *counts])
     keep = np.zeros(len(objects.labels), dtype=bool)
     for row, mask in enumerate(made):
-        numbers = objects.numbers[begins[row] : begins[row + 1]] + 1  # values in the mask, ascending
+        own = objects.ids[begins[row] : begins[row + 1]]
+        numbers = own - table.offsets[row] + 1  # values in the mask, ascending
         present = np.zeros(max(int(mask.max(initial=0)), int(numbers.max(initial=0))) + 1, dtype=bool)
         present[mask.reshape(-1)] = True
         kept = present[numbers]
