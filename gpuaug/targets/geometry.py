@@ -128,6 +128,21 @@ def mirrored(m: Float64) -> Bool:
     return np.asarray(np.linalg.det(m) < 0)
 
 
+def inverse(m: Float64) -> Float64:
+    """Inverses of matrices [.., 3, 3]; NaN if there is none. An affine inverse has exactly (0, 0, 1) as its last row.
+
+    >>> inverse(np.diag([2.0, -1.0, 1.0])).tolist()
+    [[0.5, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    a, b, c = np.moveaxis(np.asarray(m, dtype=np.float64), -2, 0)
+    adjugate = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-1)
+    determinant = (c * adjugate[..., :, 2]).sum(axis=-1)
+    with np.errstate(all="ignore"):
+        return np.asarray(
+            np.where(determinant == 0, np.nan, 1)[..., None, None] * adjugate / determinant[..., None, None]
+        )
+
+
 def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:
     """Map points given as x and y [K, N] by matrices [N, 3, 3]. Memory order [K, N] is three times faster here."""
     m = np.ascontiguousarray(m.transpose(1, 2, 0))

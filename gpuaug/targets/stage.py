@@ -124,8 +124,8 @@ class TargetStage:
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
         annotated, known = table.sizes.astype(np.int64), (sizes > 0).all(axis=1)
         given = known & (annotated > 0).all(axis=1) & (annotated != _NORMALIZED).any(axis=1)
-        as_upright = (annotated == sizes).all(axis=1)
-        as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
+        as_upright: NDArray[np.bool_] = (annotated == sizes).all(axis=1)
+        as_stored: NDArray[np.bool_] = given & ~as_upright & (annotated == stored).all(axis=1)
         faults = [
             Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
             for row in np.flatnonzero(given & ~as_upright & ~as_stored).tolist()
@@ -181,7 +181,7 @@ class TargetStage:
             shape = (len(decoded), 1, *view.windows.size)
             made = buffers.outputs.take(shape, torch.uint8 if small else torch.int32, False)[:, 0]
             first = view.moves[0] if view.moves and on_host else None
-            inverse = None if first is None or isinstance(first, Field) else np.linalg.inv(first)
+            inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
             masks.place(
                 decoded,
                 view.windows,
@@ -265,7 +265,7 @@ class TargetStage:
             moved = np.flatnonzero((move != np.eye(3)).any(axis=(1, 2)))
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
-                inverse = np.linalg.inv(move[moved])
+                inverse = geometry.inverse(move[moved])
                 made = made.index_copy(0, at, masks.gather(made.index_select(0, at), inverse, self.fill))
         if len(bad):
             made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
@@ -287,12 +287,12 @@ class TargetStage:
         faults: list[Fault] = []
 
         def one(row: int) -> None:
-            swap = -1 if info.orientation[row] > 4 else 1
+            height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
             try:
                 found[row] = masks.decode(
                     data[row].tobytes(),
-                    stored=(int(info.height[row]), int(info.width[row]))[::swap],
-                    exif=int(info.orientation[row]),
+                    stored=(width, height) if exif > 4 else (height, width),
+                    exif=exif,
                     max_pixels=decoder.settings.max_pixels,
                     table=self._table,
                     ids_in_rgb=self.panoptic,
