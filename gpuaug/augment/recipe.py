@@ -22,16 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS
+from gpuaug.augment.crop import CROPS, BoxTable
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.augment.target_crops import TARGET_CROPS
 from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
@@ -58,10 +60,28 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """All random numbers of a batch, for all views. Per stream: uniforms float32 [B, n] and keys int64 [B, 2]."""
+    """All random numbers of a batch, for all views. Per stream: uniforms float32 [B, n] and keys int64 [B, 2].
+
+    ``seed``, ``epoch``, ``indices`` and ``repeats`` are the arguments of ``draw``, for crops that draw again.
+    """
 
     uniforms: Mapping[tuple[str, int, str], Float]
     keys: Mapping[tuple[str, int, str], Int]
+    seed: int = 0
+    epoch: int = 0
+    indices: Int | None = None
+    repeats: Int | None = None
+
+    def again(self, number: int, rows: Int, *, view: View) -> Float:
+        """Uniforms of round ``number`` for the crop of a view: float32 [n, count] for ``rows``, from their own stream.
+
+        Operations cannot have the stream's name, because no name contains a null character.
+        """
+        assert self.indices is not None
+        stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
+        repeats = None if self.repeats is None else self.repeats[rows]
+        drawn = uniforms((stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[rows], repeats=repeats)
+        return drawn[stream.view, stream.copy, stream.op]
 
 
 class _Recipe(nn.Module):
@@ -131,24 +151,39 @@ class _Recipe(nn.Module):
             for v in self.views
             for s in (Stream(v.name, v.copy, p.name, p.count) for p in v.augment.prepared if p.keyed)
         }
-        return Drawn(values, keys)
+        again = None if repeats is None else np.asarray(repeats, dtype=np.int64)
+        return Drawn(values, keys, seed, epoch, numbers, again)
 
-    def windows(self, drawn: Drawn, heights: Int, widths: Int) -> list[CropWindows]:
+    def windows(
+        self,
+        drawn: Drawn,
+        heights: Int,
+        widths: Int,
+        *,
+        objects: BoxTable | None = None,
+        masks: Sequence[NDArray[Any] | None] | None = None,
+    ) -> list[CropWindows]:
         """Compute the crop windows of each view for the images of a batch.
 
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
+            objects: the boxes of all samples, for crops that need ``boxes``.
+            masks: B label arrays [h, w] after EXIF orientation, for crops that need ``masks``; None for a sample that
+                cannot be decoded.
 
         Raises:
             ConfigError: the images differ in size and there is no crop, or the crop does not fit the images.
         """
-        return [
-            _whole_images(heights, widths)
-            if (crop := view.augment.crop) is None
-            else crop.windows(drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None, heights, widths)
-            for view in self.views
-        ]
+        windows = []
+        for view in self.views:
+            if (crop := view.augment.crop) is None:
+                windows.append(_whole_images(heights, widths))
+                continue
+            u = drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None
+            redraw = None if drawn.indices is None else partial(drawn.again, view=view)
+            windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
+        return windows
 
     def apply(  # type: ignore[override]
         self,
@@ -271,7 +306,7 @@ class Augment(_Recipe):
         backend: str = "fused",
     ) -> None:
         super().__init__()
-        checks.instance("augment.crop", crop, *CROPS, optional=True)
+        checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS, optional=True)
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)
