@@ -101,6 +101,8 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
             elif steps:
                 parts.append(steps)
             parts += fields
+    if not parts:
+        return []
     matrices = iter(_matrices([part for part in parts if isinstance(part, list)], size, len(chosen[0].choice)))
     return [part if isinstance(part, Field) else next(matrices) for part in parts]
 
