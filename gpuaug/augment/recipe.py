@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
+
+if TYPE_CHECKING:
+    from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
 
@@ -223,16 +226,26 @@ class _Recipe(nn.Module):
         self,
         images: Tensor,
         *,
+        masks: Tensor | None = None,
+        boxes: Sequence[Any] | None = None,
+        labels: Sequence[Any] | None = None,
+        keypoints: Sequence[Any] | None = None,
+        targets: Targets | None = None,
         seed: int | None = None,
         epoch: int = 0,
         indices: Int | Tensor | Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> Tensor | list[Tensor]:
+    ) -> Any:
         """Apply the whole recipe, including the crop, to a decoded batch.
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
+            masks: integers [B, H, W], one class number per pixel.
+            boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels.
+            labels: for each image [n], class numbers of the objects; None: 0.
+            keypoints: for each image [n, K, 3], (x, y, visibility).
+            targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
             seed: any integer. None with ``indices``: 0. None without ``indices``: a new seed from torch's default CPU
                 generator (as for torch's random operations), the rank and the DataLoader worker's number.
             epoch: number of the epoch.
@@ -241,7 +254,8 @@ class _Recipe(nn.Module):
             memory_format: contiguous_format or channels_last.
 
         Returns:
-            [B, 3, h, w], or a list of such tensors if the recipe has several views.
+            [B, 3, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
+            ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them.
 
         Raises:
             ConfigError: an argument has a wrong type, shape or value.
@@ -249,7 +263,9 @@ class _Recipe(nn.Module):
         """
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy and our kernels
             eager = torch.compiler.disable(partial(_Recipe.forward, self))
-            return eager(images, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
+            given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+            output = {"dtype": dtype, "memory_format": memory_format}
+            return eager(images, seed=seed, epoch=epoch, indices=indices, **given, **output)
         self.check_unchanged(quick=True)
         images = _channels_last(images)
         if isinstance(dtype, str):
@@ -268,10 +284,23 @@ class _Recipe(nn.Module):
                 f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
-        whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
-        cut = [_cut(images, windows) for windows in self.windows(drawn, *whole)]
-        made = self.apply(cut, drawn, dtype=dtype, memory_format=memory_format)
-        return made[0] if len(made) == 1 else made
+        chosen, moved = None, None
+        if masks is None and boxes is None and keypoints is None:
+            whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
+            windows = self.windows(drawn, *whole)
+        else:
+            from gpuaug.augment.target_stage import Given, augment_targets  # not needed without targets
+
+            given = Given(masks=masks, boxes=boxes, labels=labels, keypoints=keypoints, targets=targets)
+            size = (images.shape[1], images.shape[2])
+            windows, chosen, moved = augment_targets(
+                self, drawn, given, size=size, indices=numbers.astype(np.int64), device=images.device
+            )
+        cut = [_cut(images, each) for each in windows]
+        made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
+        if moved is None:
+            return made[0] if len(made) == 1 else made
+        return (made[0], moved[0]) if len(made) == 1 else (made, moved)
 
 
 class Augment(_Recipe):

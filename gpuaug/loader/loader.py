@@ -33,7 +33,7 @@ from gpuaug.source.materialized import Rows
 
 if TYPE_CHECKING:  # runs without targets do not import them
     from gpuaug.targets.rules import Targets
-    from gpuaug.targets.stage import TargetStage
+    from gpuaug.augment.target_stage import TargetStage
 
 log = logging.getLogger("gpuaug")
 
@@ -222,7 +222,7 @@ class Loader:
     def _target_stage(self) -> TargetStage | None:
         if self.targets is None:
             return None
-        from gpuaug.targets.stage import TargetStage
+        from gpuaug.augment.target_stage import TargetStage
 
         flip = None if self.targets.keypoints is None else self.targets.keypoints.flip
         flip = getattr(self.source, "flip_pairs", None) if flip is None else flip

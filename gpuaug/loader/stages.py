@@ -25,7 +25,7 @@ from gpuaug.source.materialized import Rows
 
 if TYPE_CHECKING:  # runs without targets import none of it
     from gpuaug.targets.batch import BatchTargets
-    from gpuaug.targets.stage import TargetBatch, TargetStage
+    from gpuaug.augment.target_stage import TargetBatch, TargetStage
 
 log = logging.getLogger("gpuaug")
 

@@ -8,27 +8,32 @@ gives: one :class:`BatchTargets` per view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.moves import Field, moves
+from gpuaug.augment.moves import Field, check_carried, moves
 from gpuaug.augment.parameters import Chosen
-from gpuaug.augment.recipe import Augment, MultiView
-from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64
+from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import HeaderInfo, decode_fault
+from gpuaug.decode.resize import one_by_one
+from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
+from gpuaug.read.targets import collect
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.objects import Objects, carry
-from gpuaug.targets.rules import Targets
+from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+
+if TYPE_CHECKING:
+    from gpuaug.augment.recipe import Augment, Drawn, MultiView
 
 Float64 = NDArray[np.float64]
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
@@ -169,14 +174,25 @@ class TargetStage:
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
         """Decode the masks and sample them for every view, in ``batch``. Return the faults."""
-        rules = self.rules.masks
-        if rules is None:
-            return []
         decoded, faults = batch.upright.masks, list[Fault]()
-        if decoded is None:
+        if decoded is None and self.rules.masks is not None:
             decoded, faults = self._decode(encoded, info, decoder)
+        if decoded is not None:
+            self.sample(batch, decoded, decoder.device, threads=decoder.num_threads, each=decoder.each)
+        return faults
+
+    def sample(
+        self,
+        batch: TargetBatch,
+        decoded: Sequence[NDArray[Any] | None],
+        device: torch.device,
+        *,
+        threads: int = 1,
+        each: Callable[..., None] = one_by_one,
+    ) -> None:
+        """Crop and resize upright masks for every view, in ``batch``. On a CPU also move them by the operations."""
         small = self.fill <= 255 and all(mask is None or mask.dtype == np.uint8 for mask in decoded)
-        on_host = decoder.device.type == "cpu" or self._instances
+        on_host = device.type == "cpu" or self._instances
         for view in batch.views:
             shape = (len(decoded), 1, *view.windows.size)
             made = buffers.outputs.take(shape, torch.uint8 if small else torch.int32, False)[:, 0]
@@ -188,14 +204,13 @@ class TargetStage:
                 made.numpy(),
                 inverse=inverse,
                 fill=self.fill,
-                threads=decoder.num_threads,
-                each=decoder.each,
+                threads=threads,
+                each=each,
             )
             view.masks = made
             view.moves = view.moves if inverse is None else view.moves[1:]
             if self._instances:
                 _drop_vanished(view, batch.upright.table)
-        return faults
 
     def finish(
         self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
@@ -304,6 +319,93 @@ class TargetStage:
         if self.panoptic and encoded.targets is not None:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
         return found, sorted(faults, key=lambda fault: fault.row)
+
+
+def augment_targets(
+    recipe: Augment | MultiView,
+    drawn: Drawn,
+    given: Given,
+    *,
+    size: tuple[int, int],
+    indices: Int64,
+    device: torch.device,
+) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
+    """Move the targets of images that are already decoded; returns crop windows, choices and targets of every view.
+
+    Args:
+        recipe: the recipe of the images.
+        drawn: its random numbers.
+        given: the targets.
+        size: (H, W) of the images.
+        indices: int64 [B], sample numbers.
+        device: the device of the images.
+
+    Raises:
+        ConfigError: if an operation moves pixels in an unknown way, or the targets do not fit the images.
+    """
+    for view in (view for view in recipe.views if view.copy == 0):
+        check_carried(view.augment.prepared, given.rules.names)
+    table, decoded = given.encoded(len(indices), size)
+    stage = TargetStage(given.rules, recipe, flip=None if given.rules.keypoints is None else given.rules.keypoints.flip)
+    objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), given.rules)
+    count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
+    upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
+    windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)
+    chosen = recipe.choose(drawn, [window.size for window in windows])
+    batch = stage.place(upright, windows, chosen)
+    if decoded is not None:
+        stage.sample(batch, decoded, device)
+    return windows, chosen, stage.finish(batch, torch.from_numpy(indices), bad=[], keep=None, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Targets that a caller gives with decoded images, and the rules for them."""
+
+    masks: Tensor | None
+    boxes: Sequence[Any] | None
+    labels: Sequence[Any] | None
+    keypoints: Sequence[Any] | None
+    targets: Targets | None
+
+    @property
+    def rules(self) -> Targets:
+        """The caller's rules, or the default rules for what was given."""
+        return self.targets or Targets(
+            masks=None if self.masks is None else Masks(),
+            boxes=None if self.boxes is None else Boxes(),
+            keypoints=None if self.keypoints is None else Keypoints(),
+        )
+
+    def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
+        """The objects of ``count`` images as one table, and the masks as arrays."""
+        names = [name for name in self.rules.names if name != "masks"]
+        for name in self.rules.names:
+            value = getattr(self, name)
+            if value is None or len(value) != count:
+                found = "None" if value is None else f"{len(value)}"
+                raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
+        columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
+        if any(value is not None and len(value) != count for value in columns.values()):
+            raise ConfigError(f"`labels` must have one entry per image, {count}. Found: {len(self.labels or ())}.")
+        samples = [
+            Target(**{name: None if v is None else np.asarray(v[row]) for name, v in columns.items()})
+            for row in range(count)
+        ]
+        table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
+        if faults:
+            raise ConfigError(
+                f"`{faults[0].reason.split('[')[0].split(' ')[0]}` of image {faults[0].row}: {faults[0].reason}."
+            )
+        if self.masks is None or self.rules.masks is None:
+            return table, None
+        if self.masks.shape != (count, *size) or self.masks.is_floating_point():
+            raise ConfigError(
+                f"`masks` must be integers [{count}, {size[0]}, {size[1]}], as the images. "
+                f"Found: {self.masks.dtype} {list(self.masks.shape)}."
+            )
+        values = self.masks.cpu().numpy()
+        return table, list(values if values.dtype == np.uint8 else values.astype(np.int32))
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
