@@ -1,4 +1,4 @@
-"""Pillow decodes the images that DALI does not. Only this file imports Pillow for decoding."""
+"""Pillow decodes masks, and the images that DALI does not decode. Only this file imports Pillow for decoding."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
         for at, to, size, start, extent in ((y, h, out.shape[0], top, height), (x, w, out.shape[1], left, width))
     )
     out[y0 : y0 + len(rows), x0 : x0 + len(columns)] = mask[rows][:, columns]
-    if inverse is not None:
+    if inverse is not None and not np.array_equal(inverse[k], np.eye(3)):
         out[:] = gather(torch.from_numpy(out)[None], inverse[k : k + 1], fill)[0].numpy()
 
 
