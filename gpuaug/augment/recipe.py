@@ -291,10 +291,10 @@ class _Recipe(nn.Module):
         else:
             from gpuaug.augment.target_stage import Given, augment_targets  # not needed without targets
 
-            given = Given(masks=masks, boxes=boxes, labels=labels, keypoints=keypoints, targets=targets)
+            asked = Given(masks=masks, boxes=boxes, labels=labels, keypoints=keypoints, targets=targets)
             size = (images.shape[1], images.shape[2])
             windows, chosen, moved = augment_targets(
-                self, drawn, given, size=size, indices=numbers.astype(np.int64), device=images.device
+                self, drawn, asked, size=size, indices=numbers.astype(np.int64), device=images.device
             )
         cut = [_cut(images, each) for each in windows]
         made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)

@@ -127,13 +127,14 @@ class TargetStage:
         sizes = np.stack([info.height, info.width], axis=1)
         table = _in_pixels(table, sizes)
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
-        annotated, known = table.sizes.astype(np.int64), (sizes > 0).all(axis=1)
+        annotated = table.sizes.astype(np.int64)
+        known: NDArray[Any] = np.asarray((sizes > 0).all(axis=1))
         given = known & (annotated > 0).all(axis=1) & (annotated != _NORMALIZED).any(axis=1)
-        as_upright: NDArray[np.bool_] = (annotated == sizes).all(axis=1)
-        as_stored: NDArray[np.bool_] = given & ~as_upright & (annotated == stored).all(axis=1)
+        as_upright = (annotated == sizes).all(axis=1)
+        as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
         faults = [
             Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
-            for row in np.flatnonzero(given & ~as_upright & ~as_stored).tolist()
+            for row in np.flatnonzero(np.asarray(given & ~as_upright & ~as_stored)).tolist()
         ]
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
@@ -322,7 +323,7 @@ class TargetStage:
 
 
 def augment_targets(
-    recipe: Augment | MultiView,
+    recipe: Any,
     drawn: Drawn,
     given: Given,
     *,
@@ -333,7 +334,7 @@ def augment_targets(
     """Move the targets of images that are already decoded; returns crop windows, choices and targets of every view.
 
     Args:
-        recipe: the recipe of the images.
+        recipe: the recipe of the images, an Augment or MultiView.
         drawn: its random numbers.
         given: the targets.
         size: (H, W) of the images.
@@ -388,10 +389,10 @@ class Given:
         columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
         if any(value is not None and len(value) != count for value in columns.values()):
             raise ConfigError(f"`labels` must have one entry per image, {count}. Found: {len(self.labels or ())}.")
-        samples = [
-            Target(**{name: None if v is None else np.asarray(v[row]) for name, v in columns.items()})
-            for row in range(count)
-        ]
+        samples = []
+        for row in range(count):
+            own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
+            samples.append(Target(**own))
         table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
         if faults:
             raise ConfigError(
@@ -406,6 +407,10 @@ class Given:
             )
         values = self.masks.cpu().numpy()
         return table, list(values if values.dtype == np.uint8 else values.astype(np.int32))
+
+
+def _array(value: Any) -> NDArray[Any]:
+    return np.asarray(value.cpu() if isinstance(value, Tensor) else value)
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:

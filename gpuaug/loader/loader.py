@@ -32,8 +32,8 @@ from gpuaug.source.cache import CachedSource, RamCache
 from gpuaug.source.materialized import Rows
 
 if TYPE_CHECKING:  # runs without targets do not import them
-    from gpuaug.targets.rules import Targets
     from gpuaug.augment.target_stage import TargetStage
+    from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
 

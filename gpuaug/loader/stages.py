@@ -24,8 +24,8 @@ from gpuaug.read.order import Order
 from gpuaug.source.materialized import Rows
 
 if TYPE_CHECKING:  # runs without targets import none of it
-    from gpuaug.targets.batch import BatchTargets
     from gpuaug.augment.target_stage import TargetBatch, TargetStage
+    from gpuaug.targets.batch import BatchTargets
 
 log = logging.getLogger("gpuaug")
 

@@ -293,3 +293,39 @@ def test_layouts_of_frameworks():
     assert torch.allclose(torch.cat([image["boxes"] for image in detr]), want)
     assert [image["orig_size"].tolist() for image in detr] == [list(SIZES[i % 4]) for i in batch.indices.tolist()]
     assert targets.pixel_mask().shape == (5, 48, 48)
+
+
+def test_a_decoded_batch_is_augmented_as_in_the_loader():
+    """Whole images of one size, without a decoder: equal pixels, masks, boxes and keypoints."""
+    source = Pairs()
+    rows = [i for i in range(COUNT) if SIZES[i % 4] == (96, 128)]
+    bmp = [(encode(Image.open(io.BytesIO(source[i][0])), "BMP"), source[i][1]) for i in rows]
+    rules = gpuaug.Targets(
+        masks=gpuaug.Masks(), boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints(flip=Pairs.flip_pairs)
+    )
+    with loader(bmp, targets=rules, batch_size=len(bmp), order="sequential") as made:
+        want = next(iter(made))
+    images = torch.from_numpy(np.stack([np.asarray(Image.open(io.BytesIO(data))) for data, _ in bmp]))
+    labels = [target.labels for _, target in bmp]
+    found, targets = recipe()(
+        images,
+        masks=torch.from_numpy(np.stack([np.asarray(Image.open(io.BytesIO(target.mask))) for _, target in bmp])),
+        boxes=[torch.from_numpy(target.boxes) for _, target in bmp],
+        labels=labels,
+        keypoints=[target.keypoints for _, target in bmp],
+        targets=rules,
+        seed=3,
+    )
+    assert torch.equal(found, want.images)
+    for name in ("masks", "boxes", "labels", "keypoints", "sample", "counts", "matrices"):
+        assert torch.equal(getattr(targets, name), getattr(want.targets, name)), name
+    alone, masks = recipe()(images, masks=torch.zeros(images.shape[:3], dtype=torch.int64), seed=3)
+    assert torch.equal(alone, found)
+    assert masks.masks.dtype == torch.int64
+    for wrong in (
+        {"boxes": [np.zeros((1, 4))]},
+        {"masks": torch.zeros(3, 4, 5)},
+        {"boxes": [[[9, 0, 3, 4]]] * len(images)},
+    ):
+        with pytest.raises(ConfigError):
+            recipe()(images, **wrong)
