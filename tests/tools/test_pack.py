@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import io
 import json
@@ -538,7 +539,6 @@ def test_other_labels_of_any_kind_are_another_job(folder: Path, tmp_path: Path, 
 
 
 def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
     (tmp_path / "out" / ".partial").mkdir(parents=True)
     lock = os.open(tmp_path / "out" / ".partial", os.O_RDONLY)
     try:
@@ -552,7 +552,6 @@ def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
 # -- damaged --
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
 def test_pipes_in_the_folder_are_refused_and_not_waited_for(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / ".partial").mkdir(parents=True)
