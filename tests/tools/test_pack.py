@@ -307,7 +307,6 @@ def test_size_by_epoch(arrays: Path) -> None:
     assert [plan.size_of(e) for e in (0, 2, 3, 6, 7, 99)] == [40, 40, 96, 96, 40, 40]
     small, large = PackedSource(arrays, size=40), PackedSource(arrays)
     assert large.size == 96
-    assert bytes(plan.at_epoch(4)[5][0]) == bytes(large[5][0])
     with pytest.raises(RuntimeError, match="depends on the epoch"):
         plan[0]
     rows = plan.by_epoch
