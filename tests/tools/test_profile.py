@@ -30,19 +30,8 @@ from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
-from gpuaug.tools.profile.bottleneck import (
-    FREE,
-    GAIN,
-    TITLES,
-    Cost,
-    Measured,
-    Verdict,
-    diagnose,
-    expected,
-    gain,
-    predict,
-)
-from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.bottleneck import GAIN, TITLES, Verdict, diagnose, expected, gain, predict
+from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
 
