@@ -19,6 +19,7 @@ from typing import Any
 import planted
 import pytest
 import torch
+from common import threads
 from PIL import Image
 
 import gpuaug
@@ -74,10 +75,8 @@ def sleeping(seconds: float) -> Callable[[Batch], None]:
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 @pytest.fixture(scope="module")
