@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import inspect
+import io
 import os
 import re
 import shlex
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import recipe
 from conftest import ROOT
 
 import gpuaug
@@ -128,6 +131,22 @@ def test_quantities_have_units(name: str, parameter: str) -> None:
 def test_every_unit_is_of_a_quantity() -> None:
     assert {parameter for _, parameter in QUANTITIES} == UNITS.keys()
     assert {"Batch", "Augment.forward"} <= {name for name, thing in PUBLIC.items() if arrays(thing)}
+
+
+# their examples open files that are made in other tests
+OF_FILES = {"MaterializedSource", "PackedSource", "ParquetSource", "ShardSource", "TableSource"}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in OF_FILES and ">>>" in docstring(name)])
+def test_examples_of_docstrings_run(name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train").symlink_to(photos)
+    monkeypatch.chdir(tmp_path)
+    module = sys.modules[PUBLIC[name].__module__]
+    known = {**vars(module), "gpuaug": gpuaug, "recipe": recipe()}
+    (test,) = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, module=module, globs=known)
+    said = io.StringIO()
+    assert not doctest.DocTestRunner().run(test, out=said.write).failed, said.getvalue()
 
 
 ERRORS = {e for e in gpuaug.__all__ if inspect.isclass(t := getattr(gpuaug, e)) and issubclass(t, gpuaug.GpuaugError)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import mmap
 import os
@@ -52,7 +51,7 @@ class PackedSource(ListedSource):
         SourceError: if ``root`` is not a complete folder of `gpuaug pack`, or does not have ``size``.
 
     >>> source = PackedSource("data/packed", size={0: 128, 30: 160})
-    >>> source.at_epoch(30).size
+    >>> source.size_of(30)
     160
     """
 
@@ -97,7 +96,9 @@ class PackedSource(ListedSource):
         if len(self._schedule) > 1:
             schedule = ", ".join(f"{epoch}: {size}" for epoch, size in self._schedule)
             # RuntimeError, because GpuaugErrors are recorded as faults of one sample, and this is a programming error
-            raise RuntimeError(f"`source.size` depends on the epoch ({schedule}). Read `source.at_epoch(epoch)`.")
+            raise RuntimeError(
+                f"`source.size` depends on the epoch ({schedule}). Use `source.size_of(epoch)`, or set one size."
+            )
         return self._schedule[0][1]
 
     @property
@@ -109,13 +110,6 @@ class PackedSource(ListedSource):
     def by_epoch(self) -> Rows | None:
         """The source that the loader reads instead if the size depends on the epoch; else None."""
         return Rows(self) if len(self._schedule) > 1 else None
-
-    def at_epoch(self, epoch: int) -> PackedSource:
-        """A source with the same samples at the size of ``epoch``. Both sources share the mapped files."""
-        view = copy.copy(self)
-        view.used = [self.size_of(epoch)]
-        view._schedule = [(0, view.used[0])]
-        return view
 
     def size_of(self, epoch: int) -> Size:
         """The shorter side that ``epoch`` reads, or ``full``."""

@@ -865,6 +865,23 @@ def close_enough(found: np.ndarray, want: np.ndarray) -> None:
     assert difference.max() <= 40
 
 
+def compared(decoder: Decoder, reference: Decoder, images: list[bytes], *counts: int):
+    """Require that views of the first images, repeated, are close to the reference's; both views without a resize."""
+    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
+    for count in counts:
+        some = (images * (1 + count // len(images)))[:count]
+        want, _, _ = views(reference, some, *crops)
+        found, faults, _ = views(decoder, some, *crops)
+        assert not faults
+        for a, b in zip(found, want, strict=True):
+            close_enough(a, b)
+        yield found[1], want[1]
+
+
+def turned() -> list[bytes]:
+    return [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
+
+
 def test_raw_rows_beside_the_cuda_graph(dali, as_on_cuda):
     """They are resized on the host and uploaded: the CPU's pixels, whatever is in the batch with them."""
     encoded = [KINDS[k]() for k in MIXED]
@@ -881,21 +898,14 @@ def test_raw_rows_beside_the_cuda_graph(dali, as_on_cuda):
 def test_cuda_graph_agrees_with_the_cpu(dali, as_on_cuda):
     kinds = [k for k in MIXED if k not in ("gif",)]
     images = [KINDS[k]() for k in kinds]
-    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
-    for count in (len(images), 3, 40):  # 40: another capacity
-        some = (images * 7)[:count]
-        want, _, _ = views(dali, some, *crops)
-        found, faults, _ = views(as_on_cuda, some, *crops)
-        assert not faults
-        for a, b in zip(found, want, strict=True):
-            close_enough(a, b)
-    assert (found[1] == want[1]).all()  # nothing resized, so nothing differs
+    for found, want in compared(as_on_cuda, dali, images, len(images), 3, 40):  # 40: another capacity
+        assert (found == want).all()  # nothing resized, so nothing differs
     bicubic = RandomResizedCrop(64, interpolation="bicubic")
     close_enough(views(as_on_cuda, images, bicubic)[0][0], views(dali, images, bicubic)[0][0])
 
 
 def test_cuda_graph_with_orientations_faults_and_rescues(dali, as_on_cuda):
-    images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
+    images = turned()
     images[3:3] = [b"rubbish", KINDS["gif"](), failing_in_decode(), KINDS["png animated, own first"]()]
     crops = RandomCrop((100, 70)), ResizeCenterCrop(187, (170, 120))
     want, faults_want, _ = views(dali, images, *crops)
@@ -1004,15 +1014,8 @@ def test_decoding_on_the_cpu_loads_no_codec_of_the_gpu(dali):
 def test_mixed_agrees_with_the_cpu(dali):
     cuda = Decode(backend="dali").open("cuda")
     images = [KINDS[k]() for k in KINDS]
-    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
-    for count in (len(images), 3, 80):
-        some = (images * 3)[:count]
-        want, _, _ = views(dali, some, *crops)
-        found, faults, _ = views(cuda, some, *crops)
-        assert not faults
-        for a, b in zip(found, want, strict=True):
-            close_enough(a, b)
-        assert np.abs(found[1].astype(int) - want[1]).max() <= 4  # decode alone
+    for found, want in compared(cuda, dali, images, len(images), 3, 80):
+        assert np.abs(found.astype(int) - want).max() <= 4  # decode alone
     cuda.close()
 
 
@@ -1036,8 +1039,7 @@ def test_mixed_repeats_itself_and_survives_faults():
 @gpu
 def test_mixed_orientation_and_full_images(dali):
     cuda = Decode(backend="dali").open("cuda")
-    images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
-    batch = pack(images)
+    batch = pack(turned())
     for a, b in zip(
         cuda.full(batch, cuda.read_headers(batch)), dali.full(batch, dali.read_headers(batch)), strict=True
     ):

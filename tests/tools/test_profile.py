@@ -19,6 +19,7 @@ from typing import Any
 import planted
 import pytest
 import torch
+from common import threads
 from PIL import Image
 
 import gpuaug
@@ -30,19 +31,8 @@ from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
-from gpuaug.tools.profile.bottleneck import (
-    FREE,
-    GAIN,
-    TITLES,
-    Cost,
-    Measured,
-    Verdict,
-    diagnose,
-    expected,
-    gain,
-    predict,
-)
-from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.bottleneck import GAIN, TITLES, Verdict, diagnose, expected, gain, predict
+from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
 
@@ -85,10 +75,8 @@ def sleeping(seconds: float) -> Callable[[Batch], None]:
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,11 @@ class Materialize:
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
         GpuaugError: if the disk has too little space, or another run writes to ``out``.
+
+    >>> source = gpuaug.FolderSource("data/train")
+    >>> with gpuaug.Loader(source, augment=recipe, seed=0) as loader:
+    ...     Materialize(loader, out="data/epochs", epochs=3).run()
+    0
     """
 
     def __init__(

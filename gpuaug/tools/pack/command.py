@@ -299,11 +299,10 @@ def _publish(job: Job) -> dict[str, Any]:
     for name in [*map(str, job.what.names), "index", MANIFEST]:
         if (job.work / name).exists():
             os.replace(job.work / name, job.out / name)
-    if hasattr(os, "O_DIRECTORY"):  # the renames must reach the disk before the work folder is removed
-        folder = os.open(job.out, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(job.out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the renames must reach the disk before the work folder is removed
+    finally:
+        os.close(folder)
     shutil.rmtree(job.work)
     return parse_manifest(read_file(str(job.out / MANIFEST)), KIND, VERSION)

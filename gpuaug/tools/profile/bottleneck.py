@@ -20,12 +20,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuaug.files import format_bytes
-
-if TYPE_CHECKING:
-    from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
 GAIN = 1.07  # the smallest predicted speedup that is proposed: noise is as large
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
@@ -42,50 +40,6 @@ TITLES = {
     "host overhead": "host overhead: Python on the host, between the stages",
     "model": "the model is the limit",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds per image of one stage: wall time (median of the rounds), and CPU time of all threads."""
-
-    wall: float
-    cpu: float
-
-    @property
-    def rate(self) -> float:
-        """Images per second."""
-        return 1.0 / max(self.wall, 1e-9)
-
-    def scaled(self, wall: float, cpu: float) -> Cost:
-        """This cost multiplied by factors."""
-        return Cost(self.wall * wall, self.cpu * cpu)
-
-
-FREE = Cost(0.0, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The measurements. Each stage is measured alone, in seconds per image."""
-
-    batch_size: int
-    workers: int
-    prefetch: int
-    main_thread: bool  # augmentation runs in the training thread
-    device_type: str
-    source: Cost  # reading samples in one process
-    read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None  # the same with bytes already in memory: packing and copying to this process. None: no workers
-    take: float  # CPU time of the thread that receives the batches from the workers
-    decode: Cost
-    augment: Cost
-    host: Cost  # headers, random values, crops and mix
-    host_parts: Mapping[str, float]
-    step: Cost | None  # the training step on cached batches, as with an ideal loader; None without a model
-    whole: Cost | None  # the complete loader and the step, as in training; None: not measured
-    cores: float  # cores this process gets, after affinity, quota and other processes
-    busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
-    bytes_per_image: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
-from gpuaug.tools.profile.bottleneck import Change, Cost, Measured, Verdict
-from gpuaug.tools.profile.measure import Profiler, Step
+from gpuaug.tools.profile.bottleneck import Change, Verdict
+from gpuaug.tools.profile.measure import Cost, Measured, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.sheet import PAPER, Cell, Row, sheet

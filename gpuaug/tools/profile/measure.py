@@ -16,8 +16,8 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -36,7 +36,6 @@ from gpuaug.loader.stages import LiveStage, Stage
 from gpuaug.read.reader import Reader
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
-from gpuaug.tools.profile.bottleneck import FREE, Cost, Measured
 
 log = logging.getLogger("gpuaug")
 
@@ -48,6 +47,50 @@ IMAGES = 64  # smallest number of images kept: more batches if batches are small
 CACHE_BYTES = 2**28  # limit of the bytes kept; the first batch is always kept
 LONGEST_S = 6.0  # of one measurement; slow stages are measured on fewer batches
 FEW = 16  # images for testing changes of a recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds per image of one stage: wall time (median of the rounds), and CPU time of all threads."""
+
+    wall: float
+    cpu: float
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return 1.0 / max(self.wall, 1e-9)
+
+    def scaled(self, wall: float, cpu: float) -> Cost:
+        """This cost multiplied by factors."""
+        return Cost(self.wall * wall, self.cpu * cpu)
+
+
+FREE = Cost(0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The measurements. Each stage is measured alone, in seconds per image."""
+
+    batch_size: int
+    workers: int
+    prefetch: int
+    main_thread: bool  # augmentation runs in the training thread
+    device_type: str
+    source: Cost  # reading samples in one process
+    read: Cost  # reading batches with the configured workers; without workers, in this process
+    copy: Cost | None  # the same with bytes already in memory: packing and copying to this process. None: no workers
+    take: float  # CPU time of the thread that receives the batches from the workers
+    decode: Cost
+    augment: Cost
+    host: Cost  # headers, random values, crops and mix
+    host_parts: Mapping[str, float]
+    step: Cost | None  # the training step on cached batches, as with an ideal loader; None without a model
+    whole: Cost | None  # the complete loader and the step, as in training; None: not measured
+    cores: float  # cores this process gets, after affinity, quota and other processes
+    busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
+    bytes_per_image: float = 0.0
 
 
 class Notes:
