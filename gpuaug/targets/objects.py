@@ -51,7 +51,10 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without what the rules leave out."""
+        """The objects of a batch as the source gave them, without what the rules leave out.
+
+        Labels, crowd, area and ids share memory with ``encoded`` unless a crowd was dropped.
+        """
         boxes, keypoints = encoded.boxes, encoded.keypoints
         objects = cls(
             sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
@@ -199,7 +202,7 @@ def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: F
     for m, area in ((crop, covered), (ops, canvas)):
         xy, _ = geometry.points(m, xy)
         visible = visible & _both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
-    moved = np.zeros_like(keypoints, order="C")
+    moved = np.zeros_like(keypoints)
     moved[..., :2], moved[..., 2] = np.where(visible[..., None], xy, 0), keypoints[..., 2] * visible
     return moved
 

@@ -368,6 +368,18 @@ def test_objects_without_boxes_are_all_kept() -> None:
     assert found.keypoints.tolist() == [[[0, 0, 0]], [[5, 5, 2]]]
 
 
+def test_a_box_that_ends_just_outside_is_dropped_although_there_are_no_limits() -> None:
+    """Not kept with x1 > x2 for being near enough to the smallest size."""
+    beside = np.array([[1, 0, W + 1e-10], [0, 1, 0], [0, 0, 1]])
+    assert len(moved(of([[0, 0, 5, 5]]), beside)) == 0
+
+
+def test_boxes_move_without_rules_of_boxes() -> None:
+    objects = of([[0, 0, 5, 5], [100, 0, 105, 5]], keypoints=[[[1, 1, 2]]] * 2)
+    found = moved(objects, MIRROR, rules=Targets(keypoints=Keypoints()))
+    assert found.boxes.tolist() == [[75, 0, 80, 5]]
+
+
 def test_an_object_behind_the_viewer_is_dropped() -> None:
     m = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1]])  # w' <= 0 right of x = 50
     objects = of([[5, 5, 10, 10], [40, 5, 60, 10], [60, 5, 70, 10]], keypoints=[[[8, 8, 2], [60, 8, 2]]] * 3)
