@@ -51,7 +51,10 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without what the rules leave out."""
+        """The objects of a batch as the source gave them, without what the rules leave out.
+
+        Labels, crowd, area and ids share memory with ``encoded`` unless a crowd was dropped.
+        """
         boxes, keypoints = encoded.boxes, encoded.keypoints
         objects = cls(
             sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
@@ -134,34 +137,30 @@ def carry(
     Returns:
         The objects that are left, in pixels of the output.
     """
-    sample, canvas = objects.sample, _whole(size)
-    to_canvas, to_output = crop[sample], ops[sample]
-    covered = canvas if windows is None else _covered(windows, size)[sample]
-    boxes, keypoints, keep = objects.boxes, objects.keypoints, None
-    if boxes is not None:
-        cut = geometry.hulls(to_canvas, boxes)
-        boxes, keep = _clip(cut, covered)
+    canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
+    covered = canvas.repeat(len(crop), axis=0) if windows is None else _covered(windows, size)
+    if objects.boxes is not None:
+        to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
+        cut = geometry.hulls(to_canvas, objects.boxes)
+        boxes, keep = _clip(cut, part)
         if centres:
-            keep &= _centre_inside(cut, covered)
+            keep &= _centre_inside(cut, part)
         boxes, overlaps = _clip(geometry.hulls(to_output, boxes), canvas)
         keep &= overlaps & _large_enough(boxes, cut, to_output, rules)
-    if keypoints is not None:
-        keypoints = _moved_keypoints(keypoints, to_canvas, to_output, covered, canvas)
-        swap = geometry.mirrored(crop) != geometry.mirrored(ops)
-        if flip is not None and swap.any():
-            keypoints = np.where(swap[sample, None, None], keypoints[:, list(flip)], keypoints)
-    moved = replace(objects, boxes=boxes, keypoints=keypoints)
-    return moved if keep is None or keep.all() else moved.take(keep)
+        objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
+    if objects.keypoints is not None:
+        to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
+        keypoints = _moved_keypoints(objects.keypoints, to_canvas, to_output, part, canvas)
+        if flip is not None:
+            swap = np.flatnonzero((geometry.mirrored(crop) != geometry.mirrored(ops))[objects.sample])
+            keypoints[swap] = keypoints[swap][:, flip]
+        objects = replace(objects, keypoints=keypoints)
+    return objects
 
 
 def _half(rules: Targets) -> float:
     """What is added to keypoints on entry and subtracted at the end."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
-
-
-def _whole(size: tuple[int, int]) -> Float64:
-    """The canvas as a box, [1, 4]."""
-    return np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
 
 
 def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
@@ -199,13 +198,12 @@ def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) ->
 
 def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
     """Keypoints [N, K, 3] after the crop and the operations; (0, 0, 0) where one of the two puts them outside."""
-    visible = keypoints[..., 2] > 0
-    xy = keypoints[..., :2]
+    visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
     for m, area in ((crop, covered), (ops, canvas)):
         xy, _ = geometry.points(m, xy)
-        visible &= _both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
-    moved = np.concatenate([xy, keypoints[..., 2:]], axis=2)
-    moved[~visible] = 0
+        visible = visible & _both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
+    moved = np.zeros_like(keypoints)
+    moved[..., :2], moved[..., 2] = np.where(visible[..., None], xy, 0), keypoints[..., 2] * visible
     return moved
 
 
