@@ -232,7 +232,7 @@ def test_the_centroid_of_a_blob_moves_by_the_matrix(name: str, backend: str, ali
     for seed, size in enumerate([(81, 112), (96, 77)]):
         tolerance = 0.15 if "nearest" in name else 0.05  # about 80 pixels, each moved by up to half a pixel
         ops = {"op": GEOMETRIC[name](align_corners)}
-        check_pixels(ops, backend, size, seed, least=4, tolerance=tolerance)
+        check_pixels(ops, backend, size, seed, least=12, tolerance=tolerance)
 
 
 @settings(max_examples=20)
@@ -252,7 +252,7 @@ def test_the_centroid_moves_by_the_product_of_any_composition(
 ) -> None:
     ops = {name: GEOMETRIC[name](align_corners) for name, align_corners in names}
     one = OneOf(ops={"gray": K.RandomGrayscale(p=1.0), "flip": K.RandomVerticalFlip(p=1.0)})
-    check_pixels({**ops, "one": one}, backend, size, seed, least=0)
+    check_pixels({**ops, "one": one}, backend, size, seed, least=8)
 
 
 # --- fields
