@@ -299,11 +299,15 @@ def test_an_elastic_mask_equals_kornias_but_for_the_padding(name: str) -> None:
     assert set(found.unique().tolist()) <= set(masks.unique().tolist()) | {255}
 
 
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("batch", [1, 2, 7])
 @pytest.mark.parametrize("name", ELASTIC)
-def test_an_elastic_mask_moves_as_its_image(name: str, batch: int, backend: str) -> None:
-    size, masks = (41, 56), labels(batch, (41, 56), 200)
+def test_an_elastic_mask_moves_as_its_image(name: str, batch: int, backend: str, device: str) -> None:
+    size, masks = (41, 56), labels(batch, (41, 56), 200).to(device)
     op = ELASTIC[name]()
     op.flags["resample"] = Resample.NEAREST
     prepared, chosen = drawn({"elastic": op}, batch, size, seed=1)
