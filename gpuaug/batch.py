@@ -98,7 +98,8 @@ class EncodedBatch:
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
-        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``.
+        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``. With masks ``[2 B + 1]``: the masks
+            follow the images.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
         indices: int64 ``[B]``, sample numbers in the source.
         repeats: int64 ``[B]``, how often this epoch yielded the index before.
@@ -106,6 +107,7 @@ class EncodedBatch:
         faults: samples that could not be read; their image has no bytes.
         views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
+        targets: what the samples have besides bytes and labels; None if the run has no targets.
     """
 
     data: Tensor
@@ -116,6 +118,7 @@ class EncodedBatch:
     valid: Tensor
     faults: tuple[Fault, ...] = ()
     views: tuple[NDArray[np.uint8], ...] = ()
+    targets: EncodedTargets | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -123,6 +126,15 @@ class EncodedBatch:
     @property
     def images(self) -> list[NDArray[np.uint8]]:
         """Bytes of every image, uint8 ``[n]``, without a copy."""
+        return self._pieces[: len(self)]
+
+    @property
+    def masks(self) -> list[NDArray[np.uint8]]:
+        """Bytes of every mask, uint8 ``[n]``, without a copy; [] if the run has no masks."""
+        return self._pieces[len(self) :]
+
+    @property
+    def _pieces(self) -> list[NDArray[np.uint8]]:
         if self.views:
             return list(self.views)
         data, offsets = self.data.numpy(), self.offsets.numpy()
@@ -158,10 +170,16 @@ class CropWindows:
     def __len__(self) -> int:
         return len(self.window)
 
+    def take(self, rows: Int64) -> CropWindows:
+        """The windows of some rows."""
+        return replace(self, window=self.window[rows], resized=self.resized[rows], offset=self.offset[rows])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Augmented images and labels on the device; iterating gives exactly ``(images, labels)``.
+    """Augmented images and labels on the device; iterating gives exactly two things.
+
+    ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else ``(images, targets)``.
 
     Attributes:
         images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views (in the order of the
@@ -170,6 +188,8 @@ class Batch:
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
         valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
         key_of: maps a sample number to its path or name; used by ``keys``.
+        targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
+            views; None if the run has no targets.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
@@ -183,10 +203,16 @@ class Batch:
     indices: Tensor
     valid: Tensor
     key_of: Callable[[int], str] = field(default=str, repr=False)
+    targets: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         yield self.images
-        yield self.labels
+        if self.targets is None:
+            yield self.labels
+        elif isinstance(self.targets, list):
+            yield [view.second for view in self.targets]
+        else:
+            yield self.targets.second
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -197,13 +223,14 @@ class Batch:
         return [self.key_of(i) for i in self.indices.tolist()]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with images and labels on ``device``; indices and valid stay on the CPU.
+        """Return the batch with images, labels and targets on ``device``; indices and valid stay on the CPU.
 
         ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
         """
 
-        def move(x: Tensor) -> Tensor:
+        def move(x: Any) -> Any:
+            if x is None or isinstance(x, list):
+                return x if x is None else [move(each) for each in x]
             return x.to(device, non_blocking=non_blocking)
 
-        images = [move(x) for x in self.images] if isinstance(self.images, list) else move(self.images)
-        return replace(self, images=images, labels=None if self.labels is None else move(self.labels))
+        return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))

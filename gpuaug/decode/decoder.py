@@ -357,7 +357,7 @@ class Decoder:
 
         With ``alone``, use only the calling thread, because other threads call this method too.
         """
-        threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self._each)
+        threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
 
@@ -440,11 +440,11 @@ class Decoder:
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
         for group in split_by_bytes(np.arange(len(plan)), sizes, self.settings.max_bytes):
-            self._each(group.tolist(), one)
+            self.each(group.tolist(), one)
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
-    def _each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
+    def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
         """Call ``work(k)`` for every k of `rows`, with one task per thread, because a task costs 30 µs."""
 
         def share(first: int) -> None:

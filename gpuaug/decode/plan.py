@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -85,7 +85,7 @@ class Plan:
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
         stored = np.stack([np.where(swapped, w, h), np.where(swapped, h, w)], axis=1)
-        taken = [_take(b, rows) for b in windows]
+        taken = [b.take(rows) for b in windows]
         corner = np.stack([b.window[:, :2] for b in taken]).min(axis=0)
         end = np.stack([b.window[:, :2] + b.window[:, 2:] for b in taken]).max(axis=0)
         union = np.concatenate([corner, end - corner], axis=1)
@@ -122,7 +122,7 @@ class Plan:
         return Plan(
             **arrays,
             encoded=[self.encoded[k] for k in keep],
-            windows=[_take(b, keep) for b in self.windows],
+            windows=[b.take(keep) for b in self.windows],
             parts=[part[keep] for part in self.parts],
         )
 
@@ -137,10 +137,6 @@ class Plan:
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
         rows = zip(regions, edges, self.orientation.tolist(), strict=True)
         return [_oriented(region[top:bottom, left:right], o) for region, (top, left, bottom, right), o in rows]
-
-
-def _take(windows: CropWindows, rows: Int64) -> CropWindows:
-    return replace(windows, window=windows.window[rows], resized=windows.resized[rows], offset=windows.offset[rows])
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:

@@ -19,8 +19,8 @@ class Masks:
     A mask moves with its image and is sampled once, by nearest neighbour.
 
     Args:
-        fill: value outside the image, and in the mask of a sample that cannot be decoded. Losses ignore 255.
-            Instance masks are 0 there: no object.
+        fill: value outside the image, and in the mask of a sample that cannot be decoded. None: 255, which losses
+            ignore; for instance masks 0, which is no object.
         map: changes the values of a mask first: ``cityscapes``, ``ade20k``, a list (new value of 0, 1, ...), or a
             mapping such as {7: 0, 8: 1}; values that are not named become ``fill``. None: values stay.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
@@ -31,13 +31,17 @@ class Masks:
     """
 
     def __init__(
-        self, *, fill: int = 255, map: Table = None, dtype: MaskDtype = "int64", kind: MaskKind = "classes"
+        self, *, fill: int | None = None, map: Table = None, dtype: MaskDtype = "int64", kind: MaskKind = "classes"
     ) -> None:
-        checks.whole_number("targets.masks.fill", fill, 0, 2**31 - 1)
+        instances = checks.one_of("targets.masks.kind", kind, get_args(MaskKind)) == "instances"
+        checks.whole_number("targets.masks.fill", fill, 0, 2**31 - 1, optional=True)
+        fill = (0 if instances else 255) if fill is None else fill
         checks.one_of("targets.masks.dtype", dtype, get_args(MaskDtype))
-        checks.one_of("targets.masks.kind", kind, get_args(MaskKind))
-        if kind == "instances" and map is not None:
-            raise ConfigError("`targets.masks.map` changes class numbers, but `targets.masks.kind` is instances.")
+        if instances and (map is not None or fill):
+            raise ConfigError(
+                "`targets.masks.map` must be null and `targets.masks.fill` 0 if `targets.masks.kind` is instances, "
+                f"because 0 is no object there. Found: {map!r:.100} and {fill}."
+            )
         if dtype == "uint8" and fill > 255:
             raise ConfigError(f"`targets.masks.fill` must be at most 255 for dtype uint8. Found: {fill}.")
         self.fill, self.map, self.dtype, self.kind = fill, map, dtype, kind
@@ -132,6 +136,10 @@ class Targets:
         checks.instance("targets.boxes", boxes, Boxes, optional=True)
         checks.instance("targets.keypoints", keypoints, Keypoints, optional=True)
         self.masks, self.boxes, self.keypoints = masks, boxes, keypoints
+        if masks is not None and masks.kind == "instances" and boxes is None:
+            raise ConfigError(
+                "`targets.boxes` must be set if `targets.masks.kind` is instances. Set targets=instances."
+            )
         if not self.names:
             raise ConfigError("`targets` must have masks, boxes or keypoints. Found: none. Set targets=none.")
 

@@ -1,4 +1,4 @@
-"""Descriptions of Kornia's operations: one entry per class, one file per family of operations."""
+"""Descriptions of operations: one entry per class of Kornia or gpuaug, one file per family of operations."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from gpuaug.augment.ops import color, degradation, geometry
+from gpuaug.augment.ops import color, degradation, geometry, photometric
 from gpuaug.augment.ops.entry import Entry, Normal
 from gpuaug.augment.parameters import Size
 from gpuaug.random.keyed import normal_field
 
-ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
+ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES, **photometric.ENTRIES}
 
 
 def by_class(table: Mapping[str, Any], op: Any) -> Any:
-    """Look up a Kornia operation in a table whose keys are the names of Kornia's classes.
+    """Look up an operation in a table whose keys are the names of classes of Kornia or gpuaug.
 
     Returns None for other modules and for subclasses, because a subclass may draw and compute anything.
     """
     kind = type(op)
-    return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
+    return table.get(kind.__name__) if kind.__module__.startswith(("kornia.augmentation.", "gpuaug.")) else None
 
 
 def entry_of(op: Any) -> Entry | None:
