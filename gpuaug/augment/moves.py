@@ -28,6 +28,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Int
 
 Float64 = NDArray[np.float64]
+_HALF, _BACK = (np.array([[1, 0, t], [0, 1, t], [0, 0, 1]]) for t in (0.5, -0.5))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,9 +102,8 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
             elif steps:
                 parts.append(steps)
             parts += fields
-    if not parts:
-        return []
-    matrices = iter(_matrices([part for part in parts if isinstance(part, list)], size, len(chosen[0].choice)))
+    products = [part for part in parts if isinstance(part, list)]
+    matrices = iter(_matrices(products, size, len(chosen[0].choice)) if products else ())
     return [part if isinstance(part, Field) else next(matrices) for part in parts]
 
 
@@ -149,8 +149,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
 
 def _edges(pixels: Float64) -> Float64:
     """Matrices of pixel edges from those of pixel indices: T(1/2) m T(-1/2)."""
-    half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
-    return half @ pixels @ np.linalg.inv(half)
+    return _HALF @ pixels @ _BACK
 
 
 # --- what targets can follow
