@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpuaug import checks
@@ -183,7 +184,7 @@ class RandomScaleCrop(Crop):
                 ((2 * np.arange(first, min(first + extent, side)) + 1) * given) // (2 * side)  # the nearest pixel
                 for first, extent, side, given in zip(corner.tolist(), self.size, sides, mask.shape, strict=True)
             )
-            labels, counts = _labels(mask[np.ix_(*at)])
+            labels, counts = _labels(mask[at[0][0] : at[0][-1] + 1].take(at[1], axis=1).take(at[0] - at[0][0], axis=0))
             counts = counts[labels != self.ignore]
             if len(counts) > 1 and counts.max() / counts.sum() < self.cat_max_ratio:
                 return corner
@@ -195,7 +196,8 @@ def _labels(part: NDArray[Any]) -> tuple[Int64, Int64]:
     if part.dtype != np.uint8:
         labels, counts = np.unique(part, return_counts=True)
         return labels.astype(np.int64), counts
-    counts = np.bincount(part.reshape(-1))  # ten times faster than `np.unique`
+    # 0.16 ms for 512 x 512 pixels; np.bincount needs 0.34 ms, np.unique 2 ms
+    counts = torch.bincount(torch.from_numpy(part.reshape(-1))).numpy()
     labels = np.flatnonzero(counts)
     return labels, counts[labels]
 
@@ -438,13 +440,19 @@ class RandomIoUCrop(Crop):
 
 def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
     """IoU of boxes [m, 4] with crops [m, trials, 2]: float64 [m, trials], -1 if the box's centre is outside."""
-    corner, end = boxes[:, None, :2], boxes[:, None, 2:]
+    inside = np.ones(start.shape[:2], dtype=bool)
+    shared, box, crop = np.ones(start.shape[:2]), np.ones((len(boxes), 1)), np.ones(start.shape[:2])
     with np.errstate(invalid="ignore", over="ignore"):  # annotations may hold NaN or infinity
-        centre = 0.5 * (corner + end)
-        inside = ((start < centre) & (centre < stop)).all(axis=2)
-        shared = np.maximum(np.minimum(end, stop) - np.maximum(corner, start), 0).prod(axis=2)
-        areas = (end - corner).prod(axis=2) + (stop - start).prod(axis=2)
-        iou = shared / np.where(areas > shared, areas - shared, 1.0)
+        for axis in range(2):
+            low, high = boxes[:, axis, None], boxes[:, 2 + axis, None]
+            first, last = start[..., axis].astype(np.float64), stop[..., axis].astype(np.float64)
+            centre = 0.5 * (low + high)
+            inside &= (first < centre) & (centre < last)
+            shared *= np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+            box *= high - low
+            crop *= last - first
+        union = box + crop - shared
+        iou = shared / np.where(union > 0, union, 1.0)
     return np.where(inside, np.nan_to_num(iou, nan=0.0), -1.0)
 
 
