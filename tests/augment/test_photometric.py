@@ -92,7 +92,8 @@ def test_each_step_is_torchvisions_to_one_level(v2: ModuleType, images: Tensor, 
     op = gpuaug.PhotometricDistort(**{**neutral, name: (factor, factor)}, p=1, channels=0)
     made = gpuaug.Augment(ops={"distort": op})(images, seed=0) * 255
     want = getattr(v2.functional, f"adjust_{name}")(images, factor).float()
-    assert (made - want).abs().max() <= 1.05
+    blended = abs(1 - factor) if name in ("contrast", "saturation") else 0  # torchvision cuts the gray too
+    assert (made - want).abs().max() <= 1.05 + blended
     assert (made - images).abs().max() > 5
 
 
