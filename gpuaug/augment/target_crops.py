@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpuaug import checks
@@ -179,11 +180,12 @@ class RandomScaleCrop(Crop):
     def _mixed(self, mask: NDArray[Any], sides: list[int], corners: list[Int64]) -> Int64:
         """The first corner whose crop satisfies ``cat_max_ratio``; if there is none, the last."""
         for corner in corners[:-1]:
-            at = (
+            rows, columns = (
                 ((2 * np.arange(first, min(first + extent, side)) + 1) * given) // (2 * side)  # the nearest pixel
                 for first, extent, side, given in zip(corner.tolist(), self.size, sides, mask.shape, strict=True)
             )
-            labels, counts = _labels(mask[np.ix_(*at)])
+            part = mask[rows[0] : rows[-1] + 1].take(columns, axis=1).take(rows - rows[0], axis=0)
+            labels, counts = _labels(part)
             counts = counts[labels != self.ignore]
             if len(counts) > 1 and counts.max() / counts.sum() < self.cat_max_ratio:
                 return corner
@@ -195,7 +197,8 @@ def _labels(part: NDArray[Any]) -> tuple[Int64, Int64]:
     if part.dtype != np.uint8:
         labels, counts = np.unique(part, return_counts=True)
         return labels.astype(np.int64), counts
-    counts = np.bincount(part.reshape(-1))  # ten times faster than `np.unique`
+    # 0.16 ms for 512 x 512 pixels; np.bincount needs 0.34 ms, np.unique 2 ms
+    counts = torch.bincount(torch.from_numpy(part.reshape(-1))).numpy()
     labels = np.flatnonzero(counts)
     return labels, counts[labels]
 
@@ -365,22 +368,20 @@ class RandomIoUCrop(Crop):
         corner, canvas = self._zoomed(draws, np.stack([heights, widths], axis=1))
         crop = np.concatenate([np.zeros_like(canvas), canvas], axis=1)
         order = np.argsort(objects.sample, kind="stable")
-        first = np.searchsorted(np.asarray(objects.sample)[order], np.arange(len(crop) + 1))
-        boxes = np.asarray(objects.boxes, dtype=np.float64)[order]
+        sample = np.asarray(objects.sample)[order]
+        boxes = np.asarray(objects.boxes, dtype=np.float64)[order] + np.tile(corner[sample, ::-1], 2)
+        first = np.searchsorted(sample, np.arange(len(crop) + 1))
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
-        for number in range(self.ROUNDS if redraw is not None else 1):
-            if not len(waiting):
-                break
-            round_draws = draws[waiting] if redraw is None or not number else redraw(number, waiting)
-            done = np.zeros(len(waiting), dtype=bool)
-            for part in self._parts(np.diff(first)[waiting]):
-                rows = waiting[part]
-                counts = np.diff(first)[rows]
-                own = np.concatenate([boxes[first[row] : first[row + 1]] for row in rows])
-                own += np.repeat(np.tile(corner[rows, ::-1], 2), counts, axis=0)
-                done[part], found = self._round(round_draws[part, 5:], canvas[rows], own, counts)
-                crop[rows[done[part]]] = found[done[part]]
-            waiting = waiting[~done]
+        start, rounds = 0, 1 if redraw is None else self.ROUNDS
+        while len(waiting) and start < rounds:
+            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, because few rows are left
+            stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
+            rows = np.tile(waiting, len(stack))
+            done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
+            done = done.reshape(len(stack), -1)
+            at, any_done = done.argmax(axis=0), done.any(axis=0)  # the first round that is done
+            crop[waiting[any_done]] = found.reshape(len(stack), -1, 4)[at, np.arange(len(at))][any_done]
+            waiting, start = waiting[~any_done], numbers.stop
         return self._placed(crop, corner, np.stack([heights, widths], axis=1))
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
@@ -393,11 +394,20 @@ class RandomIoUCrop(Crop):
         zoomed = u[:, 1:2] < np.float32(self.zoom_p)
         return np.where(zoomed, corner, 0), np.where(zoomed, canvas, sizes)
 
-    def _parts(self, counts: Int64) -> list[slice]:
-        """Split rows with ``counts`` boxes so that a matrix of boxes and trials stays below 8 MB, or has one row."""
-        group = np.cumsum(counts) * self.trials // 2**20
-        starts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(counts)]
-        return [slice(a, b) for a, b in itertools.pairwise(starts)]
+    def _rounds(
+        self, u: Float, canvas: Int64, boxes: Float64, first: Int64, last: Int64
+    ) -> tuple[NDArray[np.bool_], Int64]:
+        """:meth:`_round` for rows that have the boxes ``first`` to ``last``, a few rows at a time to limit memory."""
+        counts = last - first
+        group = np.cumsum(counts) * self.trials // 2**18  # 2 MB per matrix of boxes and trials, or a single row
+        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(counts)]
+        made = []
+        for part in itertools.starmap(slice, itertools.pairwise(edges)):
+            n = counts[part]
+            own = np.arange(n.sum()) + np.repeat(first[part] - (np.cumsum(n) - n), n)
+            made.append(self._round(u[part], canvas[part], boxes[own], n))
+        done, crops = zip(*made, strict=True)
+        return np.concatenate(done), np.concatenate(crops)
 
     def _round(self, u: Float, canvas: Int64, boxes: Float64, counts: Int64) -> tuple[NDArray[np.bool_], Int64]:
         """One round: whether each row is done, bool [n], and its crop (top, left, height, width), int64 [n, 4].
@@ -438,13 +448,19 @@ class RandomIoUCrop(Crop):
 
 def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
     """IoU of boxes [m, 4] with crops [m, trials, 2]: float64 [m, trials], -1 if the box's centre is outside."""
-    corner, end = boxes[:, None, :2], boxes[:, None, 2:]
+    inside = np.ones(start.shape[:2], dtype=bool)
+    shared, box, crop = np.ones(start.shape[:2]), np.ones((len(boxes), 1)), np.ones(start.shape[:2])
     with np.errstate(invalid="ignore", over="ignore"):  # annotations may hold NaN or infinity
-        centre = 0.5 * (corner + end)
-        inside = ((start < centre) & (centre < stop)).all(axis=2)
-        shared = np.maximum(np.minimum(end, stop) - np.maximum(corner, start), 0).prod(axis=2)
-        areas = (end - corner).prod(axis=2) + (stop - start).prod(axis=2)
-        iou = shared / np.where(areas > shared, areas - shared, 1.0)
+        for axis in range(2):
+            low, high = boxes[:, axis, None], boxes[:, 2 + axis, None]
+            first, last = start[..., axis].astype(np.float64), stop[..., axis].astype(np.float64)
+            centre = 0.5 * (low + high)
+            inside &= (first < centre) & (centre < last)
+            shared *= np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+            box *= high - low
+            crop *= last - first
+        union = box + crop - shared
+        iou = shared / np.where(union > 0, union, 1.0)
     return np.where(inside, np.nan_to_num(iou, nan=0.0), -1.0)
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,16 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
         lambda p: {"ops": {"flip": flip()}},
         lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
     ),
+    "PhotometricDistort": (
+        lambda p: {},
+        lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
+    ),
+    "Letterbox": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
+    "RandomScaleCrop": (
+        lambda p: {"size": 8, "base": 9},
+        lambda p, made: None if made.needs else one_batch(p, augment=gpuaug.Augment(crop=made)),
+    ),
+    "RandomIoUCrop": (lambda p: {"size": 8}, lambda p, made: boxed(made)),
     "RamCache": (lambda p: {}, lambda p, made: one_batch(p, cache=made)),
     "RandomCrop": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
     "RandomResizedCrop": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
@@ -114,6 +125,12 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
 }
 OTHERS = {"Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "build", "compose"}
+
+
+def boxed(crop: gpuaug.RandomIoUCrop) -> None:
+    recipe = gpuaug.Augment(crop=crop)
+    objects = SimpleNamespace(boxes=np.array([[1.0, 1.0, 7.0, 8.0]]), sample=np.array([1]))
+    recipe.windows(recipe.draw(seed=0, epoch=0, indices=[0, 1]), np.array([9, 9]), np.array([12, 12]), objects=objects)
 
 
 def flip() -> Any:

@@ -106,20 +106,12 @@ def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
     # The ranges of these modules only have to be wider than one value, because the recipe draws the factors.
+    three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
-        brightness, contrast, saturation = (
-            kind(p=1.0) for kind in (K.RandomBrightness, K.RandomContrast, K.RandomSaturation)
-        )
-    else:
-        brightness, contrast, saturation = (K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
-    modules = (
-        brightness,
-        contrast,
-        saturation,
-        K.RandomHue((-0.5, 0.5), p=1.0),
-        contrast,
-        K.RandomChannelShuffle(p=1.0),
-    )
+        three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
+    brightness, contrast, saturation = three
+    hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
+    modules = (brightness, contrast, saturation, hue, contrast, channels)
     shift = np.float32(op.style == "mmseg")  # Kornia's additive brightness adds `factor - 1`
     rule = partial(
         _drawn,
