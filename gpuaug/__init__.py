@@ -54,16 +54,13 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.source.remote.storage import Remote as Remote
     from gpuaug.source.shards import ShardSource as ShardSource
     from gpuaug.source.table import TableSource as TableSource
-<<<<<<< HEAD
+    from gpuaug.source.voc import VocSource as VocSource
+    from gpuaug.source.yolo import YoloSource as YoloSource
     from gpuaug.targets.batch import BatchTargets as BatchTargets
     from gpuaug.targets.rules import Boxes as Boxes
     from gpuaug.targets.rules import Keypoints as Keypoints
     from gpuaug.targets.rules import Masks as Masks
     from gpuaug.targets.rules import Targets as Targets
-=======
-    from gpuaug.source.voc import VocSource as VocSource
-    from gpuaug.source.yolo import YoloSource as YoloSource
->>>>>>> srcs
     from gpuaug.tools.materialize.command import Materialize as Materialize
 
 _NAMES = {  # module: its public names
@@ -89,14 +86,11 @@ _NAMES = {  # module: its public names
     "gpuaug.source.remote.storage": "Remote",
     "gpuaug.source.shards": "ShardSource",
     "gpuaug.source.table": "TableSource",
-<<<<<<< HEAD
-    "gpuaug.targets.batch": "BatchTargets",
-    "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
-=======
     "gpuaug.source.masks": "MaskFolderSource",
     "gpuaug.source.voc": "VocSource",
     "gpuaug.source.yolo": "YoloSource",
->>>>>>> srcs
+    "gpuaug.targets.batch": "BatchTargets",
+    "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
     "gpuaug.tools.materialize.command": "Materialize",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}

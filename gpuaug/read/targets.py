@@ -69,7 +69,7 @@ def collect(
             masks.append(_NO_MASK if row in bad or target is None else memoryview(target.mask or b""))
         rows.append(columns)
     counts = [len(columns["labels"]) if columns else 0 for columns in rows]
-    table = _joined([columns for columns in rows if columns], num_keypoints)
+    table = _joined([columns for columns in rows if columns], names, num_keypoints)
     sample = np.repeat(np.arange(len(rows)), counts)
     for row, reason in _bad_values(table, sample, counts).items():
         bad[row] = reason
@@ -82,9 +82,9 @@ def collect(
     faults = [Fault(row, "read", reason) for row, reason in bad.items() if reason]
     encoded = EncodedTargets(
         offsets=np.cumsum([0, *counts], dtype=np.int64),
-        boxes=table["boxes"] if "boxes" in names else None,
+        boxes=table.get("boxes"),
         labels=table["labels"],
-        keypoints=table["keypoints"] if "keypoints" in names else None,
+        keypoints=table.get("keypoints"),
         crowd=table["crowd"],
         area=table["area"],
         ids=table["ids"],
@@ -101,9 +101,9 @@ def _columns(target: Target | None, names: Sequence[str]) -> dict[str, NDArray[A
     if "masks" in names and not target.mask:
         raise ValueError("the source gave no mask for this sample")
     columns: dict[str, NDArray[Any]] = {}
-    for name, kind, shape, _ in _COLUMNS:
+    for name, kind, shape, missing in _COLUMNS:
         value = getattr(target, name)
-        if value is None:
+        if value is None or (missing is None and name not in names):
             continue
         array = np.asarray(value)
         if not array.size:
@@ -132,10 +132,14 @@ def _columns(target: Target | None, names: Sequence[str]) -> dict[str, NDArray[A
     return columns
 
 
-def _joined(rows: Sequence[dict[str, NDArray[Any]]], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
-    """All objects of the batch in one table. Objects of samples without boxes or keypoints are not possible here."""
+def _joined(
+    rows: Sequence[dict[str, NDArray[Any]]], names: Sequence[str], num_keypoints: int | None
+) -> dict[str, NDArray[Any]]:
+    """All objects of the batch in one table. Boxes and keypoints are columns only if the run needs them."""
     table = {}
-    for name, kind, shape, _ in _COLUMNS:
+    for name, kind, shape, missing in _COLUMNS:
+        if missing is None and name not in names:
+            continue
         parts = [columns[name] for columns in rows if len(columns.get(name, ()))]
         numbers = {part.shape[1] for part in parts} if name == "keypoints" else set()
         if len(numbers) > 1:
@@ -147,7 +151,8 @@ def _joined(rows: Sequence[dict[str, NDArray[Any]]], num_keypoints: int | None) 
 
 def _bad_values(table: dict[str, NDArray[Any]], sample: NDArray[np.int64], counts: Sequence[int]) -> dict[int, str]:
     """The reason why a row's objects cannot be used: numbers that are not finite, or inverted boxes."""
-    boxes, points = table["boxes"], table["keypoints"]
+    boxes = table.get("boxes", np.zeros((0, 4)))
+    points = table.get("keypoints", np.zeros((0, 0, 3)))
     first = np.cumsum([0, *counts])
     found: dict[int, str] = {}
     with np.errstate(invalid="ignore"):
