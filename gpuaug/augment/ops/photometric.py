@@ -139,4 +139,4 @@ def _drawn(
     return np.stack(slots, axis=1).astype(np.int64) - 1, (factors,) * 5 + (channels,)
 
 
-ENTRIES = {"PhotometricDistort": Entry("pixels", prepare=_prepare)}
+ENTRY = Entry("pixels", prepare=_prepare)
