@@ -25,8 +25,8 @@ def by_class(table: Mapping[str, Any], op: Any) -> Any:
 
 
 def entry_of(op: Any) -> Entry | None:
-    """The entry of an operation's exact class, or None."""
-    return photometric.ENTRY if type(op) is photometric.PhotometricDistort else by_class(ENTRIES, op)
+    """The entry of an operation: of gpuaug's own, or of the exact class of Kornia; or None."""
+    return photometric.ENTRY if isinstance(op, photometric.PhotometricDistort) else by_class(ENTRIES, op)
 
 
 def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> dict[str, Tensor]:
