@@ -63,10 +63,10 @@ class Annotations:
         image_ids: int64 [N], ascending.
         sizes: int32 [N, 2], (height, width).
         counts: int64 [N], objects of each image.
-        boxes: float64 [M, 4], (x1, y1, x2, y2).
+        boxes: float32 [M, 4], (x1, y1, x2, y2).
         labels: int64 [M], numbers of categories.
         crowd: bool [M].
-        area: float64 [M], or None.
+        area: float32 [M], or None.
         ids: int64 [M], or None.
         keypoints: float32 [M, K, 3], or None.
         categories: names of the categories, by ascending id.
@@ -79,10 +79,10 @@ class Annotations:
     image_ids: Int64
     sizes: NDArray[np.int32]
     counts: Int64
-    boxes: NDArray[np.float64]
+    boxes: NDArray[np.float32]
     labels: Int64
     crowd: NDArray[np.bool_]
-    area: NDArray[np.float64] | None
+    area: NDArray[np.float32] | None
     ids: Int64 | None
     keypoints: NDArray[np.float32] | None
     categories: list[str]
@@ -139,6 +139,8 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     order = np.argsort(owners, kind="stable")
     labels = _find(columns["category_id"], categories_of, "category_id", "categories")
     area, ids = columns["area"], columns["id"]
+    with np.errstate(over="ignore"):  # infinite boxes are a fault of their sample
+        boxes = columns["bbox"].astype(np.float32)
     keypoints, points = (None, []) if panoptic else _keypoints(columns["keypoints"], later, categories, order)
     outlines = columns.get("segmentation", [])
     return Annotations(
@@ -146,7 +148,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
         image_ids=images_of,
         sizes=sizes,
         counts=np.bincount(owners, minlength=len(images_of)),
-        boxes=columns["bbox"][order],
+        boxes=boxes[order],
         labels=labels[order],
         crowd=columns["iscrowd"][order],
         area=None if area is None else area[order],
@@ -173,7 +175,7 @@ def _document(
         if len(text) > LARGE_JSON:
             log.info("source: parsing %d MB of JSON with Python's json. msgspec is faster and needs less memory: "
                      "pip install gpuaug[coco]", len(text) // 10**6)  # fmt: skip
-        content = json.loads(bytes(text), parse_constant=_no_constant)
+        content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object") from None
         return partial(_columns_of_dicts, content), lambda value: value
@@ -315,7 +317,8 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
     columns["area"] = None
     if area.count(None) < len(area):
         known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
-        columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known)
+        with np.errstate(over="ignore"):
+            columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known).astype(np.float32)
     return columns, owners
 
 
@@ -338,7 +341,8 @@ def _keypoints(
             continue
         if not isinstance(numbers, list) or len(numbers) != count or not set(map(type, numbers)) <= {int, float}:
             raise ValueError(f"`keypoints` of object {at} must be {count} numbers: x, y and visibility of each point")
-        points[row] = array("d", numbers)
+        with np.errstate(over="ignore"):  # infinite points are a fault of their sample
+            points[row] = array("d", numbers)
     return points.reshape(len(values), -1, 3), lists[0]
 
 

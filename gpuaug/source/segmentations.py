@@ -106,8 +106,8 @@ def _pack(value: Any) -> bytes:
         if isinstance(value, list) and all(_is_numbers(ring) for ring in value):
             lengths = struct.pack(f"<{1 + len(value)}I", len(value), *map(len, value))
             return lengths + array("f", chain.from_iterable(value)).tobytes()
-    except (OverflowError, struct.error, KeyError, UnicodeEncodeError):
-        pass  # numbers that no file of COCO has
+    except (OverflowError, TypeError, KeyError, UnicodeEncodeError, struct.error):
+        pass  # such as a number that does not fit
     raise ValueError("must be a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`")
 
 
