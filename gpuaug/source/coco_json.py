@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,7 +202,7 @@ def _struct(name: str, fields: Mapping[str, Field]) -> Any:
 
 def _columns_of_structs(parsed: Any, name: str, fields: Mapping[str, Field]) -> dict[str, list[Any]]:
     rows = name if not isinstance(name, str) else getattr(parsed, name)
-    return {key: [getattr(row, key) for row in rows] for key in fields}
+    return {key: list(map(attrgetter(key), rows)) for key in fields}
 
 
 def _columns_of_dicts(content: dict[str, Any], name: Any, fields: Mapping[str, Field]) -> dict[str, list[Any]]:
