@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.read.order import Shuffle as Shuffle
     from gpuaug.read.order import Weighted as Weighted
     from gpuaug.source.cache import RamCache as RamCache
+    from gpuaug.source.coco import CocoSource as CocoSource
     from gpuaug.source.folder import FolderSource as FolderSource
     from gpuaug.source.masks import MaskFolderSource as MaskFolderSource
     from gpuaug.source.materialized import MaterializedSource as MaterializedSource
@@ -79,6 +80,7 @@ _NAMES = {  # module: its public names
     "gpuaug.loader.loader": "Loader",
     "gpuaug.read.order": "Repeated Sequential Shuffle Weighted",
     "gpuaug.source.cache": "RamCache",
+    "gpuaug.source.coco": "CocoSource",
     "gpuaug.source.folder": "FolderSource",
     "gpuaug.source.materialized": "MaterializedSource",
     "gpuaug.source.packed": "PackedSource",
