@@ -383,7 +383,7 @@ def test_det_lsj_is_scale_jitter_and_fixed_size_crop(
     given: Scenes, v2: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, larger = recipe("det_lsj"), set()
-    for row in rows(made, given, seed=1):
+    for row in rows(made, given, seed=2):
         u = torch.from_numpy(row.u)
         monkeypatch.setattr(torch, "rand", lambda n, u=u: u[:1])
         sides = v2.ScaleJitter((1024, 1024), (0.1, 2.0)).make_params([given.images[row.number]])["size"]
@@ -443,6 +443,17 @@ def test_evaluation_of_detection(given: Scenes, v2: ModuleType) -> None:
     want = v2.Resize((768, 1024))(given.images)
     assert (fitted[:, :, :768] - want / 255).abs().max() <= LEVEL
     assert (fitted[:, :, 768:] == torch.tensor([124, 116, 104])[:, None, None] / 255).all()
+
+
+def test_overrides_that_the_files_name(given: Scenes, v2: ModuleType) -> None:
+    last = ("augment.crop.p=0", "augment.crop.zoom_p=0", "~augment.ops.distort")
+    assert all(override in (FOLDER / "det_rtdetr.yaml").read_text() for override in last)
+    for row in rows(recipe("det_rtdetr", *last), given):
+        want = v2.Resize((640, 640))(given.images[row.number]) / 255
+        assert (row.image - (want.flip(2) if row.flipped else want)).abs().max() <= LEVEL
+    sides = "augment.crop.shorter=[480,512,544,576,608,640,672,704,736,768,800]"
+    assert sides in (FOLDER / "det_hflip.yaml").read_text()
+    assert recipe("det_hflip", sides).crop.shorter == tuple(range(480, 801, 32))
 
 
 def test_normalized_borders_are_nearly_zero() -> None:
