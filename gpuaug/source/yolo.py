@@ -301,11 +301,11 @@ def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = Fa
 
     A split may begin with ``../``, as in Roboflow's files, which ultralytics reads from the folder of the YAML file.
     """
-    short = text.removeprefix(root.rstrip("/") + "/") if text.startswith("/") or is_url(text) else text
-    if short is text and not text.startswith("/"):
+    if text.startswith("/") or is_url(text):
+        short = text.removeprefix(f"{root.rstrip('/')}/")
+    else:
         short = posixpath.normpath(posixpath.join(folder, text))
-        if is_split and short.startswith("../"):
-            short = short.removeprefix("../")
+        short = short.removeprefix("../") if is_split else short
     if short == "." and is_split:
         return ""
     if not is_safe(short):

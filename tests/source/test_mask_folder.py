@@ -7,8 +7,8 @@ import pickle
 
 import numpy as np
 import pytest
-from PIL import Image
 from pictures import encode, photograph
+from PIL import Image
 from servers import bucket_of, options, proxied, s3
 
 import gpuaug
