@@ -9,12 +9,15 @@ Every worker unpickles the source. So no module here imports a decoder or a conf
 from gpuaug.source.adapt import MapSource, Source, adapt
 from gpuaug.source.folder import FolderSource
 from gpuaug.source.huggingface import DatasetSource
+from gpuaug.source.masks import MaskFolderSource
 from gpuaug.source.parquet import ParquetSource
 from gpuaug.source.remote.storage import Remote
 from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
+from gpuaug.source.voc import VocSource
+from gpuaug.source.yolo import YoloSource
 
 __all__ = [
-    "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source", "TableSource",
-    "adapt",
+    "DatasetSource", "FolderSource", "MapSource", "MaskFolderSource", "ParquetSource", "Remote", "ShardSource", "Source",
+    "TableSource", "VocSource", "YoloSource", "adapt",
 ]  # fmt: skip

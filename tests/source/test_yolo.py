@@ -1,11 +1,13 @@
 """YOLO's data sets: boxes, polygons and keypoints against formulas, bad lines, the YAML file, paths, URLs."""
 
+import multiprocessing
 import os
 import pickle
 import re
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from servers import bucket_of, options, s3
 
 import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.read.reader import Reader
 from gpuaug.source import Remote
 from gpuaug.source.yolo_labels import Rules, parse
 
@@ -222,6 +225,21 @@ def test_when_no_label_file_can_be_used(tmp_path):
     write(tmp_path / "more", {"a": None})
     with pytest.raises(SourceError, match=r"none of the 1 images .* has a label file.*labels/train/a.txt"):
         gpuaug.YoloSource(tmp_path / "more")
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_workers_send_the_objects(tmp_path, method):
+    source = gpuaug.YoloSource(write(tmp_path, {"a": "1 .5 .5 .5 .5", "b": None, "c": "2 0 0 1 0 1 .5\n0 .5 .5 1 1"}))
+    reader = Reader(source, num_workers=1, start_method=method, timeout=300, targets=("boxes",))
+    numbers = torch.tensor([2, 1, 0])
+    try:
+        (batch,) = reader.batches([(numbers, torch.zeros_like(numbers), torch.ones(3, dtype=torch.bool))])
+    finally:
+        reader.close()
+    assert batch.targets.offsets.tolist() == [0, 2, 2, 3]
+    assert batch.targets.labels.tolist() == [2, 0, 1]
+    assert batch.targets.boxes.tolist() == [[0, 0, 1, 0.5], [0, 0, 1, 1], [0.25, 0.25, 0.75, 0.75]]
+    assert batch.targets.sizes.tolist() == [[1, 1]] * 3
 
 
 # -- the YAML file and paths
