@@ -18,6 +18,6 @@ from gpuaug.source.voc import VocSource
 from gpuaug.source.yolo import YoloSource
 
 __all__ = [
-    "DatasetSource", "FolderSource", "MapSource", "MaskFolderSource", "ParquetSource", "Remote", "ShardSource", "Source",
-    "TableSource", "VocSource", "YoloSource", "adapt",
+    "DatasetSource", "FolderSource", "MapSource", "MaskFolderSource", "ParquetSource", "Remote", "ShardSource",
+    "Source", "TableSource", "VocSource", "YoloSource", "adapt",
 ]  # fmt: skip
