@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gpuaug import checks
@@ -192,15 +191,12 @@ class RandomScaleCrop(Crop):
         return corners[-1]
 
 
-def _labels(part: NDArray[Any]) -> tuple[Int64, Int64]:
+def _labels(part: NDArray[Any]) -> tuple[NDArray[Any], Int64]:
     """Labels of a part of a mask, and how many pixels have each of them."""
-    if part.dtype != np.uint8:
-        labels, counts = np.unique(part, return_counts=True)
-        return labels.astype(np.int64), counts
-    # 0.16 ms for 512 x 512 pixels; np.bincount needs 0.34 ms, np.unique 2 ms
-    counts = torch.bincount(torch.from_numpy(part.reshape(-1))).numpy()
-    labels = np.flatnonzero(counts)
-    return labels, counts[labels]
+    flat = part.reshape(-1)
+    start = np.concatenate([[0], np.flatnonzero(flat[1:] != flat[:-1]) + 1])  # of runs: counting pixels takes longer
+    labels, which = np.unique(flat[start], return_inverse=True)
+    return labels, np.bincount(which, weights=np.diff(start, append=len(flat))).astype(np.int64)
 
 
 def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | None:
