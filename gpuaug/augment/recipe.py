@@ -484,7 +484,7 @@ def _cut(images: Tensor, windows: CropWindows) -> Tensor:
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
-    out = torch.full((len(images), H, W, 3), windows.fill, dtype=torch.uint8, device=images.device)
+    out = torch.tensor(windows.fill, dtype=torch.uint8).expand(len(images), H, W, 3).to(images.device).clone()
     for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):
