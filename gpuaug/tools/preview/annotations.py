@@ -30,7 +30,7 @@ PALETTE = (
 )  # fmt: skip
 BACKGROUND = (24, 24, 32)  # class 0 of a mask, which is the background in most datasets
 LEGEND = 48  # maximum number of classes in the legend
-TEXT, DOT, SMALLEST_LABEL = 11, 3, 7  # pixels: height of a label's text, radius of a dot, shorter side of a box
+TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
 # COCO's person, for sources that do not name their lines
 PERSON = (
     (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10),
@@ -124,6 +124,10 @@ class Style:
         """Whether colors tell objects apart, and not classes."""
         return self.rules.masks is not None and self.rules.masks.kind == "instances"
 
+    def ignores(self, value: int) -> bool:
+        """Whether a value of a mask is the one that losses ignore."""
+        return self.rules.masks is not None and value == self.rules.masks.fill != 0
+
     def for_sample(self, original: Annotations | None) -> Style:
         """Give each annotation of a sample its own color, if colors tell objects apart."""
         if not self.by_object or original is None:
@@ -149,21 +153,18 @@ class Style:
         values = np.unique(np.concatenate(masks)).tolist() if masks else []
         fill = None if self.rules.masks is None else self.rules.masks.fill
         chips: list[tuple[Color | None, str]] = [
-            (of_class(value), self._numbered(value)) for value in values if not self._is_ignored(value)
+            (of_class(value), self._numbered(value)) for value in values if not self.ignores(value)
         ]
         if self.rules.masks is None:
             labels = np.unique(np.concatenate([each.labels for each in shown])).tolist() if shown else []
             chips = [(color_of(label), self._numbered(label)) for label in labels]
-        rest = [(None, f"{fill}: ignored")] if any(map(self._is_ignored, values)) else []
+        rest = [(None, f"{fill}: ignored")] if any(map(self.ignores, values)) else []
         more = [(BACKGROUND, f"and {len(chips) - LEGEND} more classes")] if len(chips) > LEGEND else []
         return [*chips[:LEGEND], *more, *rest]
 
     def _numbered(self, label: int) -> str:
         name = self.name(label)
         return name if name == str(label) else f"{label}: {name}"
-
-    def _is_ignored(self, value: int) -> bool:
-        return self.rules.masks is not None and value == self.rules.masks.fill != 0
 
 
 def color_of(number: int) -> Color:
@@ -180,14 +181,27 @@ def of_class(value: int) -> Color:
     return BACKGROUND if value == 0 else color_of(value - 1)
 
 
-def drawn(picture: Image.Image, scale: float, annotations: Annotations | None, style: Style | None) -> Image.Image:
-    """The picture, scaled as :func:`gpuaug.tools.sheet.scaled` does, with its annotations on it."""
+def drawn(
+    picture: Image.Image,
+    scale: float,
+    annotations: Annotations | None,
+    style: Style | None,
+    *,
+    crops: Iterable[tuple[Sequence[int], Color]] = (),
+) -> Image.Image:
+    """The picture, scaled as :func:`gpuaug.tools.sheet.scaled` does, with its annotations on it.
+
+    ``crops`` are boxes (x1, y1, x2, y2) of the picture, and their colors. They are dashed if there are annotations.
+    """
     image = scaled(picture, scale)
-    if annotations is None or style is None:
-        return image
-    if annotations.mask is not None:
+    if annotations is not None and style is not None and annotations.mask is not None:
         image = _tinted(image, annotations, style)
     pen = ImageDraw.Draw(image, "RGBA")
+    for corners, color in crops:
+        left, top, right, bottom = (round(v * scale) for v in corners)
+        _crop(pen, (left, top, max(left, right - 1), max(top, bottom - 1)), color, dashed=annotations is not None)
+    if annotations is None or style is None:
+        return image
     factors = image.width / picture.width, image.height / picture.height
     if annotations.boxes is not None:
         boxes = np.rint(annotations.boxes * (factors * 2)).astype(int).tolist()
@@ -201,9 +215,12 @@ def drawn(picture: Image.Image, scale: float, annotations: Annotations | None, s
     return image
 
 
-def dashed(pen: Any, box: Sequence[int], color: Color) -> None:
-    """A dashed rectangle (x1, y1, x2, y2) with lines of two pixels: a crop, not an object."""
+def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
+    """A rectangle (x1, y1, x2, y2) with lines of two pixels, inside its corners."""
     x1, y1, x2, y2 = box
+    if not dashed:
+        pen.rectangle(box, outline=color, width=2)
+        return
     for x in range(x1, x2 + 1, 10):
         for y in (y1, y2 - 1):
             pen.rectangle((x, y, min(x + 5, x2), y + 1), fill=color)
@@ -216,28 +233,26 @@ def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image
     """Half of the image and half of each pixel's color; outlines in full color; stripes where pixels are ignored."""
     assert annotations.mask is not None
     mask = np.asarray(Image.fromarray(annotations.mask).resize(image.size, Image.Resampling.NEAREST))
-    pixels = np.asarray(image.convert("RGB")).astype(np.float32)
-    values, at = np.unique(mask, return_inverse=True)
-    at = at.reshape(mask.shape)
-    ignored = np.array([style._is_ignored(value) for value in values.tolist()])
-    share = np.full(len(values), 0.5, dtype=np.float32)
-    if style.by_object:
-        share[values == 0] = 0
-        tints = [
-            style.color(annotations, value - 1) if 0 < value <= len(annotations) else (0, 0, 0) for value in values
-        ]
-    else:
-        tints = [of_class(value) for value in values.tolist()]
-    colors, shares = np.array(tints, dtype=np.float32)[at], share[at]
-    edge: NDArray[Any] = np.zeros(mask.shape, dtype=bool)
-    edge[:-1] |= mask[:-1] != mask[1:]
-    edge[:, :-1] |= mask[:, :-1] != mask[:, 1:]
-    shares[edge & (shares > 0)] = 0.9
+    values, number = np.unique(mask, return_inverse=True)
+    tints, shares = zip(*(_tint(value, annotations, style) for value in values.tolist()), strict=True)
+    number = number.reshape(mask.shape)
+    color, share = np.array(tints, dtype=np.float32)[number], np.array(shares, dtype=np.float32)[number]
+    changes_down, changes_right = np.diff(mask, axis=0) != 0, np.diff(mask, axis=1) != 0
+    edge = np.pad(changes_down, ((0, 1), (0, 0))) | np.pad(changes_right, ((0, 0), (0, 1)))
+    share[edge & (share > 0)] = 0.9
     y, x = np.indices(mask.shape)
-    stripes = np.where(((x + y) % 8 < 2)[..., None], STRIPE, STRIPED)
-    colors, shares = np.where(ignored[at][..., None], stripes, colors), np.where(ignored[at], 0.8, shares)
-    blended = pixels + (colors - pixels) * shares[..., None]
-    return Image.fromarray(np.rint(blended).astype(np.uint8))
+    color[(color == STRIPED).all(axis=2) & ((x + y) % 8 < 2)] = STRIPE
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
+    return Image.fromarray(np.rint(pixels + (color - pixels) * share[..., None]).astype(np.uint8))
+
+
+def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, float]:
+    """The color of a value of the mask, and its share of a pixel."""
+    if style.ignores(value):
+        return STRIPED, 0.8
+    if not style.by_object:
+        return of_class(value), 0.5 if value else 0.4
+    return (style.color(annotations, value - 1), 0.5) if 0 < value <= len(annotations) else (BACKGROUND, 0.0)
 
 
 def _box(pen: Any, box: Sequence[int], color: Color) -> None:
@@ -257,14 +272,14 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """The class of each box, at the first place that is free. Without a free place, or in a tiny box, none."""
+    """The class of each box, at the first free place. None if there is no such place, or the box is smaller."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
-        if min(x2 - x1, y2 - y1) < SMALLEST_LABEL:
-            continue
         crowd = ", crowd" if annotations.crowd[number] else ""
         text = fitting(style.name(int(annotations.labels[number])) + crowd, face, min(120, size[0] - 4))
         width, height = round(face.getlength(text)) + 4, TEXT + 3
+        if width * height > (x2 - x1) * (y2 - y1):  # it would hide more than it names
+            continue
         left = max(0, min(x1, size[0] - width))
         places = [(left, y1 - height), (left, y1), (left, y2), (left, y2 - height), (max(0, x2 - width), y1)]
         for x, y in places:

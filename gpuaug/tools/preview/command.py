@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,7 +24,7 @@ from gpuaug.loader.stages import LiveStage
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.preview import operations
-from gpuaug.tools.preview.annotations import Annotations, Style, dashed, drawn, read, upright_targets
+from gpuaug.tools.preview.annotations import Annotations, Style, drawn, read, upright_targets
 from gpuaug.tools.report import Report, png, save
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.sheet import Cell, Color, Row, check_pixels, page, sheet
@@ -280,15 +280,8 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     if sample.original is None:
         return Cell(Image.new("RGB", (round(size), round(size / 2)), (240, 240, 240)), f"original: {sample.absent}")
     scale = size / max(sample.original.size)
-    image = drawn(sample.original, scale, sample.annotated, style)
-    pen = ImageDraw.Draw(image)
-    for corners, color in reversed(list(zip(sample.boxes, COLORS, strict=False))):  # the first epoch on top
-        left, top, right, bottom = (round(v * scale) for v in corners)
-        box = (left, top, max(left, right - 1), max(top, bottom - 1))
-        if style is None:
-            pen.rectangle(box, outline=color, width=2)
-        else:
-            dashed(pen, box, color)  # solid lines are objects
+    crops = reversed(list(zip(sample.boxes, COLORS, strict=False)))  # the first epoch on top
+    image = drawn(sample.original, scale, sample.annotated, style, crops=crops)
     return Cell(image, f"original{_count(sample.annotated)}")
 
 
