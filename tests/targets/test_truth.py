@@ -192,7 +192,9 @@ def test_a_filled_box_has_exactly_its_extent(name: str) -> None:
     crop, ops = EXACT[name]
     rules = gpuaug.Targets(masks=gpuaug.Masks(fill=0), boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
     for backend in BACKENDS:
-        batch = batch_of(rectangles(16, 1, grid=2), gpuaug.Augment(crop=crop(), ops=ops, backend=backend), targets=rules)
+        batch = batch_of(
+            rectangles(16, 1, grid=2), gpuaug.Augment(crop=crop(), ops=ops, backend=backend), targets=rules
+        )
         targets = batch.targets
         seen = 0
         for row, mask in enumerate(targets.masks.numpy()):
@@ -271,7 +273,7 @@ def test_pairs_swap_exactly_where_the_image_is_mirrored() -> None:
     for crop in ("letterbox corner", "resized"):
         source = []
         for sample in some:
-            own = points + [*sample.place, 0]
+            own = points + np.array([*sample.place, 0])
             source.append((encoded(sample.pixels, "PNG"), {"keypoints": own, "labels": [0]}))
         ops = {"h": K.RandomHorizontalFlip(), "v": K.RandomVerticalFlip(), "turn": K.RandomRotation90((-1, 2), p=0.8)}
         rules = gpuaug.Targets(keypoints=gpuaug.Keypoints(flip=[1, 0], pixel_centers=False))

@@ -16,7 +16,7 @@ from kornia.augmentation.container.params import ParamItem
 from kornia.constants import DataKey, Resample
 from PIL import Image
 from test_moves import ELASTIC
-from truth import CROPS, SIZES, batch_of, encoded, gaussian, measured, png
+from truth import CROPS, SIZES, batch_of, encoded, gaussian, loader, measured, png
 
 import gpuaug
 from gpuaug.augment.parameters import tensors
@@ -130,7 +130,9 @@ def test_boxes_and_masks_are_torchvisions(name: str, functional: ModuleType) -> 
         for row in range(COUNT):
             boxes = theirs(F, name, params, row, boxes_of(F, what["boxes"][row], SIZE))
             seen += check_boxes(targets, row, F.clamp_bounding_boxes(boxes).numpy())
-            how: dict[str, Any] = {} if "flip" in name else {"interpolation": F.InterpolationMode.NEAREST, "fill": [255.0]}
+            how: dict[str, Any] = (
+                {} if "flip" in name else {"interpolation": F.InterpolationMode.NEAREST, "fill": [255.0]}
+            )
             mask = theirs(F, name, params, row, what["masks"][row][None], **how)[0]
             differing.append((mask != targets.masks[row]).float().mean().item())
     assert seen >= 50
@@ -143,7 +145,7 @@ def test_crops_are_torchvisions_crop_resize_and_pad(crop: str, functional: Modul
     exact = F.InterpolationMode.NEAREST_EXACT
     for seed in range(3):
         what = given(seed)
-        if "padded" == crop:
+        if crop == "padded":
             what = given(seed, (110, 131))
         size = tuple(what["masks"].shape[1:])
         targets, _, windows = moved({}, what, crop=CROPS[crop](), seed=seed)
@@ -251,7 +253,10 @@ def test_cropped_masks_are_pillows_nearest(crop: str) -> None:
             continue
         # output pixel (x, y) shows source pixel ((x + .5 - tx) / sx): Pillow's affine with these numbers
         shown = Image.fromarray(values[row]).transform(
-            mask.shape[::-1], Image.Transform.AFFINE, (1 / sx, 0, -tx / sx, 0, 1 / sy, -ty / sy), Image.Resampling.NEAREST
+            mask.shape[::-1],
+            Image.Transform.AFFINE,
+            (1 / sx, 0, -tx / sx, 0, 1 / sy, -ty / sy),
+            Image.Resampling.NEAREST,
         )
         rows, columns = clear(np.arange(top, bottom), sy, ty), clear(np.arange(left, right), sx, tx)
         same += (np.asarray(shown)[rows][:, columns] == mask[rows][:, columns]).sum()
@@ -279,13 +284,12 @@ def test_elastic_masks_move_as_their_images(backend: str) -> None:
     ops["last"].flags["resample"] = Resample.NEAREST
     crop = gpuaug.RandomCrop((80, 90), padding=3)
     rules = gpuaug.Targets(masks=gpuaug.Masks(fill=0))
-    first = None
+    augment = gpuaug.Augment(crop=crop, ops=ops, backend=backend)
+    want = None
     for batch_size in (9, 1, 4):
-        augment = gpuaug.Augment(crop=crop, ops=ops, backend=backend)
-        with_loader = [batch_of(source[:1], augment, targets=rules)] if batch_size == 1 else []
-        batch = batch_of(source, augment, targets=rules)
-        assert torch.equal(batch.images[:, 0].mul(255).round().long(), batch.targets.masks)
-        first = batch.targets.masks if first is None else first
-        assert torch.equal(first, batch.targets.masks)
-        for alone in with_loader:
-            assert torch.equal(alone.targets.masks[0], first[0])
+        with loader(source, augment, targets=rules, batch_size=batch_size, last="uneven") as made:
+            batches = list(made)
+        images, masks = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        assert torch.equal(images[:, 0].mul(255).round().long(), masks)
+        want = masks if want is None else want
+        assert torch.equal(want, masks)

@@ -1,4 +1,4 @@
-"""Samples whose right answer can be measured in the pixels, and every crop and moving operation to send them through."""
+"""Samples whose right answer can be measured in the pixels, and all crops and moving operations for them."""
 
 from __future__ import annotations
 
