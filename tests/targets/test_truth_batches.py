@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 from conftest import SHARED
 from test_parameters import OPS
-from truth import ALL, CROPS, composed, encoded, loader, png, samples
+from truth import ALL, CROPS, batch_of, composed, encoded, loader, png, samples
 
 import gpuaug
 from gpuaug.augment.ops import entry_of
@@ -367,7 +368,7 @@ def test_each_bad_target_is_a_fault_with_a_reason(tmp_path: Path) -> None:
     lines = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     reasons = {line["index"]: line["reason"] for line in lines}
     assert sorted(reasons) == list(range(1, len(items), 2))
-    named = ("box", "label", "point", "mask", "size", "annotations", "length", "png", "runs", "pixels")
+    named = ("box", "label", "point", "mask", "size", "annotations", "length", "known codec", "png", "runs", "pixels")
     for number, kind in enumerate(BAD):
         known = any(word in reasons[2 * number + 1] for word in named)
         assert known or kind in ("object", "ragged", "strange", "a gradient", "bfloat16"), reasons[2 * number + 1]
