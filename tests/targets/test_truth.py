@@ -81,7 +81,7 @@ def check_centroids(images: Any, white: Any, targets: Any, some: list[Sample], *
 @pytest.mark.parametrize("crop", CROPS)
 def test_keypoint_and_box_are_where_the_blob_is(crop: str, backend: str) -> None:
     compared = 0
-    for seed in range(4):
+    for seed in range(3):
         sizes = SIZES[:1] if crop == "none" else None
         some = samples(12, seed, sizes)
         ops = composed(97 * seed + sum(map(ord, crop)))
@@ -89,7 +89,7 @@ def test_keypoint_and_box_are_where_the_blob_is(crop: str, backend: str) -> None
         batch, twin = (batch_of(pairs(some, white=w), augment, seed=seed) for w in (False, True))
         assert torch.equal(batch.targets.matrices, twin.targets.matrices)
         compared += check_centroids(batch.images, twin.images, batch.targets, some)
-    assert compared >= 16, "too few blobs were inside"
+    assert compared >= 12, "too few blobs were inside"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
