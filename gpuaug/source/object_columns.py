@@ -279,7 +279,7 @@ def _damaged(fields: dict[str, _Field], most_classes: int) -> dict[int, str]:
     report(lengths != 4, f"`{boxes.name}` of each object must be 4 numbers")
     if not bad:
         nulls = _nulls(_flat(boxes.values)).reshape(-1, 4)
-        report(nulls.any(axis=1), f"`{boxes.name}` of each object must be 4 numbers, but one is null")
+        report(np.asarray(nulls.any(axis=1)), f"`{boxes.name}` of each object must be 4 numbers, but one is null")
     if "labels" in fields and not bad:
         name, _, values = fields["labels"]
         report(_nulls(values), f"`{name}` of an object is null")
