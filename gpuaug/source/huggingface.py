@@ -72,7 +72,7 @@ class DatasetSource(RowSource):
         self._has_masks = len(self._columns) > 1
         dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-        columns = [name for name in features if name not in self._columns]
+        columns = [name for name, feature in features.items() if not _is_image(feature)]
         has_label = label != "auto" or bool({"label", "labels"} & {*columns}) or len(named) == 1
         objects = _objects_column(features, objects, has_label=has_label)
         if label == "auto" and (self._has_masks or objects) and not has_label:
