@@ -15,6 +15,7 @@ Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Interpolation = Literal["bilinear", "bicubic"]
+Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, green, blue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class CropWindows:
         offset: int32 [B, 2], (y, x) of the resized window's top left corner in the canvas; pixels outside are cropped.
         size: (H, W) of the canvas.
         interpolation: ``bilinear`` or ``bicubic``, both antialiased.
-        fill: 0..255, the value of canvas pixels that the resized window does not cover.
+        fill: 0..255 or (red, green, blue), the value of canvas pixels that the resized window does not cover.
     """
 
     window: Int32
@@ -165,7 +166,7 @@ class CropWindows:
     offset: Int32
     size: tuple[int, int]
     interpolation: Interpolation = "bilinear"
-    fill: int = 0
+    fill: Fill = 0
 
     def __len__(self) -> int:
         return len(self.window)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import CropWindows, Int32, Int64, Interpolation
+from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
@@ -166,7 +166,7 @@ class RandomCrop(Crop):
         size: (H, W) of the crop; an int is a square.
         padding: pixels added around the image before cropping: one value, (left and right, top and bottom), or
             (left, top, right, bottom).
-        fill: 0..255, value of the added pixels.
+        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
 
     Raises:
         ConfigError: from :meth:`windows`, if a padded image is smaller than `size`.
@@ -177,7 +177,9 @@ class RandomCrop(Crop):
 
     count = 2
 
-    def __init__(self, size: int | Sequence[int], *, padding: int | Sequence[int] = 0, fill: int = 0) -> None:
+    def __init__(
+        self, size: int | Sequence[int], *, padding: int | Sequence[int] = 0, fill: int | Sequence[int] = 0
+    ) -> None:
         self.size = pair("size", size)
         values: list[int] = list(padding) if isinstance(padding, Sequence) else [padding]
         if len(values) not in (1, 2, 4) or any(type(v) is not int or not 0 <= v <= LARGEST_SIDE for v in values):
@@ -186,8 +188,7 @@ class RandomCrop(Crop):
                 f"(left, top, right, bottom). Found: {padding!r}."
             )
         self.padding = tuple(values * (4 // len(values)))
-        checks.whole_number("fill", fill, 0, 255)
-        self.fill = fill
+        self.fill = color(fill)
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         left, top, right, bottom = self.padding
@@ -249,28 +250,42 @@ class Resize(Crop):
 
     Args:
         size: (H, W) is exact. An int is the new shorter side; the longer side keeps the aspect ratio, rounded down.
-            With an int, all resized images of a batch must have the same size.
+            With an int, all resized images of a batch must have the same size; a batch of one image always has.
+        max_size: limit of the longer side, above ``size``, which is then an int. A longer image gets this longer side
+            and a shorter side that is rounded down. None: no limit.
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:
         ConfigError: from :meth:`windows`, if an int gives images of different sizes.
 
     >>> Resize((224, 224))
-    Resize((224, 224), interpolation='bilinear')
+    Resize((224, 224), max_size=None, interpolation='bilinear')
     """
 
-    def __init__(self, size: int | Sequence[int], *, interpolation: Interpolation = "bilinear") -> None:
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        *,
+        max_size: int | None = None,
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
         self.size = _shorter_side("size", size)
+        self.max_size = checks.whole_number("max_size", max_size, 1, LARGEST_SIDE, optional=True)
+        if max_size is not None and not (isinstance(self.size, int) and self.size < max_size):
+            raise ConfigError(
+                "`max_size` must be above `size`, which must be an int, the shorter side. "
+                f"Found: size {size!r}, max_size {max_size}."
+            )
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
-        h, w = resized_sides(self.size, heights, widths)
+        h, w = resized_sides(self.size, heights, widths, longest=self.max_size)
         sizes = np.unique(np.stack([h, w], axis=1)[known], axis=0).tolist()
         if len(sizes) > 1:
             examples = ", ".join(f"{a}x{b}" for a, b in sizes[:3])
             raise ConfigError(
                 "Resize's `size` must be (H, W) if aspect ratios differ, because all images of a batch need one size. "
-                f"Found: {self.size} gives {examples}. Use (H, W), ResizeCenterCrop or RandomResizedCrop."
+                f"Found: {self.size} gives {examples}. Use (H, W), ResizeCenterCrop, RandomResizedCrop or batch_size=1."
             )
         height, width = sizes[0] if sizes else pair("size", self.size)
         box, resized, offset = (stack_rows(len(u), *v) for v in ((0, 0, heights, widths), (height, width), (0, 0)))
@@ -290,12 +305,20 @@ def integers(u: Float64, last: Int64) -> Int64:
     return np.minimum((u * (last + 1)).astype(np.int64), last)
 
 
-def resized_sides(size: int | tuple[int, int] | Int64, heights: Int64, widths: Int64) -> tuple[Any, Any]:
-    """Height and width after torchvision's Resize. An int is the shorter side; the longer side is rounded down."""
+def resized_sides(
+    size: int | tuple[int, int] | Int64, heights: Int64, widths: Int64, *, longest: int | None = None
+) -> tuple[Any, Any]:
+    """Height and width after torchvision's Resize. An int is the shorter side; the longer side is rounded down.
+
+    ``longest`` is torchvision's ``max_size``: if the longer side exceeds it, both sides shrink.
+    """
     if isinstance(size, tuple):
         return np.full_like(heights, size[0]), np.full_like(widths, size[1])
     short, long = np.minimum(heights, widths), np.maximum(heights, widths)
     longer = np.minimum((size * long / short).astype(np.int64), np.iinfo(np.int32).max)
+    if longest is not None:
+        shrunk = np.maximum((longest * size / np.maximum(longer, 1)).astype(np.int64), 1)
+        size, longer = np.where(longer > longest, shrunk, size), np.minimum(longer, longest)
     return np.where(heights <= widths, size, longer), np.where(heights <= widths, longer, size)
 
 
@@ -320,6 +343,16 @@ def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     """Check a size and return (H, W); one int is a square."""
     side = _shorter_side(name, value)
     return pair(name, (side, side)) if isinstance(side, int) else side
+
+
+def color(value: int | Sequence[int], name: str = "fill") -> Fill:
+    """Check a value of pixels: 0..255, or three of them for red, green and blue."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if len(values) not in (1, 3) or any(type(v) is not int or not 0 <= v <= 255 for v in values):
+        raise ConfigError(
+            f"`{name}` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."
+        )
+    return values[0] if len(values) == 1 else (values[0], values[1], values[2])
 
 
 def positive_range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:

@@ -26,9 +26,9 @@ from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
 from gpuaug.augment.reference import exact_products
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Int
+from gpuaug.targets.geometry import from_indices
 
 Float64 = NDArray[np.float64]
-_HALF, _BACK = (np.array([[1, 0, t], [0, 1, t], [0, 0, 1]]) for t in (0.5, -0.5))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,13 +143,8 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
             own = pixels[ends[number] : ends[number + 1]]
             composed[step.rows] = own @ composed[step.rows]
             number += 1
-        made.append(_edges(composed))
+        made.append(from_indices(composed))
     return made
-
-
-def _edges(pixels: Float64) -> Float64:
-    """Matrices of pixel edges from those of pixel indices: T(1/2) m T(-1/2)."""
-    return _HALF @ pixels @ _BACK
 
 
 # --- what targets can follow

@@ -213,7 +213,12 @@ class _Recipe(nn.Module):
         ]
 
     def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
-        """The choices and parameters of every operation, per view. ``sizes``: (H, W) of each view's images."""
+        """The choices and parameters of every operation, per view.
+
+        Args:
+            drawn: the batch's random numbers.
+            sizes: (H, W) of each view's images.
+        """
         return [
             [
                 p.draw(drawn.uniforms[v.name, v.copy, p.name], size, drawn.keys.get((v.name, v.copy, p.name)))
@@ -452,6 +457,8 @@ class MultiView(_Recipe):
 def _whole_images(heights: Int, widths: Int) -> CropWindows:
     """Windows of whole images, if the recipe has no crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
+    known = sizes[:, 0] > 0  # a sample that cannot be decoded has size 0
+    sizes[~known] = sizes[known.argmax()] if known.any() else 1
     if len(sizes) and (sizes != sizes[0]).any():
         other = sizes[(sizes != sizes[0]).any(axis=1)][0]
         raise ConfigError(
@@ -484,7 +491,7 @@ def _cut(images: Tensor, windows: CropWindows) -> Tensor:
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
-    out = torch.full((len(images), H, W, 3), windows.fill, dtype=torch.uint8, device=images.device)
+    out = torch.tensor(windows.fill, dtype=torch.uint8).expand(len(images), H, W, 3).to(images.device).clone()
     for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):

@@ -185,7 +185,7 @@ class CudaPipeline:
                     interp_type=interpolations[view.interpolation],
                     antialias=True,
                 )
-                padded = {"out_of_bounds_policy": "pad", "fill_values": [float(view.fill)]}
+                padded = {"out_of_bounds_policy": "pad", "fill_values": np.atleast_1d(view.fill).astype(float).tolist()}
                 outputs.append(slice_of(resized, f"corner{v}", f"canvas{v}", **padded))
             return outputs
 

@@ -82,7 +82,8 @@ def views(
     tasks["canvas"] = canvases.ctypes.data + np.asarray(rows) * (H * W * 3)
     tasks["to_height"], tasks["to_width"] = windows.resized.T
     tasks["top"], tasks["left"] = windows.offset.T
-    tasks["H"], tasks["W"], tasks["fill"], tasks["cubic"] = H, W, windows.fill, windows.interpolation == "bicubic"
+    tasks["H"], tasks["W"], tasks["cubic"] = H, W, windows.interpolation == "bicubic"
+    tasks["fill"] = np.broadcast_to(windows.fill, 3) @ (1, 1 << 8, 1 << 16)
     arguments = tasks.ctypes.data, len(tasks), canvases.ctypes.data, canvases.nbytes, threads
     if compiled.gpuaug_resize(*arguments):  # releases the GIL
         raise MemoryError(f"out of memory while resizing {len(parts)} images")

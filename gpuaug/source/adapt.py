@@ -20,8 +20,8 @@ from gpuaug.source.index import Names, share
 log = logging.getLogger("gpuaug")
 
 OPTIONAL = (
-    *("flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "read_many", "stored", "target_kinds"),
-    "zero_copy",
+    *("flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored"),
+    *("target_kinds", "zero_copy"),
 )  # attributes that a MapSource takes from its object
 
 
@@ -47,6 +47,8 @@ class Source(Protocol):
         target_kinds: the targets that its samples have, of masks, boxes and keypoints. A sample is then
             ``(bytes, gpuaug.Target)``.
         num_keypoints, flip_pairs: number of keypoints of an object, and for each the number of its mirror image.
+        panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
+        objects_digest: ``source.objects_digest()`` is a hash of all objects.
         zero_copy: True if the returned bytes stay valid and unchanged while they are referenced. Then a batch does not
             need to copy them.
     """

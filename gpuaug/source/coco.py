@@ -81,6 +81,7 @@ class CocoSource(ListedSource):
             import_pycocotools()
         mapping = None if classes is None else class_mapping(classes)
         self.masks = masks
+        self.panoptic = masks == "panoptic"  # masks hold annotation numbers
         self._storage = Storage(remote)
         place = _annotations_path(absolute(root), annotations, split, masks)
         self.root = absolute(root) if split is None else join(absolute(root), split)
@@ -96,6 +97,10 @@ class CocoSource(ListedSource):
         """The targets it has: boxes, and perhaps masks and keypoints."""
         kinds = {"masks": self.masks is not None, "keypoints": self.num_keypoints is not None}
         return frozenset({"boxes", *(name for name, has in kinds.items() if has)})
+
+    def objects_digest(self) -> str:
+        """Hash of all objects."""
+        return self._table.digest()
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Descriptions of operations: one entry per class of Kornia or gpuaug, one file per family of operations."""
+"""Descriptions of operations: one entry per class of Kornia, one file per family of operations."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gpuaug.augment.ops.entry import Entry, Normal
 from gpuaug.augment.parameters import Size
 from gpuaug.random.keyed import normal_field
 
-ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES, **photometric.ENTRIES}
+ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
 
 
 def by_class(table: Mapping[str, Any], op: Any) -> Any:
-    """Look up an operation in a table whose keys are the names of classes of Kornia or gpuaug.
+    """Look up a Kornia operation in a table whose keys are the names of Kornia's classes.
 
     Returns None for other modules and for subclasses, because a subclass may draw and compute anything.
     """
     kind = type(op)
-    return table.get(kind.__name__) if kind.__module__.startswith(("kornia.augmentation.", "gpuaug.")) else None
+    return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
 
 
 def entry_of(op: Any) -> Entry | None:
-    """The entry of an operation's exact class, or None."""
-    return by_class(ENTRIES, op)
+    """The entry of an operation: of gpuaug's own, or of the exact class of Kornia; or None."""
+    return photometric.ENTRY if isinstance(op, photometric.PhotometricDistort) else by_class(ENTRIES, op)
 
 
 def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> dict[str, Tensor]:

@@ -77,9 +77,13 @@ class PhotometricDistort(nn.Module):
         self.channels = float(checks.number("channels", (0 if added else p) if channels is None else channels, 0, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Raises ConfigError: the operation has no random numbers of its own; ``images`` are not used.
+        """Not possible: the recipe draws the random numbers of each sample, and the operation has none of its own.
 
-        A recipe, such as ``gpuaug.Augment(ops={"distort": PhotometricDistort()})``, draws them for each sample.
+        Args:
+            images: float [B, 3, H, W]; not used.
+
+        Raises:
+            ConfigError: always. Use a recipe, such as ``gpuaug.Augment(ops={"distort": PhotometricDistort()})``.
         """
         raise ConfigError(
             "`PhotometricDistort` must be an entry of a recipe's `ops`. Found: a direct call. "
@@ -135,4 +139,4 @@ def _drawn(
     return np.stack(slots, axis=1).astype(np.int64) - 1, (factors,) * 5 + (channels,)
 
 
-ENTRIES = {"PhotometricDistort": Entry("pixels", prepare=_prepare)}
+ENTRY = Entry("pixels", prepare=_prepare)

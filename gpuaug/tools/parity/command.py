@@ -416,7 +416,7 @@ def _canvas(image: Image, window: CropWindows) -> Image:
     part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
     if (h, w) != (height, width):
         part = part.resize((w, h), PIL.Image.Resampling[window.interpolation.upper()])
-    canvas = PIL.Image.new("RGB", window.size[::-1], (window.fill,) * 3)
+    canvas = PIL.Image.new("RGB", window.size[::-1], tuple(np.broadcast_to(window.fill, 3).tolist()))
     canvas.paste(part, (x, y))
     return np.array(canvas)
 
