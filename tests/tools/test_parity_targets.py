@@ -16,18 +16,15 @@ import pytest
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
+import scenes as made
 from conftest import TORCHVISION
 
 import gpuaug
-from bench import photographs
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import targets as parity_targets
 from gpuaug.tools.parity.command import Parity, compare, table
 from gpuaug.tools.parity.counterpart import torchvision
 from gpuaug.tools.parity.targets import TargetDifference
-
-sys.path.insert(0, str(Path(photographs.__file__).parent))
-import scenes as made
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +15,15 @@ from PIL import Image, ImageOps
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
+import scenes as made
+
 import gpuaug
-from bench import photographs
 from gpuaug.source.coco_json import parse
 from gpuaug.tools import sheet
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import annotations as drawing
 from gpuaug.tools.preview import command as preview
 from gpuaug.tools.preview.annotations import Annotations, Style, color_of, drawn
-
-sys.path.insert(0, str(Path(photographs.__file__).parent))
-import scenes as made
 
 SIZE = (150, 200)
 
