@@ -303,12 +303,15 @@ class Packer:
         faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
         rows = range(len(batch))
         if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
-            return [faults.get(row) or self._encode(one := _single(batch, row), *self._plan(one))[0] for row in rows]
+            return [faults.get(row) or self._encode_alone(_single(batch, row)) for row in rows]
         images, bad = self._decoder.pixels(batch, headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         return [
             faults.get(row) or self._encode_row(row, batch, headers, zip(windows, images, strict=True)) for row in rows
         ]
+
+    def _encode_alone(self, batch: EncodedBatch) -> Encoded | Fault:
+        return self._encode(batch, *self._plan(batch))[0]
 
     def _encode_row(
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]

@@ -8,12 +8,10 @@ scheduler statistics separate waiting for bytes from waiting for a core.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import math
 import statistics
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,11 +30,12 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.pipeline import Pass, Pipeline, Task
-from gpuaug.loader.stages import LiveStage, Stage
+from gpuaug.loader.stages import LiveStage
 from gpuaug.read.reader import Reader
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
 from gpuaug.tools.profile import targets
+from gpuaug.tools.profile.clock import free_cores, now, waited_for_a_core
 
 log = logging.getLogger("gpuaug")
 
@@ -118,11 +117,6 @@ class Notes:
     def own_cpu(self) -> float:
         """CPU-seconds per image of this process, without its workers."""
         return float(sum(spent[1] for spent, _ in self.rounds)) / max(1, sum(images for _, images in self.rounds))
-
-
-def now(pids: Sequence[int] = ()) -> Any:
-    """Seconds so far, float64 [3]: wall time, CPU time of this process, CPU time of the processes ``pids``."""
-    return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
 
 
 class Profiler(contextlib.ExitStack):
@@ -260,7 +254,7 @@ class Profiler(contextlib.ExitStack):
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
         began, count, size = now(), 0, 8 if many is None else CHUNK
-        worked, waited = time.thread_time(), _waited_for_a_core()
+        worked, waited = time.thread_time(), waited_for_a_core()
         while not count or time.perf_counter() - began[0] < self.seconds:
             indices, repeats, valid = _head(next(self.tasks), size)
             numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
@@ -268,7 +262,7 @@ class Profiler(contextlib.ExitStack):
                 with contextlib.suppress(OSError, GpuaugError):  # the measurement of `read` reports faults
                     list(many(part)) if many is not None else source[part[0]]
             count += len(numbers)
-        worked, waited = time.thread_time() - worked, _waited_for_a_core() - waited
+        worked, waited = time.thread_time() - worked, waited_for_a_core() - waited
         notes.rounds.append((spent := now() - began, count))
         wall, own, _ = spent.tolist()
         if many is not None:  # such a source may use its own threads
@@ -577,42 +571,6 @@ class _InMemory:
     def key(self, index: int) -> str:
         """The index. Without this method the log would warn about this internal source."""
         return str(index)
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU-seconds of a process so far; 0 if the system does not report them."""
-    try:
-        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid on Linux; /proc has steps of 10 ms
-    except (OSError, OverflowError, AttributeError):
-        return 0.0
-
-
-def _waited_for_a_core() -> float:
-    """Seconds so far in which this thread was ready to run, but waited for a core."""
-    try:
-        return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # a kernel without this count: a busy machine then looks like slow storage
-        return 0.0
-
-
-def free_cores(seconds: float = 0.08) -> float:
-    """The number of cores that this process really gets, after affinity, quota and other processes."""
-    count, quota, block = machine.usable_cpus(), machine.cgroup_cpus(), bytes(1 << 18)
-    began = now()
-
-    def busy() -> None:
-        while time.perf_counter() < began[0] + seconds:
-            hashlib.sha256(block)  # releases the global interpreter lock
-
-    others = [threading.Thread(target=busy) for _ in range(count - 1)]
-    for thread in others:
-        thread.start()
-    busy()
-    for thread in others:
-        thread.join()
-    wall, own, _ = (now() - began).tolist()
-    most = float(count) if quota is None else min(float(count), quota)  # a quota allows short bursts above it
-    return max(0.25, min(most, own / wall))
 
 
 def endless(loader: Loader) -> Iterator[Task]:

@@ -1,4 +1,4 @@
-"""What the targets of a loader cost: masks beside decoding, and objects and finished targets beside the other stages."""
+"""Parts of `gpuaug profile` for loaders with targets: the cost of objects, and other forms of masks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.header import HeaderError
 from gpuaug.loader.stages import HeaderBatch, LiveStage
@@ -18,7 +19,7 @@ from gpuaug.targets.rules import Masks, Targets
 
 
 def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
-    """CPU-seconds of this thread for the part of reading headers that targets add: objects, and masks that crops need."""
+    """CPU-seconds that targets add to reading headers: for objects, and for masks that a crop needs."""
     if stage.targets is None or headers.info is None or headers.chosen is None:
         return 0.0
     began = time.thread_time()
@@ -29,8 +30,6 @@ def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
 
 def with_dtype(stage: LiveStage, dtype: Any) -> LiveStage | None:
     """The stage with masks of another dtype; None if it has no masks, or has this dtype already."""
-    from gpuaug.augment.target_stage import TargetStage
-
     targets = stage.targets
     rules = None if targets is None else targets.rules.masks
     if targets is None or rules is None or rules.dtype == dtype or rules.fill > np.iinfo(dtype).max:
