@@ -172,7 +172,7 @@ class PackedSource(ListedSource):
         return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :])
 
     def label_of_row(self, row: int) -> Any:
-        """Label or targets of one of :class:`Rows`. Reads nothing."""
+        """Label or targets of ``row``, one of :class:`Rows`. Reads nothing."""
         position, number = divmod(row, self.total)
         label = super()._label_of(number)
         if not self.target_kinds:

@@ -24,6 +24,7 @@ from gpuaug.source.packed import PackedSource
 from gpuaug.source.shards import ShardSource
 from gpuaug.targets import masks
 from gpuaug.tools.main import main
+from gpuaug.tools.pack import job
 from gpuaug.tools.pack.command import pack, verify
 from gpuaug.tools.pack.job import Pack
 from gpuaug.tools.pack.targets import encode_mask
@@ -259,6 +260,27 @@ def test_sources_that_declare_nothing_and_samples_without_objects(tmp_path: Path
     only = gpuaug.Targets(keypoints=gpuaug.Keypoints())
     for a, b in zip(batches(points, only), batches(PackedSource(tmp_path / "points"), only), strict=True):
         assert torch.allclose(a.targets.keypoints, b.targets.keypoints, atol=1e-3)
+
+
+def test_fractions_become_pixels_and_large_images_are_packed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Annotations as YOLO has them; and the same bytes if the images of a batch do not fit beside each other."""
+    box = np.array([[0.25, 0.5, 0.75, 1.0]])
+    items = [
+        (d, gpuaug.Target(mask=t.mask, boxes=box, labels=[k], size=(1, 1))) for k, (d, t) in enumerate(Scenes().items)
+    ]
+    run(items, tmp_path / "a", sizes=[24])
+    source = PackedSource(tmp_path / "a")
+    assert source.target_kinds == {"masks", "boxes"}
+    for i in range(COUNT):
+        h, w = source.shapes()[i]
+        np.testing.assert_allclose(source[i][1].boxes, box * (w, h, w, h), rtol=1e-6)
+        assert source[i][1].labels.tolist() == [i]
+    monkeypatch.setattr(job, "_CANVAS_BYTES", 100)
+    run(items, tmp_path / "b", sizes=[24])
+    names = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
 
 
 def test_a_stopped_run_continues_and_processes_change_no_byte(tmp_path: Path) -> None:
