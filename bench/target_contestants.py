@@ -79,8 +79,9 @@ def _run(batches: Callable[[], Any]) -> Run:
 
 def recipe(name: str) -> Any:
     """Ours, in Python."""
-    import gpuaug
     import kornia.augmentation as K
+
+    import gpuaug
 
     flip, size = K.RandomHorizontalFlip(p=0.5), SIZE[name]
     if name == SEG:
@@ -107,8 +108,9 @@ def source(root: str, kinds: tuple[str, ...]) -> Any:
 
 def loader(spec: Spec, kinds: tuple[str, ...], augment: Any = None) -> Any:
     """Our loader; without ``kinds`` the same images alone."""
-    import gpuaug
     import torch
+
+    import gpuaug
 
     rules = {"masks": gpuaug.Masks, "boxes": gpuaug.Boxes, "keypoints": gpuaug.Keypoints}
     return gpuaug.Loader(
@@ -277,10 +279,11 @@ def albumentations(spec: Spec) -> Run:
 
 def kornia(spec: Spec) -> Run:
     """Kornia's AugmentationSequential on whole batches, which our loader reads, decodes and resizes."""
-    import gpuaug
     import kornia.augmentation as K
     import torch
     from kornia.constants import DataKey, Resample, SamplePadding
+
+    import gpuaug
 
     if spec.recipe != WARP:
         raise CannotRunError("its crops have one size for a batch")
