@@ -9,8 +9,8 @@ Photographs of 500 x 375 with seven things each (bench/scenes.py). Every contest
 run in turns, as in bench/loader.py; the median of the rounds counts. What the batches of its first epoch hold stands
 beside its speed: peers draw for themselves, so the numbers must be near each other and are not equal.
 
-The rows "stage" are ours alone, in one process, in turns: the same recipe on the same decoded images, with targets and
-without, in processor time of one thread. What is decoded is not in it.
+The rows "stage" are ours alone, in one process, in turns: the same recipe on decoded images, and
+what targets add to it, in processor time of one thread. Decoding is not in it.
 """
 
 from __future__ import annotations
@@ -128,34 +128,30 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
             augment.windows(drawn, info.height, info.width)
             return augment.apply(images, drawn)
 
-        def both() -> Any:
-            drawn = augment.draw(seed=0, epoch=0, indices=indices)
+        def added() -> Any:
             upright = targets.upright(encoded, info, decoder)
-            windows = augment.windows(drawn, info.height, info.width, objects=upright.boxed)
-            chosen = augment.choose(drawn, [window.size for window in windows])
             placed = targets.place(upright, windows, chosen)
             if masks is not None:
                 targets.sample(placed, masks, decoder.device, each=decoder.each)
-            made = augment.apply(images, drawn, chosen=chosen)
-            return made, targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
+            return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
 
-        equal = torch.equal(without()[0], both()[0][0])
-        took = _in_turns([without, both], rounds=4 * args.rounds)
-    plain, whole = (1000 * statistics.median(times) for times in took)
+        chosen = augment.choose(drawn, [window.size for window in windows])
+        equal = torch.equal(without()[0], augment.apply(images, drawn, chosen=chosen)[0])
+        alone, more = _in_turns([without, added], rounds=4 * args.rounds)
+    plain, whole = 1000 * statistics.median(alone), 1000 * (statistics.median(alone) + statistics.median(more))
     return {
         "recipe": name, "kinds": list(kinds), "without_ms": plain, "with_ms": whole, "batch": len(encoded),
-        "ratios": [b / a for a, b in zip(*took, strict=True)], "ratio": whole / plain, "pixels_equal": equal,
+        "ratios": [1 + b / a for a, b in zip(alone, more, strict=True)], "ratio": whole / plain, "pixels_equal": equal,
     }  # fmt: skip
 
 
 def _in_turns(functions: list[Callable[[], Any]], *, rounds: int) -> list[list[float]]:
-    """Processor seconds of this thread for each function in each round; who is first changes."""
+    """Processor seconds of this thread for each function in each round."""
     took: list[list[float]] = [[] for _ in functions]
-    for number in range(rounds + 2):  # two rounds to warm up
-        order = list(range(len(functions)))
-        for k in order if number % 2 else order[::-1]:
+    for _ in range(rounds + 2):  # two rounds to warm up
+        for k, function in enumerate(functions):
             began = time.thread_time()
-            functions[k]()
+            function()
             took[k].append(time.thread_time() - began)
     return [times[2:] for times in took]
 
