@@ -78,21 +78,17 @@ def _run(batches: Callable[[], Any]) -> Run:
 
 
 def recipe(name: str) -> Any:
-    """Ours, in Python."""
+    """Ours: the shipped recipe, or the one of this bench."""
     import kornia.augmentation as K
 
     import gpuaug
 
-    flip, size = K.RandomHorizontalFlip(p=0.5), SIZE[name]
-    if name == SEG:
-        crop = gpuaug.RandomScaleCrop(size, base=520)
-        return gpuaug.Augment(crop=crop, ops={"flip": flip}, normalize=gpuaug.Normalize(MEAN, STD))
-    if name == DET:
-        crop = gpuaug.RandomIoUCrop(size, p=0.8)
-        return gpuaug.Augment(crop=crop, ops={"distort": gpuaug.PhotometricDistort(), "flip": flip})
+    if name != WARP:
+        return gpuaug.build(gpuaug.compose("train", [f"augment={name}", "source.root=."]).augment)
+    flip = K.RandomHorizontalFlip(p=0.5)
     affine = K.RandomAffine(DEGREES, translate=(SHIFT, SHIFT), scale=SCALE, p=1.0)
     ops = {"flip": flip, "affine": affine, "jitter": K.ColorJitter(*JITTER, p=1.0)}
-    return gpuaug.Augment(crop=gpuaug.Resize(size), ops=ops, normalize=gpuaug.Normalize(MEAN, STD))
+    return gpuaug.Augment(crop=gpuaug.Resize(SIZE[WARP]), ops=ops, normalize=gpuaug.Normalize(MEAN, STD))
 
 
 def source(root: str, kinds: tuple[str, ...]) -> Any:

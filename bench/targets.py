@@ -9,8 +9,8 @@ Photographs of 500 x 375 with seven things each (bench/scenes.py). Every contest
 run in turns, as in bench/loader.py; the median of the rounds counts. What the batches of its first epoch hold stands
 beside its speed: peers draw for themselves, so the numbers must be near each other and are not equal.
 
-The rows "stage" are ours alone, in one process, in turns: the same recipe on the same decoded images, with targets and
-without.
+The rows "stage" are ours alone, in one process, in turns: the same recipe on decoded images, and
+what targets add to it, in processor time of one thread. Decoding is not in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from contestants import Spec
 from loader import Contestant, machine
 from target_contestants import DET, RECIPES, SEG, WARP, loader, recipe
 
-WHO = ("ours", "images_only", "torchvision", "torchvision_pil", "albumentations", "kornia")
+from gpuaug.targets.masks import decode
+
+WHO = {  # who can do a recipe
+    SEG: ("ours", "images_only", "torchvision", "torchvision_pil", "albumentations"),
+    DET: ("ours", "torchvision", "torchvision_pil"),
+    WARP: ("ours", "images_only", "albumentations", "kornia"),
+}
+EVERYBODY = tuple(dict.fromkeys(who for names in WHO.values() for who in names))
 ELSEWHERE = ("torchvision", "torchvision_pil", "albumentations")
 # recipe, who, the smallest accepted ratio; of both torchvisions the faster counts
 BARS = {(SEG, "torchvision"): 2.5, (DET, "torchvision"): 4.0, (WARP, "albumentations"): 1.2, (WARP, "kornia"): 5.0}
@@ -57,13 +64,14 @@ def end_to_end(args: argparse.Namespace, name: str, root: Path) -> list[dict[str
     """One row per contestant."""
     rows, running = [], list[Contestant]()
     with contextlib.ExitStack() as stack:
-        for who in args.who:
+        for who in [who for who in WHO[name] if who in args.who]:
             spec = Spec(who, name, str(root), args.batch, args.workers, args.threads, "cpu", "float32")
             python = (args.peer_python or sys.executable) if who in ELSEWHERE else sys.executable
             contestant = Contestant(spec, python, script="target_contestants.py")
             stack.callback(contestant.close)
             if contestant.reason is None:
                 running.append(contestant)
+                print(f"{name} {who}: ready after {contestant.first:.1f} s", flush=True)
             else:
                 rows.append({"recipe": name, "who": who, "reason": contestant.reason})
                 print(f"{name} {who}: not run: {contestant.reason}", flush=True)
@@ -94,56 +102,57 @@ def end_to_end(args: argparse.Namespace, name: str, root: Path) -> list[dict[str
 
 
 def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Path) -> dict[str, Any]:
-    """The time of the augment stage with targets as a multiple of the time without."""
+    """The time of the augment stage with targets as a multiple of the time without. One thread's processor time."""
     import torch
 
-    torch.set_num_threads(args.threads)
-    spec = Spec("", name, str(root), args.batch, 0, args.threads, "cpu", "float32")
+    torch.set_num_threads(1)
+    spec = Spec("", name, str(root), args.stage_batch, 0, 1, "cpu", "float32")
     with loader(spec, kinds, recipe(name)) as made:
         pipeline, stage = made.pipeline, made.pipeline.stage
         encoded = next(iter(pipeline.read(made.epoch_order, 0, zero_copy=False)))
-        ready = stage.read_headers(encoded, 0)
-        info, decoder, targets = ready.info, stage.decoder, stage.targets
-        images, _ = decoder.pixels(encoded, info, ready.windows)
-        masks = targets._decode(encoded, info, decoder)[0] if "masks" in kinds else None
+        info, decoder, targets = stage.decoder.read_headers(encoded), stage.decoder, stage.targets
         indices, augment = encoded.indices.numpy(), stage.recipe
+        drawn = augment.draw(seed=0, epoch=0, indices=indices)
+        windows = augment.windows(drawn, info.height, info.width)
+        images, _ = decoder.pixels(encoded, info, windows)
+        masks = None
+        if "masks" in kinds:
+            size = {"exif": 1, "max_pixels": 1 << 24}
+            masks = [
+                decode(data, stored=(int(height), int(width)), **size)
+                for data, height, width in zip(encoded.masks, info.height, info.width, strict=True)
+            ]
 
         def without() -> Any:
             drawn = augment.draw(seed=0, epoch=0, indices=indices)
             augment.windows(drawn, info.height, info.width)
             return augment.apply(images, drawn)
 
-        def both() -> Any:
-            drawn = augment.draw(seed=0, epoch=0, indices=indices)
+        def added() -> Any:
             upright = targets.upright(encoded, info, decoder)
-            windows = augment.windows(drawn, info.height, info.width, objects=upright.boxed)
-            chosen = augment.choose(drawn, [window.size for window in windows])
             placed = targets.place(upright, windows, chosen)
             if masks is not None:
-                targets.sample(placed, masks, decoder.device, threads=decoder.num_threads, each=decoder.each)
-            made = augment.apply(images, drawn, chosen=chosen)
-            return made, targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
+                targets.sample(placed, masks, decoder.device, each=decoder.each)
+            return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
 
-        equal = torch.equal(without()[0], both()[0][0])
-        took = _in_turns([without, both], rounds=4 * args.rounds)
-    ratios = [b / a for a, b in zip(*took, strict=True)]
-    plain, whole = (1000 * statistics.median(times) for times in took)
+        chosen = augment.choose(drawn, [window.size for window in windows])
+        equal = torch.equal(without()[0], augment.apply(images, drawn, chosen=chosen)[0])
+        alone, more = _in_turns([without, added], rounds=4 * args.rounds)
+    plain, whole = 1000 * statistics.median(alone), 1000 * (statistics.median(alone) + statistics.median(more))
     return {
-        "recipe": name, "kinds": list(kinds), "without_ms": plain, "with_ms": whole, "ratios": ratios,
-        "ratio": statistics.median(ratios), "pixels_equal": equal, "batch": len(encoded),
+        "recipe": name, "kinds": list(kinds), "without_ms": plain, "with_ms": whole, "batch": len(encoded),
+        "ratios": [1 + b / a for a, b in zip(alone, more, strict=True)], "ratio": whole / plain, "pixels_equal": equal,
     }  # fmt: skip
 
 
 def _in_turns(functions: list[Callable[[], Any]], *, rounds: int) -> list[list[float]]:
-    """Seconds of each function in each round, the first in one round the last in the next."""
+    """Processor seconds of this thread for each function in each round."""
     took: list[list[float]] = [[] for _ in functions]
-    for number in range(rounds + 2):  # two rounds to warm up
-        order = list(range(len(functions)))
-        for k in order if number % 2 else order[::-1]:
-            time.sleep(0.01)  # OpenMP's threads spin for some milliseconds after the run before
-            began = time.perf_counter()
-            functions[k]()
-            took[k].append(time.perf_counter() - began)
+    for _ in range(rounds + 2):  # two rounds to warm up
+        for k, function in enumerate(functions):
+            began = time.thread_time()
+            function()
+            took[k].append(time.thread_time() - began)
     return [times[2:] for times in took]
 
 
@@ -182,17 +191,23 @@ def table(report: dict[str, Any]) -> str:
         middle, low, high = row["values"]
         measured = "not run | " if middle is None else f"{middle:.2f} | {low:.2f} to {high:.2f}"
         lines.append(f"| {row['what']} | {measured} | {row['bar']} |")
-    lines += ["", "| recipe | who | images/s | lowest to highest | ours is faster by | its batches |", "|---" * 6 + "|"]
+    lines += ["", "| recipe | who | images/s | lowest to highest | ours is faster by | processor, ms | its batches |"]
+    lines.append("|---" * 7 + "|")
     for row in report["results"]:
         start = f"| {row['recipe']} | {row['who']} |"
         if "reason" in row:
-            lines.append(f"{start} not run: {row['reason']} | | | |")
+            lines.append(f"{start} not run: {row['reason']} | | | | |")
             continue
         facts = ", ".join(f"{name} {value:.3f}" for name, value in row["facts"].items() if value)
         spread = f"{min(row['rates']):,.0f} to {max(row['rates']):,.0f}"
         ratio = f"{row['ratio']:.2f}×" if "ratio" in row else ""
-        lines.append(f"{start} {row['images_per_second']:,.0f} | {spread} | {ratio} | {facts} |")
-    lines += ["", "| stage of recipe | with | ms without | ms with | images are equal |", "|---" * 5 + "|"]
+        processor = f"{row['processor_us'] / 1000:.2f}"
+        lines.append(f"{start} {row['images_per_second']:,.0f} | {spread} | {ratio} | {processor} | {facts} |")
+    lines += [
+        "",
+        f"| stage of recipe, batches of {s['stage_batch']} | with | ms without | ms with | images are equal |",
+    ]
+    lines.append("|---" * 5 + "|")
     for row in report["stages"]:
         equal = "yes" if row["pixels_equal"] else "NO"
         start = f"| {row['recipe']} | {', '.join(row['kinds'])} |"
@@ -203,11 +218,12 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="*", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--who", nargs="+", default=list(WHO), choices=WHO)
+    parser.add_argument("--who", nargs="+", default=list(EVERYBODY), choices=EVERYBODY)
     parser.add_argument("--no-stages", action="store_true", help="only from files to batches")
     parser.add_argument("--count", type=int, default=256, help="photographs (default: 256)")
     parser.add_argument("--rounds", type=int, default=5, help="epochs of each; the median counts (default: 5)")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--stage-batch", type=int, default=64, help="batch of the rows `stage` (default: 64)")
     parser.add_argument("--workers", type=int, default=2, help="processes of everybody's loader")
     parser.add_argument("--threads", type=int, default=2, help="threads of ours and of torch")
     parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
@@ -226,9 +242,9 @@ def main() -> None:
             print(text)
         return
     if args.quick:
-        args.count, args.rounds, args.batch = 16, 1, 8
+        args.count, args.rounds, args.batch, args.stage_batch = 16, 1, 8, 8
     args.device = "cpu"
-    names = ("batch", "workers", "threads", "rounds", "count")
+    names = ("batch", "stage_batch", "workers", "threads", "rounds", "count")
     report: dict[str, Any] = {
         "machine": machine(args), "settings": {n: getattr(args, n) for n in names}, "results": [], "stages": []
     }  # fmt: skip

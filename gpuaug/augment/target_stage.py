@@ -192,13 +192,17 @@ class TargetStage:
         each: Callable[..., None] = one_by_one,
     ) -> None:
         """Crop and resize upright masks for every view, in ``batch``. On a CPU also move them by the operations."""
-        small = self.fill <= 255 and all(mask is None or mask.dtype == np.uint8 for mask in decoded)
+        rules, small = self.rules.masks, self.fill <= 255 and all(m is None or m.dtype == np.uint8 for m in decoded)
+        narrow = torch.uint8 if small else torch.int32
         on_host = device.type == "cpu" or self._instances
         for view in batch.views:
-            shape = (len(decoded), 1, *view.windows.size)
-            made = buffers.outputs.take(shape, torch.uint8 if small else torch.int32, False)[:, 0]
             first = view.moves[0] if view.moves and on_host else None
             inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
+            left = view.moves if inverse is None else view.moves[1:]
+            # written once, if nothing else has to be done with them
+            last = device.type == "cpu" and not left and not self._instances and rules is not None
+            dtype = _DTYPES[rules.dtype] if last and rules is not None and (small or rules.dtype != "uint8") else narrow
+            made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
             masks.place(
                 decoded,
                 view.windows,
@@ -209,7 +213,7 @@ class TargetStage:
                 each=each,
             )
             view.masks = made
-            view.moves = view.moves if inverse is None else view.moves[1:]
+            view.moves = left
             if self._instances:
                 _drop_vanished(view, batch.upright.table)
 

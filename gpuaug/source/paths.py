@@ -28,7 +28,7 @@ def absolute(path: Any, *, key: str = "source.root") -> str:
     Raises:
         ConfigError: if ``path`` is neither a path nor a URL.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fsdecode(path):
         raise ConfigError(f"`{key}` must be a path or a URL. Found: {path!r}.")
     text = os.fspath(path)
     for scheme in ("file://", "local://"):

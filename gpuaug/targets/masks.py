@@ -50,6 +50,7 @@ _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY = 0  # PNG's colour type
 _LARGEST_KEY = 2**24 - 1  # of a table, the largest number that three bytes of colour hold
 _LARGEST = 2**31 - 1
+_OUTPUTS = (np.uint8, np.int32, np.int64)
 _PIXELS_AT_ONCE = 2**22  # `gather` needs up to 50 bytes of temporaries per pixel
 
 # labelIds to trainIds: github.com/mcordts/cityscapesScripts, helpers/labels.py
@@ -267,7 +268,7 @@ def place(
     Args:
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
         windows: n rows; ``interpolation`` and ``fill`` are not used.
-        out: uint8 or int32 [n, H, W], contiguous; int32 if any mask is.
+        out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
         inverse: float64 [n, 3, 3], output to canvas, in pixel edges. None: no operation moves the masks.
         fill: value outside.
         threads: number of threads of masks.cpp.
@@ -304,16 +305,17 @@ def place(
 def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, inverse: Float64 | None, fill: int) -> None:
     """C++ follows these pointers, so a mistake would kill the process."""
     count = len(masks)
-    if out.shape != (count, *windows.size) or out.dtype not in (np.uint8, np.int32) or not out.flags.c_contiguous:
-        raise ValueError(f"out must be a contiguous uint8 or int32 {(count, *windows.size)}: {out.dtype} {out.shape}")
+    if out.shape != (count, *windows.size) or out.dtype not in _OUTPUTS or not out.flags.c_contiguous:
+        kinds = "uint8, int32 or int64"
+        raise ValueError(f"out must be a contiguous {kinds} {(count, *windows.size)}: {out.dtype} {out.shape}")
     if len(windows) != count or (inverse is not None and inverse.shape != (count, 3, 3)):
         matrices = "no matrices" if inverse is None else f"matrices of shape {inverse.shape}"
         raise ValueError(f"{count} masks, but {len(windows)} windows and {matrices}")
-    if not 0 <= fill <= np.iinfo(out.dtype).max:
+    if not 0 <= fill <= min(np.iinfo(out.dtype).max, _LARGEST):
         raise ValueError(f"fill {fill} does not fit into {out.dtype}")
-    kinds = {mask.dtype for mask in masks if mask is not None}
-    if not kinds <= {np.dtype(np.uint8), out.dtype}:
-        raise ValueError(f"masks of {', '.join(map(str, kinds))} do not fit into {out.dtype}")
+    found = {mask.dtype for mask in masks if mask is not None}
+    if not found <= {np.dtype(np.uint8), *((np.dtype(np.int32),) if out.itemsize > 1 else ())}:
+        raise ValueError(f"masks of {', '.join(map(str, found))} do not fit into {out.dtype}")
     there = np.array([mask is not None for mask in masks], dtype=bool)
     sizes = np.array([mask.shape for mask in masks if mask is not None], dtype=np.int64).reshape(-1, 2)
     window = windows.window[there].astype(np.int64)

@@ -149,7 +149,9 @@ def test_every_window_and_matrix_is_the_formula_in_cpp_numpy_and_torch(
             expected = np.stack([written_out(part, rows, k, m, 254) for k, part in enumerate(parts)])
             for native in (compiled, None):
                 monkeypatch.setattr(masks, "library", lambda native=native: native)
-                np.testing.assert_array_equal(placed(parts, rows, m, fill=254, threads=2), expected)
+                for out in (dtype, np.int32, np.int64):
+                    made = placed(parts, rows, m, fill=254, threads=2, dtype=out)
+                    np.testing.assert_array_equal(made, expected)
         canvas = placed(parts, rows, fill=254)
         for kind in (torch.uint8, torch.int32, torch.int64):
             if kind != torch.uint8 or dtype == np.uint8:
@@ -312,7 +314,7 @@ def test_numpy_gives_its_rows_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"inverse": np.zeros((2, 3, 3))}, "matrices of shape"),
         ({"fill": 256}, "fill 256 does not fit into uint8"),
         ({"fill": -1}, "fill -1"),
-        ({"dtype": np.int64}, "out must be a contiguous uint8 or int32"),
+        ({"dtype": np.float32}, "out must be a contiguous uint8, int32 or int64"),
         ({"rows": windows((0, 0, 0, 5), (4, 4), (0, 0), (4, 4))}, "not inside"),
         ({"rows": windows((0, 0, 5, 5), (4, 0), (0, 0), (4, 4))}, "not inside"),
         ({"rows": windows((-1, 0, 5, 5), (4, 4), (0, 0), (4, 4))}, "not inside"),
