@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,12 +32,26 @@ from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
-if TYPE_CHECKING:
-    from gpuaug.augment.recipe import Augment, Drawn, MultiView
-
 Float64 = NDArray[np.float64]
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _NORMALIZED = (1, 1)  # size of annotations whose coordinates are fractions of the upright image
+
+
+class Recipe(Protocol):
+    """What is needed of the recipe of the images, an Augment or MultiView."""
+
+    @property
+    def views(self) -> Sequence[Any]:
+        """One view per output image."""
+        ...
+
+    def windows(self, drawn: Any, heights: Any, widths: Any, *, objects: Any, masks: Any) -> list[CropWindows]:
+        """The crop windows of each view."""
+        ...
+
+    def choose(self, drawn: Any, sizes: Sequence[tuple[int, int]]) -> list[list[Chosen]]:
+        """The choices of every operation, per view."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +117,7 @@ class TargetStage:
     def __init__(
         self,
         rules: Targets,
-        recipe: Augment | MultiView,
+        recipe: Recipe,
         *,
         flip: Sequence[int] | None = None,
         panoptic: bool = False,
@@ -323,12 +337,23 @@ class TargetStage:
         decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
         if self.panoptic and encoded.targets is not None:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
+        for row, largest in self._too_large(found):
+            reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+            faults.append(decode_fault(row, data[row], reason))
+            found[row] = None
         return found, sorted(faults, key=lambda fault: fault.row)
+
+    def _too_large(self, found: list[NDArray[Any] | None]) -> list[tuple[int, int]]:
+        """Row and largest value of masks that the wanted dtype cannot hold."""
+        if self.rules.masks is None or self.rules.masks.dtype != "uint8":
+            return []
+        wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
+        return [(row, largest) for row, largest in wide if largest > 255]
 
 
 def augment_targets(
-    recipe: Any,
-    drawn: Drawn,
+    recipe: Recipe,
+    drawn: Any,
     given: Given,
     *,
     size: tuple[int, int],
@@ -410,6 +435,12 @@ class Given:
                 f"Found: {self.masks.dtype} {list(self.masks.shape)}."
             )
         values = self.masks.cpu().numpy()
+        limits = (0, 255) if self.rules.masks.dtype == "uint8" else (-(2**31), 2**31 - 1)
+        if values.size and not limits[0] <= values.min() <= values.max() <= limits[1]:
+            raise ConfigError(
+                f"`masks` must have values from {limits[0]} to {limits[1]} for `targets.masks.dtype` "
+                f"{self.rules.masks.dtype}. Found: {values.min()} to {values.max()}."
+            )
         return table, list(values if values.dtype == np.uint8 else values.astype(np.int32))
 
 

@@ -329,3 +329,18 @@ def test_a_decoded_batch_is_augmented_as_in_the_loader():
     ):
         with pytest.raises(ConfigError):
             recipe()(images, **wrong)
+
+
+def test_values_that_the_dtype_cannot_hold_are_a_fault():
+    wide = Pairs({4: {"mask": png(np.full((96, 128), 300, dtype=np.uint16))}})
+    rules = gpuaug.Targets(masks=gpuaug.Masks(dtype="uint8"))
+    with loader(wide, targets=rules, faults=gpuaug.Faults(policy="drop")) as made:
+        batches = list(made)
+    assert all(batch.targets.masks.dtype == torch.uint8 for batch in batches)
+    assert 4 not in torch.cat([batch.indices for batch in batches])
+    with loader(wide, targets=rules) as made, pytest.raises(DataError, match="300"):
+        list(made)
+    with loader(wide, targets=MASKS) as made:
+        assert max(int(masks.max()) for _, masks in made) == 300
+    with pytest.raises(ConfigError, match="300"):
+        recipe()(torch.zeros(1, 3, 8, 9, dtype=torch.uint8), masks=torch.full((1, 8, 9), 300), targets=rules)
