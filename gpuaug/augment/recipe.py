@@ -213,7 +213,12 @@ class _Recipe(nn.Module):
         ]
 
     def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
-        """The choices and parameters of every operation, per view. ``sizes``: (H, W) of each view's images."""
+        """The choices and parameters of every operation, per view.
+
+        Args:
+            drawn: the batch's random numbers.
+            sizes: (H, W) of each view's images.
+        """
         return [
             [
                 p.draw(drawn.uniforms[v.name, v.copy, p.name], size, drawn.keys.get((v.name, v.copy, p.name)))

@@ -290,12 +290,6 @@ class Loader:
         return getattr(self.source, "num_classes", None)
 
     @property
-    def ahead_level(self) -> int:
-        """Bytes of encoded batches now waiting in memory; ``ahead`` is the limit."""
-        running = self._resources.running()
-        return 0 if running is None else running.bytes_waiting
-
-    @property
     def prefetch_level(self) -> int:
         """Number of finished batches now waiting; ``prefetch`` is the limit."""
         running = self._resources.running()

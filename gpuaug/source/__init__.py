@@ -7,7 +7,6 @@ Every worker unpickles the source. So no module here imports a decoder or a conf
 """
 
 from gpuaug.source.adapt import MapSource, Source, adapt
-from gpuaug.source.coco import CocoSource
 from gpuaug.source.folder import FolderSource
 from gpuaug.source.huggingface import DatasetSource
 from gpuaug.source.parquet import ParquetSource
@@ -16,6 +15,6 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
 
 __all__ = [
-    "CocoSource", "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source",
+    "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source",
     "TableSource", "adapt",
 ]  # fmt: skip

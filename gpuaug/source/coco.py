@@ -144,7 +144,7 @@ class CocoSource(ListedSource):
         assert self.class_to_idx is not None
         numbers = np.array([self.class_to_idx[name] for name in parsed.categories], dtype=np.int64)
         self.num_keypoints = None if parsed.keypoints is None else parsed.keypoints.shape[1]
-        self.flip_pairs = mirror_images(parsed.points)
+        self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
         self._table = ObjectTable(
             parsed.counts[kept], boxes=parsed.boxes, labels=numbers[parsed.labels], keypoints=parsed.keypoints,
             crowd=parsed.crowd, area=parsed.area, ids=parsed.ids, sizes=parsed.sizes[kept],

@@ -43,7 +43,7 @@ CROWD = Field((int, bool), int | bool, 0)
 LATER = Field((object,), None, None)  # stays JSON text in msgspec, because its lists would take gigabytes
 
 IMAGE = {"id": WHOLE, "file_name": TEXT, "width": NUMBER, "height": NUMBER}
-CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ())}
+CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ()), "skeleton": LATER}
 SEGMENT = {"id": WHOLE, "category_id": WHOLE, "bbox": BOX, "area": OPTIONAL_NUMBER, "iscrowd": CROWD}
 OBJECT = {
     **SEGMENT,
@@ -72,6 +72,7 @@ class Annotations:
         keypoints: float32 [M, K, 3], or None.
         categories: names of the categories, by ascending id.
         points: names of the K points; may be empty.
+        skeleton: numbers of the points that a line connects in drawings; () if the file does not say.
         outlines: values of ``segmentation`` in the order of the objects; can be read once.
         masks: paths of the panoptic masks, or None.
     """
@@ -88,6 +89,7 @@ class Annotations:
     keypoints: NDArray[np.float32] | None
     categories: list[str]
     points: list[str]
+    skeleton: tuple[tuple[int, int], ...]
     outlines: Iterable[Any]
     masks: list[bytes] | None
 
@@ -157,6 +159,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
         keypoints=keypoints,
         categories=categories["name"],
         points=points,
+        skeleton=_skeleton(map(later, categories["skeleton"]), len(points)),
         outlines=[] if not outlines else (later(outlines[i]) for i in order.tolist()),
         masks=masks,
     )
@@ -345,6 +348,18 @@ def _keypoints(
         with np.errstate(over="ignore"):  # infinite points are a fault of their sample
             points[row] = array("d", numbers)
     return points.reshape(len(values), -1, 3), lists[0]
+
+
+def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
+    """The first category's pairs of points, counted from 0; () if they are no such pairs, as they are only drawn."""
+    pairs: Any = next((value for value in lists if value), [])
+    known = range(1, count + 1)
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and set(pair) <= {*known}
+        for pair in pairs
+    ):
+        return ()
+    return tuple((a - 1, b - 1) for a, b in pairs)
 
 
 def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list
+from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, by_stem, listed, open_tree, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.paths import absolute, is_url, join, redact
@@ -91,20 +91,7 @@ class MaskFolderSource(FileSource):
         began = time.monotonic()
         tree = open_tree(self.root, self._storage, endings, key="source.images")
         mask_tree = open_tree(self.masks, self._storage, mask_endings, key="source.masks")
-        names = [
-            name
-            for block in tree.images(None)
-            for name in block
-            if not self._is_mask(name, mask_suffix + mask_endings[0])
-        ]
-        pictures = by_stem(names, endings, suffix=image_suffix, root=self.root)
-        if ignored := len(names) - len(pictures):
-            log.info(
-                "source %s: %d images are ignored, because their names do not end in %r",
-                redact(self.root),
-                ignored,
-                image_suffix,
-            )
+        pictures = self._pictures(tree, endings, image_suffix, mask_suffix + mask_endings[0])
         known = by_stem(
             (name for block in mask_tree.images(None) for name in block),
             mask_endings,
@@ -131,6 +118,17 @@ class MaskFolderSource(FileSource):
             self.class_to_idx = class_mapping(classes)
             self.classes = [*self.class_to_idx]
         self._activate(subset, exclude, began=began)
+
+    def _pictures(
+        self, tree: LocalTree | UrlTree, endings: tuple[str, ...], suffix: str, mask_ending: str
+    ) -> dict[str, bytes]:
+        """Names of the images by their path without suffix and extension."""
+        names = [name for block in tree.images(None) for name in block if not self._is_mask(name, mask_ending)]
+        pictures = by_stem(names, endings, suffix=suffix, root=self.root)
+        if ignored := len(names) - len(pictures):
+            place = redact(self.root)
+            log.info("source %s: %d images are ignored, because their names do not end in %r", place, ignored, suffix)
+        return pictures
 
     def __repr__(self) -> str:
         named = "" if self.classes is None else f", {len(self.classes)} classes"

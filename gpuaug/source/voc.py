@@ -210,7 +210,7 @@ def _parse(data: bytes) -> tuple[tuple[int, int], list[_Object]]:
     parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
     try:
         parser.Parse(data, True)
-    except expat.ExpatError as error:
+    except (expat.ExpatError, LookupError) as error:  # LookupError: an encoding that is not known
         raise ValueError(f"is not valid XML ({error})") from error
     height, width = (_pixels({"height": "0", "width": "0"} | size, key) for key in ("height", "width"))
     return (max(int(height), 0), max(int(width), 0)), objects

@@ -151,8 +151,8 @@ class YoloSource(AnnotatedSource):
         folder = posixpath.dirname(place)
         return [os.fsencode(_below(self.root, folder, line, place=redact(file))) for line in lines]
 
-    def _label_file(self, index: int) -> str:
-        folder, inside, rest = join(self.root, os.fsdecode(self._names[index])).rpartition("/images/")
+    def _label_file(self, name: bytes) -> str:
+        folder, inside, rest = join(self.root, os.fsdecode(name)).rpartition("/images/")
         return posixpath.splitext(f"{folder}/labels/{rest}" if inside else rest)[0] + ".txt"
 
     def _read_labels(self, described: _Data, given: dict[str, int] | None) -> None:
@@ -160,18 +160,18 @@ class YoloSource(AnnotatedSource):
 
         def files() -> Iterator[bytes | Exception]:
             nonlocal missing
-            for data in texts(map(self._label_file, range(count)), self._storage):
+            for data in texts(map(self._label_file, self._names), self._storage):
                 is_missing = isinstance(data, FileNotFoundError | NotADirectoryError)
                 missing += is_missing
                 yield b"" if is_missing else data
 
         names = described.names
         rules = Rules(len(names or given or ()) or None, described.points)
-        found = parse(files(), rules, name=lambda i: redact(self._label_file(i)))
+        found = parse(files(), rules, name=lambda i: redact(self._label_file(self._names[i])))
         if missing == count:
             raise SourceError(
                 f"none of the {count} images in {redact(self.root)!r} has a label file. The first was looked for in "
-                f"{redact(self._label_file(0))!r}. Check `source.root` and `source.split`."
+                f"{redact(self._label_file(self._names[0]))!r}. Check `source.root` and `source.split`."
             )
         if missing:
             log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
@@ -301,11 +301,11 @@ def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = Fa
 
     A split may begin with ``../``, as in Roboflow's files, which ultralytics reads from the folder of the YAML file.
     """
-    short = text.removeprefix(root.rstrip("/") + "/") if text.startswith("/") or is_url(text) else text
-    if short is text and not text.startswith("/"):
+    if text.startswith("/") or is_url(text):
+        short = text.removeprefix(f"{root.rstrip('/')}/")
+    else:
         short = posixpath.normpath(posixpath.join(folder, text))
-        if is_split and short.startswith("../"):
-            short = short.removeprefix("../")
+        short = short.removeprefix("../") if is_split else short
     if short == "." and is_split:
         return ""
     if not is_safe(short):

@@ -39,6 +39,7 @@ class BatchTargets:
         matrices: float64 ``[B, 3, 3]``, from pixels of the source to pixels of the output. The inverse maps
             predictions back. Pixel i covers i..i+1.
         size: (height, width) of the output.
+        instances: whether masks hold object numbers: 0 is no object, k + 1 is the image's object k.
 
     >>> import gpuaug
     >>> def total_loss(loader: gpuaug.Loader, detector: torch.nn.Module) -> float:
@@ -67,7 +68,10 @@ class BatchTargets:
         return len(self.counts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
-        """Return the targets with masks, boxes, labels, keypoints and sample on ``device``."""
+        """Return the targets with masks, boxes, labels, keypoints and sample on ``device``.
+
+        ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
+        """
         moved: dict[str, Any] = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
@@ -78,7 +82,7 @@ class BatchTargets:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """All tensors that are on the device."""
+        """The tensors on the device: masks [B, H, W], and boxes, labels, keypoints and sample, with N rows."""
         return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
 
     def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:

@@ -93,6 +93,19 @@ def test_every_box_lies_inside(sides, seed):
         assert (found.resized >= 1).all()
 
 
+@some
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 900), st.integers(1, 900))
+def test_resize_to_a_limit_is_torchvisions(height, width, size, more):
+    """``_compute_resized_output_size`` of torchvision; it fails where a side becomes 0, and gpuaug keeps one pixel."""
+    found = Resize(size, max_size=size + more).windows(None, *arrays([(height, width)]))
+    shorter, longer = size, int(size * max(height, width) / min(height, width))
+    if longer > size + more:
+        shorter, longer = max(int((size + more) * shorter / longer), 1), size + more
+    want = (shorter, longer) if height <= width else (longer, shorter)
+    assert tuple(found.resized[0].tolist()) == found.size == want
+    assert found.window[0].tolist() == [0, 0, height, width]
+
+
 def test_resized_crop_has_its_distribution():
     crop = RandomResizedCrop(224, scale=(0.2, 0.5))
     count = 20_000
@@ -227,6 +240,12 @@ def test_one_size_per_batch():
         (lambda: RandomCrop(8, padding=(1, 2, 3)), r"`padding`.*Found: \(1, 2, 3\)"),
         (lambda: RandomCrop(8, padding="12"), "`padding`.*Found: '12'"),
         (lambda: RandomCrop(8, fill=256), "`fill`.*Found: 256"),
+        (lambda: RandomCrop(8, fill=(1, 2)), r"`fill` must be .* or three of them.*Found: \(1, 2\)"),
+        (lambda: RandomCrop(8, fill=(1, 2, 256)), r"`fill`.*Found: \(1, 2, 256\)"),
+        (lambda: RandomCrop(8, fill="123"), "`fill`.*Found: '123'"),
+        (lambda: Resize((8, 8), max_size=9), r"`max_size` must be above `size`.*size \(8, 8\), max_size 9"),
+        (lambda: Resize(8, max_size=8), "`max_size` must be above `size`.*size 8, max_size 8"),
+        (lambda: Resize(8, max_size=9.5), "`max_size` must be a whole number.*Found: 9.5"),
         (lambda: ResizeCenterCrop(0, 8), "`resize`.*Found: 0"),
         (lambda: Resize(1.5), "`size`.*Found: 1.5"),
     ],

@@ -256,6 +256,31 @@ def test_letterbox_fits_and_keeps_the_ratio(sides: Any, size: int) -> None:
     assert np.abs(found.resized - np.stack([h, w], axis=1) * factor[:, None]).max() <= 1
 
 
+@some
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(800, 1333), (640, 1333), (7, 5), (100, 100)]))
+def test_shorter_side_of_a_letterbox_is_that_of_torchvisions_detectors(h: int, w: int, limits: Any) -> None:
+    """``_resize_image_and_masks``: interpolate by one factor, whose sides torch rounds down."""
+    shorter, longer = limits
+    found = gpuaug.Letterbox(longer, shorter=shorter, centre=False).windows(None, *arrays([(h, w)]))
+    factor = min(shorter / min(h, w), longer / max(h, w))
+    assert found.resized[0].tolist() == [max(math.floor(side * factor), 1) for side in (h, w)]
+    assert found.offset[0].tolist() == [0, 0]
+    assert found.window[0].tolist() == [0, 0, h, w]
+
+
+def test_one_of_several_shorter_sides_is_drawn() -> None:
+    crop = gpuaug.Letterbox(1000, shorter=[30, 50, 70])
+    assert crop.count == 1
+    assert gpuaug.Letterbox(1000, shorter=30).count == 0
+    count = 9000
+    found = crop.windows(uniforms(crop, count, 0), np.full(count, 100), np.full(count, 200))
+    values, counts = np.unique(found.resized, axis=0, return_counts=True)
+    assert values.tolist() == [[30, 60], [50, 100], [70, 140]]
+    assert np.abs(counts - 3000).max() < 5 * math.sqrt(2000)
+    kept = gpuaug.Letterbox(1000, shorter=30, upscale=False).windows(None, *arrays([(20, 40), (60, 90)]))
+    assert kept.resized.tolist() == [[20, 40], [30, 45]]
+
+
 # --- IoU crop
 
 
@@ -529,7 +554,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Letterbox": (
         {"size": 8},
-        {"size": [8, 9], "fill": 1, "centre": False, "upscale": False, "interpolation": "bicubic"},
+        {"size": [8, 9], "fill": 1, "centre": False, "upscale": False, "shorter": 4, "interpolation": "bicubic"},
     ),
     "RandomIoUCrop": (
         {"size": 8},
@@ -573,6 +598,9 @@ def test_yaml_makes_it_and_the_fingerprint_has_every_setting(name: str) -> None:
         (lambda: gpuaug.RandomScaleCrop(8, cat_max_ratio=75), r"`cat_max_ratio` must be a number in \[0, 1\]"),
         (lambda: gpuaug.RandomScaleCrop(8, ignore=None), "`ignore` must be a whole number. Found: None"),
         (lambda: gpuaug.Letterbox(8, fill=256), "`fill`.*Found: 256"),
+        (lambda: gpuaug.Letterbox(8, shorter=0), "`shorter` must be a whole number from 1 to.*Found: 0"),
+        (lambda: gpuaug.Letterbox(8, shorter=[]), r"`shorter`.*Found: \[\]"),
+        (lambda: gpuaug.Letterbox(8, shorter=[4, 5.5]), r"`shorter`.*Found: \[4, 5.5\]"),
         (lambda: gpuaug.Letterbox(8, centre=1), "`centre` must be true or false. Found: 1"),
         (lambda: gpuaug.RandomIoUCrop(8, min_scale=0.9, max_scale=0.5), "`min_scale` and `max_scale` must satisfy 0 <"),
         (lambda: gpuaug.RandomIoUCrop(8, max_scale=1.5), "`min_scale` and `max_scale`.*<= 1"),

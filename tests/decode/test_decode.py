@@ -20,6 +20,7 @@ from conftest import ROOT, SHARED
 from pictures import encode, photograph
 from PIL import Image, ImageOps
 
+import gpuaug
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header, plan
@@ -492,6 +493,29 @@ def test_padding_is_filled(decoder):
             assert (view[k] == expected(by_pillow(data), box, k)).all()
     assert {9} == set(np.unique(found[0][:, 0, 0])) | {9}
     assert (found[1][:, 0] == 0).all()
+
+
+def test_padding_has_a_color(decoder, as_on_cuda):
+    """On both ways of a decoder and in the module form; a canvas without any pixel of the image too."""
+    data = encode(photograph(size=(40, 30)))
+    crop = RandomCrop((36, 50), padding=(6, 5, 7, 4), fill=(9, 200, 70))
+    (view,), _, (box,) = views(decoder, [data] * 9, crop)
+    (other,), _, _ = views(as_on_cuda, [data] * 9, crop)
+    image = by_pillow(data)
+    module = gpuaug.Augment(crop=crop)
+    drawn = module.draw(seed=0, epoch=0, indices=range(9))
+    (own,) = module.windows(drawn, np.full(9, 30), np.full(9, 40))
+    made = module(torch.from_numpy(image.copy())[None].expand(9, -1, -1, -1), seed=0)
+    for k in range(9):
+        assert (view[k] == expected(image, box, k)).all()
+        assert np.abs(other[k].astype(int) - view[k]).max() <= 1
+        whole = (made[k].permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+        assert (whole == expected(image, own, k)).all()
+    batch = pack([data])
+    one = np.array([[0, 0, 1, 1]], dtype=np.int32)
+    beside = CropWindows(one, one[:, 2:], np.array([[70, -5]], dtype=np.int32), (7, 5), fill=(1, 2, 3))
+    (view,), _ = decoder.pixels(batch, decoder.read_headers(batch), [beside])
+    assert (torch.as_tensor(view) == torch.tensor([1, 2, 3])).all()
 
 
 def test_a_window_beside_the_image_is_all_fill(decoder):
