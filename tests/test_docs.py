@@ -135,8 +135,8 @@ def test_every_unit_is_of_a_quantity() -> None:
 
 # their examples open files that are made in other tests
 OF_FILES = {
-    "CocoSource", "MaskFolderSource", "MaterializedSource", "PackedSource", "ParquetSource", "ShardSource", "TableSource",
-    "VocSource", "YoloSource",
+    "CocoSource", "MaskFolderSource", "MaterializedSource", "PackedSource", "ParquetSource", "ShardSource",
+    "TableSource", "VocSource", "YoloSource",
 }  # fmt: skip
 
 
