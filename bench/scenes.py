@@ -2,8 +2,8 @@
 
     python bench/scenes.py FOLDER [--count 24] [--size 375 500] [--things 7] [--tint 0.0] [--seed 0]
 
-Things are ellipses, rectangles and triangles, cut out of other photographs. ``--tint 0.7`` mixes a random color of
-that weight into each thing, so that they are easier to see and to learn. FOLDER gets:
+Things are ellipses, rectangles and triangles, cut out of other photographs. ``--tint 0.6`` mixes about
+the color of its class into each thing, so that things are easy to see and to learn. FOLDER gets:
 
     images/000.jpg ...          photographs
     masks/000.png ...           palette PNGs: 0 background, 1 ellipse, 2 rectangle, 3 triangle, 255 at the edges
@@ -54,8 +54,8 @@ def scene(
         polygon = outline(kind, center, radius)
         texture = sources[int(rng.integers(len(sources)))].resize((width, height))
         if tint:
-            color = Image.new("RGB", (width, height), tuple(rng.integers(0, 256, 3).tolist()))
-            texture = Image.blend(texture, color, tint)
+            color = np.clip(PALETTE[3 * kind + 3 : 3 * kind + 6] + rng.integers(-40, 41, 3), 0, 255)
+            texture = Image.blend(texture, Image.new("RGB", texture.size, tuple(color.tolist())), tint)
         stencil = Image.new("L", (width, height), 0)
         ImageDraw.Draw(stencil).polygon(polygon, fill=255)
         image.paste(texture, (0, 0), stencil)

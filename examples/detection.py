@@ -1,7 +1,7 @@
 """Object detection: torchvision's FCOS with a small backbone, trained on a COCO file from scratch.
 
-python bench/scenes.py scenes/train --count 300 --things 3 --tint 0.7
-python bench/scenes.py scenes/val --count 60 --things 3 --tint 0.7 --seed 1
+python bench/scenes.py scenes/train --count 300 --things 3 --tint 0.6
+python bench/scenes.py scenes/val --count 60 --things 3 --tint 0.6 --seed 1
 python examples/detection.py scenes/train scenes/val batch_size=16
 """
 

@@ -1,8 +1,8 @@
 """Semantic segmentation: a small U-Net learns from images and their masks; intersection over union on held-out images.
 
-python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.7
-python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.7 --seed 1
-python examples/segmentation.py scenes/train scenes/val batch_size=16 memory_format=channels_last
+python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.6
+python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.6 --seed 1
+python examples/segmentation.py scenes/train scenes/val batch_size=8 memory_format=channels_last
 """
 
 import sys

@@ -209,7 +209,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "bench"))
         write = example("../bench/scenes").write
-    return str(write(tmp_path_factory.mktemp("scenes"), count=12, size=(96, 128), things=3, tint=0.7))
+    return str(write(tmp_path_factory.mktemp("scenes"), count=12, size=(96, 128), things=3, tint=0.6))
 
 
 LEARN = ["batch_size=4", "num_workers=0", "device=cpu"]
