@@ -457,6 +457,8 @@ class MultiView(_Recipe):
 def _whole_images(heights: Int, widths: Int) -> CropWindows:
     """Windows of whole images, if the recipe has no crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
+    known = sizes[:, 0] > 0  # a sample that cannot be decoded has size 0
+    sizes[~known] = sizes[known.argmax()] if known.any() else 1
     if len(sizes) and (sizes != sizes[0]).any():
         other = sizes[(sizes != sizes[0]).any(axis=1)][0]
         raise ConfigError(

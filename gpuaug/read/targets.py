@@ -58,15 +58,17 @@ def collect(
     sizes = np.zeros((len(targets), 2), dtype=np.int32)
     for row, target in enumerate(targets):
         columns: dict[str, NDArray[Any]] = {}
+        mask = _NO_MASK
         if row not in bad:
             try:
-                columns = _columns(target, names)
+                columns = _columns(target, names, num_keypoints)
+                mask = _mask(target) if "masks" in names else mask
                 if target is not None and target.size is not None:
                     sizes[row] = target.size
-            except (ValueError, TypeError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch's are RuntimeErrors
                 bad[row] = str(error)
         if "masks" in names:
-            masks.append(_NO_MASK if row in bad or target is None else memoryview(target.mask or b""))
+            masks.append(_NO_MASK if row in bad else mask)
         rows.append(columns)
     counts = [len(columns["labels"]) if columns else 0 for columns in rows]
     table = _joined([columns for columns in rows if columns], names, num_keypoints)
@@ -94,33 +96,48 @@ def collect(
     return encoded, masks, faults
 
 
-def _columns(target: Target | None, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def _mask(target: Target | None) -> memoryview:
+    """The encoded mask."""
+    given = None if target is None else target.mask
+    if given is None:
+        raise ValueError("the source gave no mask for this sample")
+    try:
+        mask = memoryview(given).cast("B")
+    except TypeError:
+        raise ValueError(f"mask must be the bytes of a file. Found: a {type(given).__name__}") from None
+    if not len(mask):
+        raise ValueError("the source gave an empty mask for this sample")
+    return mask
+
+
+def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
     """The columns that the target has, with their shapes checked; ValueError says what is wrong."""
     if target is None:
         raise ValueError("the source gave no target for this sample")
-    if "masks" in names and not target.mask:
-        raise ValueError("the source gave no mask for this sample")
     columns: dict[str, NDArray[Any]] = {}
     for name, kind, shape, missing in _COLUMNS:
         value = getattr(target, name)
         if value is None or (missing is None and name not in names):
             continue
         array = np.asarray(value)
-        if not array.size:
-            array = array.reshape(0, *(max(n, 0) for n in shape))
+        if not array.size:  # an empty list has no whole numbers, and no second axis
+            array = np.zeros((0, *(max(n, 0) for n in shape)), dtype=kind)
         matches = array.ndim == 1 + len(shape) and all(
             n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)
         )
         if not matches or array.dtype.kind not in ("biu" if np.dtype(kind).kind in "biu" else "biuf"):
             wanted = ", ".join(["n", *("K" if n < 0 else str(n) for n in shape)])
             raise ValueError(f"{name} must be numbers of shape [{wanted}]. Found: {array.dtype} {list(array.shape)}")
-        columns[name] = array.astype(kind)
+        if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
+            raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
+        with np.errstate(over="ignore"):  # infinity is refused later
+            columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the columns of its objects differ in length: {lengths}")
     if target.size is not None:
-        height, width = target.size
-        if not (0 < height < 2**31 and 0 < width < 2**31):
+        sides = np.asarray(target.size)
+        if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():
             raise ValueError(f"size must be (height, width) above 0. Found: {target.size}")
     count = next(iter(lengths.values()), 0)
     for name in ("boxes", "keypoints"):
