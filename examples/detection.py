@@ -1,8 +1,8 @@
 """Object detection: torchvision's FCOS with a small backbone, trained on a COCO file from scratch.
 
-python bench/scenes.py scenes/train --count 300 --things 3 --tint 0.6
-python bench/scenes.py scenes/val --count 60 --things 3 --tint 0.6 --seed 1
-python examples/detection.py scenes/train scenes/val batch_size=16
+python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.6
+python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.6 --seed 1
+python examples/detection.py scenes/train scenes/val batch_size=8 augment.crop.zoom_p=0
 """
 
 import sys
