@@ -21,7 +21,7 @@ class ObjectTable:
 
     Args:
         counts: number of objects of each sample.
-        boxes: float [N, 4], (x1, y1, x2, y2) in pixels.
+        boxes: float [N, 4], (x1, y1, x2, y2) in pixels; None: only keypoints.
         labels: int [N].
         keypoints: float [N, K, 3], or None.
         crowd: bool [N]; None: no object is a crowd.
@@ -34,7 +34,7 @@ class ObjectTable:
         self,
         counts: Sequence[int] | NDArray[Any],
         *,
-        boxes: NDArray[Any],
+        boxes: NDArray[Any] | None,
         labels: NDArray[Any],
         keypoints: NDArray[Any] | None = None,
         crowd: NDArray[Any] | None = None,

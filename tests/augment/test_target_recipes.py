@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scenes
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TORCHVISION
@@ -29,9 +30,6 @@ import gpuaug
 from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.recipe import Drawn
 from gpuaug.tools.parity.counterpart import torchvision
-
-sys.path.append(str(ROOT / "bench"))
-import scenes
 
 FOLDER = ROOT / "conf" / "gpuaug" / "augment"
 TRAIN = [

@@ -6,8 +6,9 @@ some of them. Differences of boxes are in pixels of the output.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +43,7 @@ _HULLS = (
     "after several operations that rotate or shear, torchvision's boxes are larger: it puts a box around the box of "
     "the operation before; gpuaug puts one box around the moved corners"
 )
-_STEPS = f"{_OLD_NEAREST}; torchvision also samples a mask in every operation, gpuaug once for all of them"
+_SAMPLED = "torchvision samples a mask in every operation, gpuaug once for all of them"
 
 
 @dataclass(eq=False)
@@ -165,7 +166,7 @@ def table(differences: Sequence[TargetDifference]) -> list[str]:
         lines.append(f"  {d.title:{wide}}  {d.reference:11}  {sizes} {d.off:9.3%}  {verdict}")
     for reason in dict.fromkeys(d.why for d in differences if d.why):
         names = dict.fromkeys(d.title for d in differences if d.why == reason)
-        lines.append(f"    {', '.join(names)}: {reason}.")
+        lines += textwrap.wrap(f"{'; '.join(names)}: {reason}.", 112, initial_indent="    ", subsequent_indent="    ")
     return lines
 
 
@@ -176,7 +177,7 @@ def summary(differences: Sequence[TargetDifference]) -> str:
     masks = [d for d in differences if d.kind == "masks" and d.reference == TORCHVISION and d.count]
     if boxes:
         worst = max(boxes, key=lambda d: d.largest)
-        text += f" Boxes differ from torchvision's by at most {worst.largest:.2g} pixels ({worst.name})."
+        text += f" Boxes differ from torchvision's by at most {worst.largest:.2f} pixels ({worst.name})."
     if masks:
         worst = max(masks, key=lambda d: d.off)
         text += f" Up to {worst.off:.2%} of the mask pixels differ from torchvision's ({worst.name})."
@@ -248,25 +249,26 @@ def _compare(
     for op, c, slots in taken:
         found, names = calls_of(op, c, slots, ours.size)
         if isinstance(found, str):
-            note(f"{step.name}: masks and boxes of `{op.name}` are not compared: {found}")
+            note(f"masks and boxes: `{op.name}` is not compared, nor is `everything` with it: {found}")
             return True
         calls += [call for call in found if call[0] in MOVES]
         kinds |= names
     fill = 0 if rules.masks is None else rules.masks.fill
     resized = bool((window.resized[0] != window.window[0, 2:]).any())
-    centers = why(kinds & {"RandomPerspective"}, "float")  # it takes pixel centers in torchvision
+    reasons = [why(kinds & {"RandomPerspective"}, "float")]  # it takes pixel centers in torchvision
+    several = sum(name in FILLED for name, _ in calls) > 1
     if given.boxes is not None and ours.boxes is not None:
-        theirs = _boxes(given, window, calls)
-        reason = centers or (_HULLS if len(calls) > 1 else "")
+        theirs, dropped = _boxes(given, window, calls)
+        reason = "; ".join(filter(None, [*reasons, _HULLS * several]))
         kept = np.isin(given.numbers, ours.numbers)
         gaps = np.zeros(len(theirs))
         gaps[kept] = np.abs(theirs[kept] - ours.boxes).max(axis=1, initial=0)
-        gaps[~kept] = (theirs[~kept, 2:] - theirs[~kept, :2]).min(axis=1, initial=np.inf) if (~kept).any() else 0
+        gaps[~kept] = np.where(dropped, 0, (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf))[~kept]
         step.at("boxes", TORCHVISION, reason, view.name).add(
             gaps[kept] if getattr(now.crop, "centres", False) else gaps, key
         )
     if given.mask is not None and ours.mask is not None:
-        reason = centers or (_STEPS if now.crop is not None and calls else _OLD_NEAREST if resized else _TIES)
+        reason = "; ".join(filter(None, [*reasons, _OLD_NEAREST * resized, _SAMPLED * several])) or _TIES
         differs = _mask(given.mask, window, calls, fill) != ours.mask
         step.at("masks", TORCHVISION, reason, view.name).add(differs, key)
         if now.crop is not None and not now.prepared:
@@ -312,26 +314,31 @@ def _slots(op: Prepared, chosen: Chosen) -> list[int]:
 # --- the other side
 
 
-def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> NDArray[Any]:
-    """Boxes [n, 4] by torchvision, in float64."""
+def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Boxes [n, 4] by torchvision, in float64; and whether the crop or an operation left nothing of a box.
+
+    torchvision keeps a box without area at the border, and the next rotation gives it an area again.
+    """
     from torchvision.tv_tensors import BoundingBoxes
 
     assert given.boxes is not None
     boxes = torch.from_numpy(given.boxes.astype(np.float64))
-    x = _called(BoundingBoxes(boxes, format="XYXY", canvas_size=given.size), window, calls, {})
-    return np.asarray(x.as_subclass(torch.Tensor).numpy())
+    steps = [*_called(BoundingBoxes(boxes, format="XYXY", canvas_size=given.size), window, calls, {})]
+    made = [np.asarray(step.as_subclass(torch.Tensor).numpy()) for step in steps]
+    empty = [(step[:, 2:] <= step[:, :2]).any(axis=1) for step in made]
+    return made[-1], np.logical_or.reduce(empty)
 
 
 def _mask(mask: NDArray[np.int32], window: CropWindows, calls: Sequence[Call], fill: int) -> NDArray[Any]:
     """A mask by torchvision."""
     from torchvision.tv_tensors import Mask
 
-    x = _called(Mask(torch.from_numpy(mask)[None]), window, calls, {"fill": fill})
+    *_, x = _called(Mask(torch.from_numpy(mask)[None]), window, calls, {"fill": fill})
     return np.asarray(x.as_subclass(torch.Tensor)[0].numpy())
 
 
-def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, int]) -> Any:
-    """Crop, resize, pad, and the operations, by torchvision's functions."""
+def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, int]) -> Iterator[Any]:
+    """Crop, resize and pad, then each operation, by torchvision's functions."""
     F = torchvision()[0].functional
     (h, w), (top, left), (H, W) = window.resized[0].tolist(), window.offset[0].tolist(), window.size
     x = F.crop(x, *window.window[0].tolist())
@@ -339,9 +346,10 @@ def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, 
         x = F.resize(x, [h, w])
     x = F.pad(x, [max(left, 0), max(top, 0), max(W - left - w, 0), max(H - top - h, 0)], **fill)
     x = F.crop(x, max(-top, 0), max(-left, 0), H, W)
+    yield x
     for name, given in calls:
         x = getattr(F, name)(x, **given, **(fill if name in FILLED else {}))
-    return x
+        yield x
 
 
 def _by_pillow(mask: NDArray[np.int32], window: CropWindows, fill: int) -> NDArray[Any]:
