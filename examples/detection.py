@@ -41,7 +41,7 @@ def to_source(boxes: Tensor, matrix: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(net: FCOS, loader: gpuaug.Loader, *, score: float = 0.3) -> tuple[float, float]:
+def evaluate(net: FCOS, loader: gpuaug.Loader, *, score: float = 0.4) -> tuple[float, float]:
     """Recall and precision of the boxes above ``score``: same class, and an IoU of at least 0.5 with the annotation."""
     net.eval()
     found, objects, right, made = 0, 0, 0, 0
@@ -58,7 +58,7 @@ def evaluate(net: FCOS, loader: gpuaug.Loader, *, score: float = 0.3) -> tuple[f
     return found / max(objects, 1), right / max(made, 1)
 
 
-def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 20) -> tuple[FCOS, list[float]]:
+def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 10) -> tuple[FCOS, list[float]]:
     """Train on the boxes below ``root``; returns the network, and the loss of each epoch."""
     common = ["source=coco", "source.split=images", "source.annotations=instances.json", "targets=detection"]
     common += [f"augment.crop.size=[{SIZE},{SIZE}]"]
