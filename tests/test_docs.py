@@ -229,17 +229,15 @@ def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_
     programs = [text for language, text in BLOCKS if language == "python" and not text.startswith("# app.py")]
     assert len(programs) == 3
     coco(tmp_path)
-    shapes = []
     for text in programs:
         for name, instead in (("/data/train", photos), ("/data/coco", tmp_path / "coco"), ("90)", "1)")):
             text = text.replace(name, str(instead))
         names["detector"] = lambda images, targets: [target["boxes"] for target in targets]
         exec(compile(text, "README.md", "exec"), names)
         names["loader"].close()
-        shapes.append(tuple(names["images"].shape))
     assert names["epoch"] == 0
     assert names["state"]["epoch"] == 1
-    assert shapes[1:] == [(len(photo_batch), 3, 224, 224), (2, 3, 640, 640)]
+    assert names["images"].shape == (2, 3, 640, 640)
     assert len(names["losses"]) == 2
 
 

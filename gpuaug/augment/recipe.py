@@ -291,6 +291,9 @@ class _Recipe(nn.Module):
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
         chosen, moved = None, None
         if masks is None and boxes is None and keypoints is None:
+            if labels is not None or targets is not None:
+                unused = "labels" if targets is None else "targets"
+                raise ConfigError(f"`{unused}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
             whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
             windows = self.windows(drawn, *whole)
         else:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.augment.moves import Field, check_carried, moves
 from gpuaug.augment.parameters import Chosen
 from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
@@ -34,6 +35,8 @@ from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
 Float64 = NDArray[np.float64]
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
+_LARGEST_BYTE = 255
+_LARGEST_FRACTION = 2  # of a box in fractions of the image; above it, they are pixels
 _NORMALIZED = (1, 1)  # size of annotations whose coordinates are fractions of the upright image
 
 
@@ -139,6 +142,8 @@ class TargetStage:
         table = encoded.targets
         assert table is not None
         sizes = np.stack([info.height, info.width], axis=1)
+        normalized = (table.sizes == _NORMALIZED).all(axis=1) & (sizes > 1).any(axis=1) & (sizes > 0).all(axis=1)
+        beyond = normalized & _beyond(table)
         table = _in_pixels(table, sizes)
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
         annotated = table.sizes.astype(np.int64)
@@ -148,7 +153,7 @@ class TargetStage:
         as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
         faults = [
             Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
-            for row in np.flatnonzero(np.asarray(given & ~as_upright & ~as_stored)).tolist()
+            for row in np.flatnonzero(np.asarray((given & ~as_upright & ~as_stored) | beyond)).tolist()
         ]
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
@@ -328,7 +333,7 @@ class TargetStage:
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
                     max_pixels=decoder.settings.max_pixels,
-                    table=self._table,
+                    table=None if self.panoptic else self._table,
                     ids_in_rgb=self.panoptic,
                 )
             except HeaderError as error:
@@ -337,6 +342,8 @@ class TargetStage:
         decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
         if self.panoptic and encoded.targets is not None:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
+            if self._table is not None:  # of the classes
+                found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
         for row, largest in self._too_large(found):
             reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
             faults.append(decode_fault(row, data[row], reason))
@@ -348,7 +355,7 @@ class TargetStage:
         if self.rules.masks is None or self.rules.masks.dtype != "uint8":
             return []
         wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
-        return [(row, largest) for row, largest in wide if largest > 255]
+        return [(row, largest) for row, largest in wide if largest > _LARGEST_BYTE]
 
 
 def augment_targets(
@@ -376,6 +383,12 @@ def augment_targets(
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, given.rules.names)
     table, decoded = given.encoded(len(indices), size)
+    for view in recipe.views:
+        for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(given.rules.names)):
+            kind = type(view.augment.crop).__name__
+            raise ConfigError(
+                f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(given.rules.names)}. Give `{name}`."
+            )
     stage = TargetStage(given.rules, recipe, flip=None if given.rules.keypoints is None else given.rules.keypoints.flip)
     objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), given.rules)
     count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
@@ -401,6 +414,7 @@ class Given:
     @property
     def rules(self) -> Targets:
         """The caller's rules, or the default rules for what was given."""
+        checks.instance("targets", self.targets, Targets, optional=True)
         return self.targets or Targets(
             masks=None if self.masks is None else Masks(),
             boxes=None if self.boxes is None else Boxes(),
@@ -410,42 +424,65 @@ class Given:
     def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
         """The objects of ``count`` images as one table, and the masks as arrays."""
         names = [name for name in self.rules.names if name != "masks"]
-        for name in self.rules.names:
-            value = getattr(self, name)
-            if value is None or len(value) != count:
-                found = "None" if value is None else f"{len(value)}"
-                raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
         columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
-        if any(value is not None and len(value) != count for value in columns.values()):
-            raise ConfigError(f"`labels` must have one entry per image, {count}. Found: {len(self.labels or ())}.")
+        for name in dict.fromkeys([*self.rules.names, *columns]):
+            value = getattr(self, name)
+            if value is None and name not in self.rules.names:
+                continue
+            if (
+                not isinstance(value, Tensor | np.ndarray | Sequence)
+                or not getattr(value, "ndim", 1)
+                or len(value) != count
+            ):
+                found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
+                raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
         samples = []
         for row in range(count):
             own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
             samples.append(Target(**own))
         table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
         if faults:
-            raise ConfigError(
-                f"`{faults[0].reason.split('[')[0].split(' ')[0]}` of image {faults[0].row}: {faults[0].reason}."
-            )
+            raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {faults[0].row}: {faults[0].reason}.")
         if self.masks is None or self.rules.masks is None:
             return table, None
-        if self.masks.shape != (count, *size) or self.masks.is_floating_point():
+        return table, self._label_maps(self.rules.masks, (count, *size))
+
+    def _label_maps(self, rules: Masks, shape: tuple[int, ...]) -> list[NDArray[Any] | None]:
+        """The masks as uint8 or int32 arrays, with the values that ``rules.map`` gives."""
+        assert self.masks is not None
+        values = _array(self.masks)
+        if values.shape != shape or values.dtype.kind not in "biu":
             raise ConfigError(
-                f"`masks` must be integers [{count}, {size[0]}, {size[1]}], as the images. "
-                f"Found: {self.masks.dtype} {list(self.masks.shape)}."
+                f"`masks` must be integers {list(shape)}, as the images. Found: {values.dtype} {list(values.shape)}."
             )
-        values = self.masks.cpu().numpy()
-        limits = (0, 255) if self.rules.masks.dtype == "uint8" else (-(2**31), 2**31 - 1)
-        if values.size and not limits[0] <= values.min() <= values.max() <= limits[1]:
-            raise ConfigError(
-                f"`masks` must have values from {limits[0]} to {limits[1]} for `targets.masks.dtype` "
-                f"{self.rules.masks.dtype}. Found: {values.min()} to {values.max()}."
-            )
-        return table, list(values if values.dtype == np.uint8 else values.astype(np.int32))
+        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+        if not 0 <= low <= high < 2**31:
+            raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
+        small = values.astype(
+            np.uint8 if values.dtype.kind == "b" or values.dtype == np.uint8 else np.int32, copy=False
+        )
+        table = masks.lookup(rules.map, rules.fill)
+        small = small if table is None else masks.mapped(small, table)
+        if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
+            raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
+        return list(small)
 
 
 def _array(value: Any) -> NDArray[Any]:
-    return np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    """As an array; lists of several lengths become one of objects, which is refused later."""
+    try:
+        return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
+        raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error
+
+
+def _beyond(table: EncodedTargets) -> NDArray[np.bool_]:
+    """Whether a sample has a box that is no fraction of the image, bool [B]. YOLO allows a border."""
+    sample = np.repeat(np.arange(len(table.offsets) - 1), np.diff(table.offsets))
+    found = np.zeros(len(table.offsets) - 1, dtype=np.bool_)
+    if table.boxes is not None:
+        found[sample[(np.abs(table.boxes) > _LARGEST_FRACTION).any(axis=1)]] = True
+    return found
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:

@@ -90,6 +90,12 @@ def check_targets(targets: Any, source: Any, recipe: Any, mix: Any) -> Targets |
             f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "
             f"{', '.join(sorted(known)) or 'none'}. Set `targets.{absent[0]}=null`, or choose another source."
         )
+    flip, points = getattr(targets.keypoints, "flip", None), getattr(source, "num_keypoints", None)
+    if flip is not None and points is not None and len(flip) != points:
+        raise ConfigError(
+            f"`targets.keypoints.flip` must name the mirror image of each of the {points} keypoints of the source. "
+            f"Found: {len(flip)} numbers."
+        )
     if mix is not None:
         raise ConfigError("`mix` mixes labels of whole images, but `targets` is set. Set `mix=none` or `targets=none`.")
     return targets

@@ -130,6 +130,8 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
             raise ValueError(f"{name} must be numbers of shape [{wanted}]. Found: {array.dtype} {list(array.shape)}")
         if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
             raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
+        if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
+            raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
         with np.errstate(over="ignore"):  # infinity is refused later
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}

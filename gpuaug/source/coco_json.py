@@ -347,7 +347,7 @@ def _keypoints(
             raise ValueError(f"`keypoints` of object {at} must be {count} numbers: x, y and visibility of each point")
         with np.errstate(over="ignore"):  # infinite points are a fault of their sample
             points[row] = array("d", numbers)
-    return points.reshape(len(values), -1, 3), lists[0]
+    return points.reshape(len(values), len(lists[0]), 3), lists[0]
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:

@@ -53,6 +53,8 @@ class FolderSource(FileSource):
     >>> data, label = source[0]
     """
 
+    target_kinds: frozenset[str] = frozenset()
+
     def __init__(
         self,
         root: str | os.PathLike[str],

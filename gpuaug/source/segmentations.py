@@ -16,6 +16,7 @@ from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # of one map; larger images are not decoded either
 COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first number of run lengths as numbers, and as COCO's text; else: of polygons
+LONGEST_OUTLINE = 1 << 22  # pixels around all polygons of an object
 BLOCK = 4096  # objects that are packed at a time
 LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
 
@@ -154,6 +155,9 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
         raise ValueError(f"has a point far outside the image of {height} x {width} pixels")
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
+    around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)
+    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel of it, and dies without
+        raise ValueError(f"must have outlines of at most {LONGEST_OUTLINE} pixels. Found: {around:.0f}")
     encoded = mask.frPyObjects(polygons, height, width)
     return bytes((encoded[0] if rings == 1 else mask.merge(encoded))["counts"])
 

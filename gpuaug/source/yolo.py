@@ -131,8 +131,8 @@ class YoloSource(AnnotatedSource):
             return [next((x for x in choices if os.path.isdir(os.path.join(self.root, x))), choices[0])]
         if split not in described.splits:
             raise SourceError(
-                f"`source.split` must be in {described.place!r}, which has {some([*described.splits])}. "
-                f"Found: {split!r}."
+                f"`source.split` must be in {described.place!r}, which has {some([*described.splits]) or 'none'}. "
+                f"Found: {split!r}. Add the key to the file, or name another split."
             )
         return [
             _below(self.root, described.folder, text, place=described.place, is_split=True)

@@ -116,7 +116,8 @@ def _key(key: Any, map: Any) -> int:
     return int(key)
 
 
-def _mapped(mask: Mask, table: Int32) -> Mask:
+def mapped(mask: Mask, table: Int32) -> Mask:
+    """The values of a mask, uint8 or int32 of at least 0, changed by a table of :func:`lookup`."""
     small = table.max() <= 255
     if mask.dtype == np.uint8:
         return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
@@ -172,7 +173,7 @@ def decode(
         raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
     mask = _runs(data, size) if info is None else _png(data, info.bits, size, ids_in_rgb)
     if table is not None:
-        mask = _mapped(mask, table)
+        mask = mapped(mask, table)
     if size != upright:
         mask = oriented_batch(torch.from_numpy(np.array(mask))[None], exif)[0].numpy()
     return np.ascontiguousarray(mask)

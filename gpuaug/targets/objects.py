@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.batch import CropWindows, EncodedTargets, Int64
+from gpuaug.errors import ConfigError
 from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64
 from gpuaug.targets.rules import Targets
@@ -151,7 +152,12 @@ def carry(
     if objects.keypoints is not None:
         to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
         keypoints = _moved_keypoints(objects.keypoints, to_canvas, to_output, part, canvas)
-        if flip is not None:
+        if flip is not None and len(flip) != keypoints.shape[1] and len(keypoints):
+            raise ConfigError(
+                f"`targets.keypoints.flip` must name the mirror image of each of the {keypoints.shape[1]} keypoints. "
+                f"Found: {len(flip)} numbers."
+            )
+        if flip is not None and len(keypoints):
             swap = np.flatnonzero((geometry.mirrored(crop) != geometry.mirrored(ops))[objects.sample])
             keypoints[swap] = keypoints[swap][:, flip]
         objects = replace(objects, keypoints=keypoints)

@@ -13,6 +13,12 @@ MaskKind = Literal["classes", "instances"]
 Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
+def _largest(table: Any) -> int:
+    """The largest new value; values that are no numbers are refused when the table is made."""
+    values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
+    return max((value for value in values if isinstance(value, int)), default=0)
+
+
 class Masks:
     """One class number per pixel, or with ``kind="instances"`` one object number per pixel.
 
@@ -44,6 +50,8 @@ class Masks:
             )
         if dtype == "uint8" and fill > 255:
             raise ConfigError(f"`targets.masks.fill` must be at most 255 for dtype uint8. Found: {fill}.")
+        if dtype == "uint8" and (high := _largest(map)) > 255:
+            raise ConfigError(f"`targets.masks.map` must give at most 255 for dtype uint8. Found: {high}.")
         self.fill, self.map, self.dtype, self.kind = fill, map, dtype, kind
 
     def __repr__(self) -> str:
