@@ -36,7 +36,7 @@ import gpuaug
 from gpuaug import machine
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main as cli
-from gpuaug.tools.profile import bottleneck
+from gpuaug.tools.profile import bottleneck, clock
 from gpuaug.tools.profile import measure as profiling
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64")
@@ -153,7 +153,7 @@ def calm(cores: float, patience: float) -> float:
     """Wait until so many cores are free, as long as patience lasts; how many there were."""
     until = time.monotonic() + patience
     while True:
-        found = sorted(profiling.free_cores(0.3) for _ in range(3))[1]
+        found = sorted(clock.free_cores(0.3) for _ in range(3))[1]
         if found >= cores or time.monotonic() > until:
             return found
         time.sleep(2)

@@ -566,7 +566,7 @@ CONTESTANTS: dict[str, Callable[[Spec], Run]] = {
 # --- a contestant's process: this file, run by the same or another Python, answers one line per epoch
 
 
-def serve(spec: Spec) -> None:
+def serve(spec: Spec, contestants: dict[str, Callable[[Spec], Run]]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print
     began = time.perf_counter()
@@ -575,14 +575,15 @@ def serve(spec: Spec) -> None:
 
         if spec.device == "cpu":
             torch.set_num_threads(spec.threads)
-        run = CONTESTANTS[spec.who.removesuffix("_engine")](spec)
+        run = contestants[spec.who.removesuffix("_engine")](spec)
         if not run():
             raise CannotRunError("it gave no images")
     except Exception as error:  # whatever a contestant's libraries raise is a row of the table, and the others go on
         text = str(error) if isinstance(error, CannotRunError) else f"{type(error).__name__}: {error}"
         print(json.dumps({"ok": False, "reason": " ".join(text.split())[-300:]}), file=answers)
         os._exit(0)
-    print(json.dumps({"ok": True, "seconds": time.perf_counter() - began}), file=answers)
+    facts = getattr(run, "facts", {})  # of the batches of the first epoch
+    print(json.dumps({"ok": True, "seconds": time.perf_counter() - began, "facts": facts}), file=answers)
     for _ in sys.stdin:
         start = time.perf_counter()
         images = run()
@@ -591,4 +592,4 @@ def serve(spec: Spec) -> None:
 
 
 if __name__ == "__main__":
-    serve(Spec(**json.loads(sys.argv[1])))
+    serve(Spec(**json.loads(sys.argv[1])), CONTESTANTS)

@@ -120,12 +120,12 @@ def feed() -> Any:
     for recipe in ("standard", "dino"):
         augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
         look, drawn = decoder.read_headers(batch), augment.draw(seed=0, epoch=0, indices=np.arange(BATCH))
-        boxes = augment.boxes(drawn, look.height, look.width)
+        boxes = augment.windows(drawn, look.height, look.width)
         images, _ = decoder.pixels(batch, look, boxes)
         stages: dict[str, Callable[[], Any]] = {
             "headers": partial(decoder.read_headers, batch),
             "draws": partial(augment.draw, seed=0, epoch=0, indices=np.arange(BATCH)),
-            "boxes": partial(augment.boxes, drawn, look.height, look.width),
+            "boxes": partial(augment.windows, drawn, look.height, look.width),
             "pixels": partial(decoder.pixels, batch, look, boxes),
             "augment": partial(augment.apply, images, drawn, dtype=torch.bfloat16),
         }
@@ -212,7 +212,7 @@ def graveyard() -> Any:
     data = jpegs(16)
     decoder, batch = Decode(num_threads=2).open("cuda"), _batch(data)
     look = decoder.read_headers(batch)
-    boxes = [Resize((224, 224)).boxes(None, look.height, look.width)]
+    boxes = [Resize((224, 224)).windows(None, look.height, look.width)]
     pipeline: Any = Pipeline(16, 2, device_id=0, prefetch_queue_depth=1)
     with pipeline:
         image = fn.decoders.image(fn.external_source(name="x", ndim=1, dtype=types.UINT8), device="mixed")

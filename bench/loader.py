@@ -73,7 +73,10 @@ BEGIN, END = "<!-- loader.py -->", "<!-- end of loader.py -->"
 class Contestant:
     """A process that runs an epoch when it is told to."""
 
-    def __init__(self, spec: Spec, python: str, *, preload: str | None, data: str, delay: float) -> None:
+    def __init__(
+        self, spec: Spec, python: str, *, preload: str | None = None, data: str = "", delay: float = 0.0,
+        script: str = "contestants.py",
+    ) -> None:  # fmt: skip
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         if preload:
             environment |= {"LD_PRELOAD": preload, "SLOW_OPEN": data, "SLOW_OPEN_US": str(int(delay * 1e6))}
@@ -81,14 +84,14 @@ class Contestant:
         self.processor = self.server = 0.0  # seconds that the rounds took of the cores, here and in the S3 server
         self.images = 0
         self.process = subprocess.Popen(
-            [python, str(Path(__file__).with_name("contestants.py")), json.dumps(asdict(spec))],
+            [python, str(Path(__file__).with_name(script)), json.dumps(asdict(spec))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=None if os.environ.get("BENCH_STDERR") else subprocess.DEVNULL,
             text=True, env=environment, start_new_session=True,
         )  # fmt: skip
         answer = self._answer()
         self.reason = None if answer.get("ok") else answer["reason"]
-        self.first = answer.get("seconds")
+        self.first, self.facts = answer.get("seconds"), answer.get("facts", {})
         self.peak = 0
 
     def _answer(self) -> dict[str, Any]:
@@ -406,7 +409,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     if args.peer_python:
         code = (
             "import importlib.metadata as m, json, contextlib\nout = {}\n"
-            "for p in ('torch', 'torchvision', 'ffcv', 'spdl', 'pillow'):\n"
+            "for p in ('torch', 'torchvision', 'albumentations', 'ffcv', 'spdl', 'pillow'):\n"
             "    with contextlib.suppress(m.PackageNotFoundError): out[p] = m.version(p)\nprint(json.dumps(out))"
         )
         found = subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True).stdout

@@ -19,11 +19,16 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.augment.crop import ResizeCenterCrop as ResizeCenterCrop
     from gpuaug.augment.mix import Mix as Mix
     from gpuaug.augment.normalize import Normalize as Normalize
+    from gpuaug.augment.ops.photometric import PhotometricDistort as PhotometricDistort
     from gpuaug.augment.policy import OneOf as OneOf
     from gpuaug.augment.recipe import Augment as Augment
     from gpuaug.augment.recipe import MultiView as MultiView
+    from gpuaug.augment.target_crops import Letterbox as Letterbox
+    from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop
+    from gpuaug.augment.target_crops import RandomScaleCrop as RandomScaleCrop
     from gpuaug.batch import Batch as Batch
     from gpuaug.batch import EncodedBatch as EncodedBatch
+    from gpuaug.batch import Target as Target
     from gpuaug.config import build as build
     from gpuaug.config import compose as compose
     from gpuaug.decode.decoder import Decode as Decode
@@ -41,22 +46,33 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.read.order import Shuffle as Shuffle
     from gpuaug.read.order import Weighted as Weighted
     from gpuaug.source.cache import RamCache as RamCache
+    from gpuaug.source.coco import CocoSource as CocoSource
     from gpuaug.source.folder import FolderSource as FolderSource
+    from gpuaug.source.masks import MaskFolderSource as MaskFolderSource
     from gpuaug.source.materialized import MaterializedSource as MaterializedSource
     from gpuaug.source.packed import PackedSource as PackedSource
     from gpuaug.source.parquet import ParquetSource as ParquetSource
     from gpuaug.source.remote.storage import Remote as Remote
     from gpuaug.source.shards import ShardSource as ShardSource
     from gpuaug.source.table import TableSource as TableSource
+    from gpuaug.source.voc import VocSource as VocSource
+    from gpuaug.source.yolo import YoloSource as YoloSource
+    from gpuaug.targets.batch import BatchTargets as BatchTargets
+    from gpuaug.targets.rules import Boxes as Boxes
+    from gpuaug.targets.rules import Keypoints as Keypoints
+    from gpuaug.targets.rules import Masks as Masks
+    from gpuaug.targets.rules import Targets as Targets
     from gpuaug.tools.materialize.command import Materialize as Materialize
 
 _NAMES = {  # module: its public names
     "gpuaug.augment.crop": "RandomCrop RandomResizedCrop Resize ResizeCenterCrop",
     "gpuaug.augment.mix": "Mix",
     "gpuaug.augment.normalize": "Normalize",
+    "gpuaug.augment.ops.photometric": "PhotometricDistort",
     "gpuaug.augment.policy": "OneOf",
     "gpuaug.augment.recipe": "Augment MultiView",
-    "gpuaug.batch": "Batch EncodedBatch",
+    "gpuaug.augment.target_crops": "Letterbox RandomIoUCrop RandomScaleCrop",
+    "gpuaug.batch": "Batch EncodedBatch Target",
     "gpuaug.config": "build compose",
     "gpuaug.decode.decoder": "Decode",
     "gpuaug.errors": "ConfigError DataError FaultBudgetError GpuaugError ReadError SourceError StateError",
@@ -64,6 +80,7 @@ _NAMES = {  # module: its public names
     "gpuaug.loader.loader": "Loader",
     "gpuaug.read.order": "Repeated Sequential Shuffle Weighted",
     "gpuaug.source.cache": "RamCache",
+    "gpuaug.source.coco": "CocoSource",
     "gpuaug.source.folder": "FolderSource",
     "gpuaug.source.materialized": "MaterializedSource",
     "gpuaug.source.packed": "PackedSource",
@@ -71,6 +88,11 @@ _NAMES = {  # module: its public names
     "gpuaug.source.remote.storage": "Remote",
     "gpuaug.source.shards": "ShardSource",
     "gpuaug.source.table": "TableSource",
+    "gpuaug.source.masks": "MaskFolderSource",
+    "gpuaug.source.voc": "VocSource",
+    "gpuaug.source.yolo": "YoloSource",
+    "gpuaug.targets.batch": "BatchTargets",
+    "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
     "gpuaug.tools.materialize.command": "Materialize",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""The types that stages pass to each other: encoded bytes, boxes to decode, images and labels."""
+"""The types that stages pass to each other: encoded bytes, windows to decode, images and labels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Interpolation = Literal["bilinear", "bicubic"]
+Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, green, blue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,65 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a source knows about one image, besides its bytes: a mask, objects, or a label of the whole image.
+
+    Coordinates are pixels of an image of ``size``. An image spans 0..W x 0..H, and pixel i covers i..i+1.
+
+    Attributes:
+        mask: the encoded mask, as it stands in the file.
+        boxes: [n, 4], (x1, y1, x2, y2) of each object.
+        labels: [n], class number of each object.
+        keypoints: [n, K, 3], (x, y, visibility 0..2) of each object.
+        crowd: [n], True for an annotation of many objects at once.
+        area: [n], area of each object in pixels.
+        ids: [n], number of each annotation in its file.
+        size: (height, width) of the image that the annotations were made for; None: not known.
+        label: of the whole image, as a source without targets gives it.
+
+    >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
+    [3]
+    """
+
+    mask: bytes | memoryview | None = None
+    boxes: Any = None
+    labels: Any = None
+    keypoints: Any = None
+    crowd: Any = None
+    area: Any = None
+    ids: Any = None
+    size: tuple[int, int] | None = None
+    label: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedTargets:
+    """The targets of a batch as a worker sends them. All objects of all samples are in one table.
+
+    Attributes:
+        offsets: int64 [B + 1]; sample i has the objects ``offsets[i]`` to ``offsets[i + 1]``.
+        boxes: float32 [N, 4], (x1, y1, x2, y2); None if the source has no boxes.
+        labels: int64 [N].
+        keypoints: float32 [N, K, 3]; None if the source has none.
+        crowd: bool [N].
+        area: float32 [N].
+        ids: int64 [N]; -1: the source has no number.
+        sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
+        masks: whether ``data`` of the batch also holds a mask for each image.
+    """
+
+    offsets: Int64
+    boxes: NDArray[np.float32] | None
+    labels: Int64
+    keypoints: NDArray[np.float32] | None
+    crowd: NDArray[np.bool_]
+    area: NDArray[np.float32]
+    ids: Int64
+    sizes: Int32
+    masks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
     """The encoded images of a batch, packed one after the other. A worker makes it; all tensors are on the CPU.
 
@@ -39,7 +99,8 @@ class EncodedBatch:
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
-        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``.
+        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``. With masks ``[2 B + 1]``: the masks
+            follow the images.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
         indices: int64 ``[B]``, sample numbers in the source.
         repeats: int64 ``[B]``, how often this epoch yielded the index before.
@@ -47,6 +108,7 @@ class EncodedBatch:
         faults: samples that could not be read; their image has no bytes.
         views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
+        targets: what the samples have besides bytes and labels; None if the run has no targets.
     """
 
     data: Tensor
@@ -57,6 +119,7 @@ class EncodedBatch:
     valid: Tensor
     faults: tuple[Fault, ...] = ()
     views: tuple[NDArray[np.uint8], ...] = ()
+    targets: EncodedTargets | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -64,6 +127,15 @@ class EncodedBatch:
     @property
     def images(self) -> list[NDArray[np.uint8]]:
         """Bytes of every image, uint8 ``[n]``, without a copy."""
+        return self._pieces[: len(self)]
+
+    @property
+    def masks(self) -> list[NDArray[np.uint8]]:
+        """Bytes of every mask, uint8 ``[n]``, without a copy; [] if the run has no masks."""
+        return self._pieces[len(self) :]
+
+    @property
+    def _pieces(self) -> list[NDArray[np.uint8]]:
         if self.views:
             return list(self.views)
         data, offsets = self.data.numpy(), self.offsets.numpy()
@@ -77,32 +149,38 @@ class EncodedBatch:
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """The box that one view cuts from each image, and its place in the output. Pixels are EXIF-oriented.
+class CropWindows:
+    """The window that one view cuts from each image, and its place in the output. Pixels are EXIF-oriented.
 
     Attributes:
-        box: int32 [B, 4], (top, left, height, width) of the box; it lies inside the image, with sides of at least 1.
-        resized: int32 [B, 2], the size (h, w) after resizing the box.
-        offset: int32 [B, 2], (y, x) of the resized box's top left corner in the canvas; pixels outside are cropped.
+        window: int32 [B, 4], (top, left, height, width), inside the image, with sides of at least 1.
+        resized: int32 [B, 2], the size (h, w) after resizing the window.
+        offset: int32 [B, 2], (y, x) of the resized window's top left corner in the canvas; pixels outside are cropped.
         size: (H, W) of the canvas.
         interpolation: ``bilinear`` or ``bicubic``, both antialiased.
-        fill: 0..255, the value of canvas pixels that the resized box does not cover.
+        fill: 0..255 or (red, green, blue), the value of canvas pixels that the resized window does not cover.
     """
 
-    box: Int32
+    window: Int32
     resized: Int32
     offset: Int32
     size: tuple[int, int]
     interpolation: Interpolation = "bilinear"
-    fill: int = 0
+    fill: Fill = 0
 
     def __len__(self) -> int:
-        return len(self.box)
+        return len(self.window)
+
+    def take(self, rows: Int64) -> CropWindows:
+        """The windows of some rows."""
+        return replace(self, window=self.window[rows], resized=self.resized[rows], offset=self.offset[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Augmented images and labels on the device; iterating gives exactly ``(images, labels)``.
+    """Augmented images and labels on the device; iterating gives exactly two things.
+
+    ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else ``(images, targets)``.
 
     Attributes:
         images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views (in the order of the
@@ -111,6 +189,8 @@ class Batch:
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
         valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
         key_of: maps a sample number to its path or name; used by ``keys``.
+        targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
+            views; None if the run has no targets.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
@@ -124,10 +204,16 @@ class Batch:
     indices: Tensor
     valid: Tensor
     key_of: Callable[[int], str] = field(default=str, repr=False)
+    targets: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         yield self.images
-        yield self.labels
+        if self.targets is None:
+            yield self.labels
+        elif isinstance(self.targets, list):
+            yield [view.second for view in self.targets]
+        else:
+            yield self.targets.second
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -138,13 +224,14 @@ class Batch:
         return [self.key_of(i) for i in self.indices.tolist()]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with images and labels on ``device``; indices and valid stay on the CPU.
+        """Return the batch with images, labels and targets on ``device``; indices and valid stay on the CPU.
 
         ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
         """
 
-        def move(x: Tensor) -> Tensor:
+        def move(x: Any) -> Any:
+            if x is None or isinstance(x, list):
+                return x if x is None else [move(each) for each in x]
             return x.to(device, non_blocking=non_blocking)
 
-        images = [move(x) for x in self.images] if isinstance(self.images, list) else move(self.images)
-        return replace(self, images=images, labels=None if self.labels is None else move(self.labels))
+        return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))

@@ -1,11 +1,18 @@
-"""The recipe and the loader that many tests begin with."""
+"""The recipe and the loader that many tests begin with, and what they need to run the program as a process."""
 
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import kornia.augmentation as K
+import torch
 
 import gpuaug
+
+PROGRAM = [sys.executable, "-m", "gpuaug.tools"]  # the command line in a process of its own
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMALIZE = gpuaug.Normalize(mean=MEAN, std=STD)
@@ -29,6 +36,40 @@ def tree(pid: int) -> list[int]:
         text for task in Path(f"/proc/{pid}/task").iterdir() for text in (task / "children").read_text().split()
     ]
     return [pid, *(each for child in children for each in tree(int(child)))]
+
+
+def ended(pids: Iterable[int], timeout: float = 60.0) -> bool:
+    """Wait until all these processes have ended; False if one is still there after ``timeout`` seconds. Linux only."""
+
+    def alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    deadline = time.monotonic() + timeout
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The command that runs the program on several ranks of this machine."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*run, *PROGRAM[1:]]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def loader(source: Any, **settings: Any) -> gpuaug.Loader:

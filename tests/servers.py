@@ -14,6 +14,8 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from gpuaug.source import Remote
+
 
 class Proxy:
     """Forwards to a server on the loopback, after ``latency`` seconds to the first byte.
@@ -241,3 +243,11 @@ def bucket_of(port, folder, bucket, prefix="train", **more):
 def options(url):
     """Of s3fs for this endpoint."""
     return {"endpoint_url": url, "key": "x", "secret": "x", "client_kwargs": {"region_name": "us-east-1"}}
+
+
+@contextmanager
+def remote_copy(kind, folder, bucket, **settings):
+    """(proxy, root, Remote) of the folder behind a proxy: of a new bucket for ``s3``, of plain files for ``http``."""
+    with s3() if kind == "s3" else files(folder) as port, proxied(port) as (proxy, url):
+        root = bucket_of(port, folder, bucket) if kind == "s3" else url
+        yield proxy, root, Remote(options=options(url) if kind == "s3" else None, **settings)

@@ -41,7 +41,7 @@ def refused(*overrides, name="train", cfg=None, **more):
 @pytest.mark.parametrize("name", ["train", "eval"])
 def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
     cfg = compose(name)
-    groups = {"source", "order", "cache", "decode", "augment", "mix", "faults"}
+    groups = {"source", "order", "cache", "decode", "augment", "targets", "mix", "faults"}
     parameters = inspect.signature(gpuaug.Loader).parameters
     assert set(cfg) - {"_target_"} == set(parameters)
     words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
@@ -83,6 +83,7 @@ def test_operation_names_are_the_same_in_every_recipe():
         "RandomHorizontalFlip": "flip", "RandomVerticalFlip": "vflip", "ColorJitter": "jitter",
         "RandomGrayscale": "gray", "RandomGaussianBlur": "blur", "RandomSolarize": "solarize",
         "RandAugment": "randaugment", "TrivialAugment": "trivialaugment", "OneOf": "choice",
+        "PhotometricDistort": "distort",
     }  # fmt: skip
 
     def ops(node, name=None):

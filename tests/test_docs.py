@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import inspect
+import io
 import os
 import re
 import shlex
@@ -16,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scenes
 import torch
+from common import recipe
 from conftest import ROOT
 
 import gpuaug
@@ -130,6 +134,25 @@ def test_every_unit_is_of_a_quantity() -> None:
     assert {"Batch", "Augment.forward"} <= {name for name, thing in PUBLIC.items() if arrays(thing)}
 
 
+# their examples open files that are made in other tests
+OF_FILES = {
+    "CocoSource", "MaskFolderSource", "MaterializedSource", "PackedSource", "ParquetSource", "ShardSource",
+    "TableSource", "VocSource", "YoloSource",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in OF_FILES and ">>>" in docstring(name)])
+def test_examples_of_docstrings_run(name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train").symlink_to(photos)
+    monkeypatch.chdir(tmp_path)
+    module = sys.modules[PUBLIC[name].__module__]
+    known = {**vars(module), "gpuaug": gpuaug, "recipe": recipe()}
+    (test,) = doctest.DocTestFinder(recurse=False).find(PUBLIC[name], name, module=module, globs=known)
+    said = io.StringIO()
+    assert not doctest.DocTestRunner().run(test, out=said.write).failed, said.getvalue()
+
+
 ERRORS = {e for e in gpuaug.__all__ if inspect.isclass(t := getattr(gpuaug, e)) and issubclass(t, gpuaug.GpuaugError)}
 
 
@@ -182,6 +205,14 @@ def test_type_checkers_see_the_names_that_are_imported_lazily() -> None:
     assert sorted(seen) == gpuaug.__all__
 
 
+def coco(root: Path) -> None:
+    """``root/coco`` as COCO lays its files out, and ``root/voc`` with images and masks."""
+    scenes.write(root / "voc", count=2, size=(96, 128))
+    (root / "coco/annotations").mkdir(parents=True)
+    (root / "coco/train2017").symlink_to(root / "voc/images")
+    (root / "voc/instances.json").rename(root / "coco/annotations/instances_train2017.json")
+
+
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
@@ -192,23 +223,30 @@ def commands() -> list[list[str]]:
     return [w[w.index("gpuaug.tools") if "gpuaug.tools" in w else 0 :] for w in words]
 
 
-def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor) -> None:
+def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_path: Path) -> None:
     """As it is written, on other images and for one epoch."""
     names: dict[str, Any] = {"images_uint8": photo_batch, "indices": range(len(photo_batch))}
     programs = [text for language, text in BLOCKS if language == "python" and not text.startswith("# app.py")]
-    assert len(programs) == 2
+    assert len(programs) == 3
+    coco(tmp_path)
     for text in programs:
-        exec(compile(text.replace("/data/train", str(photos)).replace("90)", "1)"), "README.md", "exec"), names)
+        for name, instead in (("/data/train", photos), ("/data/coco", tmp_path / "coco"), ("90)", "1)")):
+            text = text.replace(name, str(instead))
+        names["detector"] = lambda images, targets: [target["boxes"] for target in targets]
+        exec(compile(text, "README.md", "exec"), names)
         names["loader"].close()
     assert names["epoch"] == 0
     assert names["state"]["epoch"] == 1
-    assert names["images"].shape == (len(photo_batch), 3, 224, 224)
+    assert names["images"].shape == (2, 3, 640, 640)
+    assert len(names["losses"]) == 2
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[:2]))
 def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Path) -> None:
     """As they are written, on other images, fewer of them and on the CPU."""
+    coco(tmp_path)
     words = [re.sub(r"/data/(train|val)\b", str(photos), word) for word in words]
+    words = [word.replace("/data/", f"{tmp_path}/") for word in words]
     if words[1] == "app.py":
         (tmp_path / "conf").mkdir()
         for name in ("conf/app.yaml", "app.py"):

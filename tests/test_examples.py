@@ -9,16 +9,17 @@ import socket
 import subprocess
 import sys
 import warnings
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TORCHVISION
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpuaug
+from gpuaug.tools.parity.counterpart import torchvision
 
 FOLDER = ROOT / "examples"
 
@@ -198,3 +199,90 @@ def test_lightning_augments_after_the_transfer(trainer: Any, photo_batch: torch.
         trainer(max_epochs=2, limit_val_batches=0).fit(net, module.OnDevice(DataLoader(dataset, 4), augment))
     expected = [augment(images, epoch=epoch, indices=range(8)) for epoch in range(2)]
     assert torch.equal(torch.cat(net.images), torch.cat(expected))  # whatever the batches: 2 of 4, or 1 of 8
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Twelve photographs with two or three things each; masks, and boxes in COCO's format."""
+    pytest.importorskip("skimage")
+    pytest.importorskip("sklearn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        write = example("../bench/scenes").write
+    return str(write(tmp_path_factory.mktemp("scenes"), count=12, size=(96, 128), things=3, tint=0.6))
+
+
+LEARN = ["batch_size=4", "num_workers=0", "device=cpu"]
+
+
+def test_segmentation_learns(scenes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    means = example("segmentation").train(scenes, scenes, LEARN, epochs=4)
+    assert means[-1] < 0.8 * means[0]
+    (mean,) = re.findall(r"mean IoU (\d\.\d\d); of each class \[.+\]", capsys.readouterr().out)
+    assert 0 < float(mean) < 1
+
+
+def test_iou_counts_pixels_that_are_not_255() -> None:
+    class Batches(list[Any]):
+        device = "cpu"
+
+    class Net(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            guesses = torch.tensor([[[0, 1, 1, 2], [1, 0, 2, 1]]])
+            return torch.nn.functional.one_hot(guesses, 3).permute(0, 3, 1, 2).float()
+
+    masks = torch.tensor([[[0, 0, 1, 255], [1, 1, 2, 2]]])
+    found = example("segmentation").iou(Net(), Batches([(torch.zeros(1, 3, 2, 4), masks)]), 3)
+    assert found.tolist() == pytest.approx([1 / 3, 2 / 5, 1 / 2])
+
+
+def suppress(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Non-maximum suppression, written out: a box stays if no better one that stays overlaps it too much."""
+    from torchvision.ops import box_iou
+
+    overlaps, kept = box_iou(boxes, boxes), list[int]()
+    for row in scores.argsort(descending=True).tolist():
+        if not (overlaps[row, kept] > threshold).any():
+            kept.append(row)
+    return torch.tensor(kept, dtype=torch.int64)
+
+
+@pytest.fixture
+def detection(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example, with torchvision's Python code: its compiled operators are for another torch."""
+    if find_spec("torchvision") is None:
+        sys.path.append(str(TORCHVISION))
+    try:
+        torchvision()
+    except gpuaug.ConfigError:
+        pytest.skip("no torchvision")
+    module = example("detection")
+    monkeypatch.setattr("torchvision.ops.boxes.nms", suppress)
+    return module
+
+
+def test_detection_learns(detection: Any, scenes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    _, means = detection.train(scenes, scenes, [*LEARN, "augment.crop.zoom_p=0"], epochs=4)
+    assert means[-1] < 0.9 * means[0]
+    assert re.search(r"recall \d\.\d\d, precision \d\.\d\d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("crop", ["augment=det_ssd_eval", "augment=det_lsj_eval"])
+def test_detections_are_compared_in_pixels_of_the_source(detection: Any, scenes: str, crop: str) -> None:
+    """A net that finds every object: each of its boxes is at its place in the file."""
+
+    class Perfect(torch.nn.Module):
+        def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+            return [{**row, "scores": torch.ones(len(row["boxes"]))} for row in targets.as_torchvision()]
+
+    given = ["source=coco", f"source.root={scenes}", "source.split=images", "source.annotations=instances.json"]
+    plain = [*given, "targets=detection", crop, "augment.crop.size=[160,160]", "batch_size=12", *LEARN[1:]]
+    with gpuaug.build(gpuaug.compose("eval", plain)) as loader:
+        ((_, targets),) = list(loader)
+        assert detection.evaluate(Perfect(), loader) == (1.0, 1.0)
+        truth: Any = loader.source
+        for row, index in enumerate(targets.indices.tolist()):
+            boxes = detection.to_source(targets.boxes[targets.sample == row], targets.matrices[row])
+            assert boxes.numpy() == pytest.approx(truth.label(index).boxes, abs=1e-3)

@@ -179,7 +179,7 @@ def by_cpu(data, crop):
     decoder = Decode(backend="pillow").open("cpu")
     batch = pack([data])
     look = decoder.read_headers(batch)
-    (view,), _ = decoder.pixels(batch, look, [crop.boxes(uniforms(crop, 1), look.height, look.width)])
+    (view,), _ = decoder.pixels(batch, look, [crop.windows(uniforms(crop, 1), look.height, look.width)])
     return view[0].numpy()
 
 

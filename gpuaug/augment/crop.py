@@ -3,7 +3,7 @@
 takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
 orientation (0 if a sample cannot be decoded: its row then holds any valid box).
 does: torchvision's algorithms, vectorized over the batch.
-gives: :class:`Boxes`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
+gives: :class:`CropWindows`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
 
 All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``, clipped to
 the canvas. The rest of the canvas is `fill`. Cropping comes before resizing, so no pixel outside the box is read.
@@ -12,14 +12,14 @@ the canvas. The rest of the canvas is `fill`. Cropping comes before resizing, so
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import Boxes, Int32, Int64, Interpolation
+from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
@@ -27,12 +27,36 @@ LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger va
 LARGEST_VIEW = 178_000_000  # pixels of a view; equals the default of `decode.max_pixels`
 _TRIES = 10  # of RandomResizedCrop before it falls back to a central crop, as in torchvision
 Float64 = NDArray[np.float64]
+Redraw = Callable[[int, Int64], Float]
+
+
+class BoxTable(Protocol):
+    """The boxes of a batch, one row per object.
+
+    Attributes:
+        boxes: float64 [N, 4], (x1, y1, x2, y2) in pixels of the upright image.
+        sample: int64 [N], the row of the object's image in the batch.
+    """
+
+    @property
+    def boxes(self) -> Any:
+        """Corners of each box."""
+
+    @property
+    def sample(self) -> Int64:
+        """Row of each box's image."""
 
 
 class Crop:
-    """Base of the crops. ``count`` is the number of uniforms that a sample needs."""
+    """Base of the crops.
+
+    Attributes:
+        count: number of uniforms that a sample needs.
+        needs: targets that the crop reads: ``boxes``, ``masks``, or none.
+    """
 
     count = 0
+    needs: frozenset[str] = frozenset()
     size: Any
     interpolation: Interpolation
 
@@ -40,16 +64,35 @@ class Crop:
         (_, first), *others = vars(self).items()
         return f"{type(self).__name__}({', '.join([repr(first), *(f'{k}={v!r}' for k, v in others)])})"
 
-    def boxes(self, u: Float | None, heights: Int64, widths: Int64) -> Boxes:
-        """Compute the boxes of a batch.
+    def windows(
+        self,
+        u: Float | None,
+        heights: Int64,
+        widths: Int64,
+        *,
+        objects: BoxTable | None = None,
+        masks: Sequence[NDArray[Any] | None] | None = None,
+        redraw: Redraw | None = None,
+    ) -> CropWindows:
+        """Compute the windows of a batch.
 
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
             heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
+            objects: the boxes of all samples; used only if ``needs`` has ``boxes``.
+            masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
+                ``needs`` has ``masks``.
+            redraw: (round >= 1, rows int64 [n]) to further uniforms float32 [n, count]. None: one round.
 
         Raises:
-            ConfigError: ``u`` has another shape, or the images do not fit the crop.
+            ConfigError: ``u`` has another shape, the images do not fit the crop, or a target in ``needs`` is missing.
         """
+        return self._windows(*self._arrays(u, heights, widths))
+
+    def _arrays(
+        self, u: Float | None, heights: Int64, widths: Int64
+    ) -> tuple[Float64, Int64, Int64, NDArray[np.bool_]]:
+        """Uniforms float64 [B, count], heights and widths of at least 1, and which samples can be decoded."""
         known = np.asarray(heights) > 0
         # A sample that cannot be decoded has size 0. Size 1 gives its row a valid box.
         heights, widths = (np.maximum(np.asarray(n, dtype=np.int64), 1) for n in (heights, widths))
@@ -58,9 +101,9 @@ class Crop:
             raise ConfigError(
                 f"`u` must be float32 [{len(heights)}, {self.count}] for {type(self).__name__}. Found: shape {u.shape}."
             )
-        return self._boxes(u.astype(np.float64), heights, widths, known)
+        return u.astype(np.float64), heights, widths, known
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         raise NotImplementedError
 
 
@@ -89,12 +132,12 @@ class RandomResizedCrop(Crop):
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         interpolation: Interpolation = "bilinear",
     ) -> None:
-        self.size = _pair("size", size)
-        self.scale = _range("scale", scale, high=1.0)
-        self.ratio = _range("ratio", ratio, high=math.inf)
+        self.size = pair("size", size)
+        self.scale = positive_range("scale", scale, high=1.0)
+        self.ratio = positive_range("ratio", ratio, high=math.inf)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         area, log_ratio = u[:, 2::2], u[:, 3::2]  # [B, 10]
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         target = (heights * widths)[:, None] * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -110,10 +153,10 @@ class RandomResizedCrop(Crop):
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
         central_w = np.clip(np.where(wide, np.rint(heights * widest), widths).astype(np.int64), 1, widths)
         height, width = np.where(fitting, h[at], central_h), np.where(fitting, w[at], central_w)
-        top = np.where(fitting, _integers(u[:, 0], heights - height), (heights - height) // 2)
-        left = np.where(fitting, _integers(u[:, 1], widths - width), (widths - width) // 2)
-        box, resized, offset = (_rows(len(u), *v) for v in ((top, left, height, width), self.size, (0, 0)))
-        return Boxes(box, resized, offset, self.size, self.interpolation)
+        top = np.where(fitting, integers(u[:, 0], heights - height), (heights - height) // 2)
+        left = np.where(fitting, integers(u[:, 1], widths - width), (widths - width) // 2)
+        box, resized, offset = (stack_rows(len(u), *v) for v in ((top, left, height, width), self.size, (0, 0)))
+        return CropWindows(box, resized, offset, self.size, self.interpolation)
 
 
 class RandomCrop(Crop):
@@ -123,10 +166,10 @@ class RandomCrop(Crop):
         size: (H, W) of the crop; an int is a square.
         padding: pixels added around the image before cropping: one value, (left and right, top and bottom), or
             (left, top, right, bottom).
-        fill: 0..255, value of the added pixels.
+        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
 
     Raises:
-        ConfigError: from :meth:`boxes`, if a padded image is smaller than `size`.
+        ConfigError: from :meth:`windows`, if a padded image is smaller than `size`.
 
     >>> RandomCrop(32, padding=4)
     RandomCrop((32, 32), padding=(4, 4, 4, 4), fill=0)
@@ -134,8 +177,10 @@ class RandomCrop(Crop):
 
     count = 2
 
-    def __init__(self, size: int | Sequence[int], *, padding: int | Sequence[int] = 0, fill: int = 0) -> None:
-        self.size = _pair("size", size)
+    def __init__(
+        self, size: int | Sequence[int], *, padding: int | Sequence[int] = 0, fill: int | Sequence[int] = 0
+    ) -> None:
+        self.size = pair("size", size)
         values: list[int] = list(padding) if isinstance(padding, Sequence) else [padding]
         if len(values) not in (1, 2, 4) or any(type(v) is not int or not 0 <= v <= LARGEST_SIDE for v in values):
             raise ConfigError(
@@ -143,10 +188,9 @@ class RandomCrop(Crop):
                 f"(left, top, right, bottom). Found: {padding!r}."
             )
         self.padding = tuple(values * (4 // len(values)))
-        checks.whole_number("fill", fill, 0, 255)
-        self.fill = fill
+        self.fill = color(fill)
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
         left, top, right, bottom = self.padding
         limits = np.stack([heights, widths], axis=1)
         free = limits - self.size + np.array([top + bottom, left + right])
@@ -159,12 +203,12 @@ class RandomCrop(Crop):
                 "Use a larger `padding`, a smaller `size`, or RandomResizedCrop, which fits every image."
             )
         # top left corner of the crop window, which may extend beyond the image
-        origin = _integers(u, np.maximum(free, 0)) - np.array([top, left])
+        origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
         # If the window misses the image, one pixel is kept; it lands off the canvas.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
-        return Boxes(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
+        return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
 
 
 class ResizeCenterCrop(Crop):
@@ -187,18 +231,18 @@ class ResizeCenterCrop(Crop):
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.resize = _shorter_side("resize", resize)
-        self.size = _pair("size", size)
+        self.size = pair("size", size)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
-        h, w = _resized(self.resize, heights, widths)
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+        h, w = resized_sides(self.resize, heights, widths)
         H, W = self.size
         # CenterCrop pads a smaller image with (H - h) // 2 pixels at the top and left. It crops a larger image from
         # int(round((h - H) / 2)), which rounds half to even.
         y = np.where(h < H, (H - h) // 2, -np.rint((h - H) / 2.0))
         x = np.where(w < W, (W - w) // 2, -np.rint((w - W) / 2.0))
-        box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))
-        return Boxes(box, resized, offset, self.size, self.interpolation)
+        box, resized, offset = (stack_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))
+        return CropWindows(box, resized, offset, self.size, self.interpolation)
 
 
 class Resize(Crop):
@@ -206,53 +250,75 @@ class Resize(Crop):
 
     Args:
         size: (H, W) is exact. An int is the new shorter side; the longer side keeps the aspect ratio, rounded down.
-            With an int, all resized images of a batch must have the same size.
+            With an int, all resized images of a batch must have the same size; a batch of one image always has.
+        max_size: limit of the longer side, above ``size``, which is then an int. A longer image gets this longer side
+            and a shorter side that is rounded down. None: no limit.
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:
-        ConfigError: from :meth:`boxes`, if an int gives images of different sizes.
+        ConfigError: from :meth:`windows`, if an int gives images of different sizes.
 
     >>> Resize((224, 224))
-    Resize((224, 224), interpolation='bilinear')
+    Resize((224, 224), max_size=None, interpolation='bilinear')
     """
 
-    def __init__(self, size: int | Sequence[int], *, interpolation: Interpolation = "bilinear") -> None:
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        *,
+        max_size: int | None = None,
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
         self.size = _shorter_side("size", size)
+        self.max_size = checks.whole_number("max_size", max_size, 1, LARGEST_SIDE, optional=True)
+        if max_size is not None and not (isinstance(self.size, int) and self.size < max_size):
+            raise ConfigError(
+                "`max_size` must be above `size`, which must be an int, the shorter side. "
+                f"Found: size {size!r}, max_size {max_size}."
+            )
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _boxes(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> Boxes:
-        h, w = _resized(self.size, heights, widths)
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+        h, w = resized_sides(self.size, heights, widths, longest=self.max_size)
         sizes = np.unique(np.stack([h, w], axis=1)[known], axis=0).tolist()
         if len(sizes) > 1:
             examples = ", ".join(f"{a}x{b}" for a, b in sizes[:3])
             raise ConfigError(
                 "Resize's `size` must be (H, W) if aspect ratios differ, because all images of a batch need one size. "
-                f"Found: {self.size} gives {examples}. Use (H, W), ResizeCenterCrop or RandomResizedCrop."
+                f"Found: {self.size} gives {examples}. Use (H, W), ResizeCenterCrop, RandomResizedCrop or batch_size=1."
             )
-        height, width = sizes[0] if sizes else _pair("size", self.size)
-        box, resized, offset = (_rows(len(u), *v) for v in ((0, 0, heights, widths), (height, width), (0, 0)))
-        return Boxes(box, resized, offset, (height, width), self.interpolation)
+        height, width = sizes[0] if sizes else pair("size", self.size)
+        box, resized, offset = (stack_rows(len(u), *v) for v in ((0, 0, heights, widths), (height, width), (0, 0)))
+        return CropWindows(box, resized, offset, (height, width), self.interpolation)
 
 
 CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)
 
 
-def _rows(count: int, *columns: Any) -> Int32:
+def stack_rows(count: int, *columns: Any) -> Int32:
     """Stack columns to int32 [count, columns]; a scalar is repeated in every row."""
     return np.stack([np.broadcast_to(c, count) for c in columns], axis=1).astype(np.int32)
 
 
-def _integers(u: Float64, last: Int64) -> Int64:
+def integers(u: Float64, last: Int64) -> Int64:
     """Integers from 0 to ``last`` inclusive, from uniforms in [0, 1)."""
     return np.minimum((u * (last + 1)).astype(np.int64), last)
 
 
-def _resized(size: int | tuple[int, int], heights: Int64, widths: Int64) -> tuple[Any, Any]:
-    """Height and width after torchvision's Resize. An int is the shorter side; the longer side is rounded down."""
-    if not isinstance(size, int):
+def resized_sides(
+    size: int | tuple[int, int] | Int64, heights: Int64, widths: Int64, *, longest: int | None = None
+) -> tuple[Any, Any]:
+    """Height and width after torchvision's Resize. An int is the shorter side; the longer side is rounded down.
+
+    ``longest`` is torchvision's ``max_size``: if the longer side exceeds it, both sides shrink.
+    """
+    if isinstance(size, tuple):
         return np.full_like(heights, size[0]), np.full_like(widths, size[1])
     short, long = np.minimum(heights, widths), np.maximum(heights, widths)
     longer = np.minimum((size * long / short).astype(np.int64), np.iinfo(np.int32).max)
+    if longest is not None:
+        shrunk = np.maximum((longest * size / np.maximum(longer, 1)).astype(np.int64), 1)
+        size, longer = np.where(longer > longest, shrunk, size), np.minimum(longer, longest)
     return np.where(heights <= widths, size, longer), np.where(heights <= widths, longer, size)
 
 
@@ -273,13 +339,24 @@ def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int
     return (sides[0], sides[1]) if len(sides) == 2 else sides[0]
 
 
-def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     """Check a size and return (H, W); one int is a square."""
     side = _shorter_side(name, value)
-    return _pair(name, (side, side)) if isinstance(side, int) else side
+    return pair(name, (side, side)) if isinstance(side, int) else side
 
 
-def _range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:
+def color(value: int | Sequence[int], name: str = "fill") -> Fill:
+    """Check a value of pixels: 0..255, or three of them for red, green and blue."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if len(values) not in (1, 3) or any(type(v) is not int or not 0 <= v <= 255 for v in values):
+        raise ConfigError(
+            f"`{name}` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."
+        )
+    return values[0] if len(values) == 1 else (values[0], values[1], values[2])
+
+
+def positive_range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:
+    """Check a range and return (min, max): 0 < min <= max <= high."""
     pair = tuple(value) if isinstance(value, Sequence) else ()
     numbers = len(pair) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
     if not numbers or not 0 < pair[0] <= pair[1] <= high or not math.isfinite(pair[1]):

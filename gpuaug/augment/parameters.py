@@ -55,6 +55,7 @@ class Prepared:
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
         seeded: None, or the reason why gpuaug has no rule. Without a rule, the module runs on one sample at a time and
             keeps its own ``p``. It uses torch's global generator, seeded with the sample's key and restored afterwards.
+        members: the operations that a OneOf chooses from, prepared; () for other operations.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Prepared:
     rule: Callable[[Float, Size], tuple[Int, tuple[Alternatives, ...]]]
     keyed: bool = False
     seeded: str | None = None
+    members: tuple[Prepared, ...] = ()
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
         """Draw choices from uniforms float32 [B, count], image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""

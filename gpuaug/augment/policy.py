@@ -108,7 +108,8 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
         for slot in range(max(len(m.slots) for m in members))
     )
     rule = partial(_one_of, p=float(op.p), members=members)
-    return Prepared(name, op, slots, 2 + max(m.count for m in members), rule, keyed=any(m.keyed for m in members))
+    count, keyed = 2 + max(m.count for m in members), any(m.keyed for m in members)
+    return Prepared(name, op, slots, count, rule, keyed=keyed, members=members)
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:

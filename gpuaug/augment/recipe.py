@@ -1,7 +1,7 @@
 """Recipes: objects that augment images. ``Augment`` makes one view (or copies of it), ``MultiView`` several views.
 
 takes: uint8 images [B, H, W, 3] per view on the device, and (seed, epoch, indices, repeats) for the random numbers.
-does: draws the random numbers of all operations and views in one call and computes the boxes for decoding. Then the
+does: draws the random numbers of all operations and views in one call and computes the windows for decoding. Then the
 chosen backend applies the operations and the normalization, and casts once.
 gives: float [B, 3, H, W] per view.
 
@@ -17,25 +17,30 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS
+from gpuaug.augment.crop import CROPS, BoxTable
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.parameters import Prepared
+from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import Boxes
+from gpuaug.augment.target_crops import TARGET_CROPS
+from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
+
+if TYPE_CHECKING:
+    from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
 
@@ -58,10 +63,28 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """All random numbers of a batch, for all views. Per stream: uniforms float32 [B, n] and keys int64 [B, 2]."""
+    """All random numbers of a batch, for all views. Per stream: uniforms float32 [B, n] and keys int64 [B, 2].
+
+    ``seed``, ``epoch``, ``indices`` and ``repeats`` are the arguments of ``draw``, for crops that draw again.
+    """
 
     uniforms: Mapping[tuple[str, int, str], Float]
     keys: Mapping[tuple[str, int, str], Int]
+    seed: int = 0
+    epoch: int = 0
+    indices: Int | None = None
+    repeats: Int | None = None
+
+    def again(self, number: int, rows: Int, *, view: View) -> Float:
+        """Uniforms of round ``number`` for the crop of a view: float32 [n, count] for ``rows``, from their own stream.
+
+        Operations cannot have the stream's name, because no name contains a null character.
+        """
+        assert self.indices is not None
+        stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
+        repeats = None if self.repeats is None else self.repeats[rows]
+        drawn = uniforms((stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[rows], repeats=repeats)
+        return drawn[stream.view, stream.copy, stream.op]
 
 
 class _Recipe(nn.Module):
@@ -131,59 +154,103 @@ class _Recipe(nn.Module):
             for v in self.views
             for s in (Stream(v.name, v.copy, p.name, p.count) for p in v.augment.prepared if p.keyed)
         }
-        return Drawn(values, keys)
+        again = None if repeats is None else np.asarray(repeats, dtype=np.int64)
+        return Drawn(values, keys, seed, epoch, numbers, again)
 
-    def boxes(self, drawn: Drawn, heights: Int, widths: Int) -> list[Boxes]:
-        """Compute the crop boxes of each view for the images of a batch.
+    def windows(
+        self,
+        drawn: Drawn,
+        heights: Int,
+        widths: Int,
+        *,
+        objects: BoxTable | None = None,
+        masks: Sequence[NDArray[Any] | None] | None = None,
+    ) -> list[CropWindows]:
+        """Compute the crop windows of each view for the images of a batch.
 
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
+            objects: the boxes of all samples, for crops that need ``boxes``.
+            masks: B label arrays [h, w] after EXIF orientation, for crops that need ``masks``; None for a sample that
+                cannot be decoded.
 
         Raises:
             ConfigError: the images differ in size and there is no crop, or the crop does not fit the images.
         """
-        return [
-            _whole_images(heights, widths)
-            if (crop := view.augment.crop) is None
-            else crop.boxes(drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None, heights, widths)
-            for view in self.views
-        ]
+        windows = []
+        for view in self.views:
+            if (crop := view.augment.crop) is None:
+                windows.append(_whole_images(heights, widths))
+                continue
+            u = drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None
+            redraw = None if drawn.indices is None else partial(drawn.again, view=view)
+            windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
+        return windows
 
     def apply(  # type: ignore[override]
         self,
         images: Sequence[Tensor],
         drawn: Drawn | None = None,
         *,
+        chosen: Sequence[Sequence[Chosen]] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Any:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers; ``memory_format``: of the result. With a function as the only argument,
+        ``drawn``: the batch's random numbers; ``chosen``: the result of :meth:`choose`, if it is already known;
+        ``memory_format``: of the result. With a function as the only argument,
         this is ``nn.Module.apply``, which a larger model calls for each of its modules.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
+        if chosen is None:
+            chosen = self.choose(drawn, [(x.shape[1], x.shape[2]) for x in images])
         return [
-            view.augment.run(x, drawn, view, dtype=dtype, memory_format=memory_format)
-            for x, view in zip(images, self.views, strict=True)
+            view.augment.run(x, choices, dtype=dtype, memory_format=memory_format)
+            for x, view, choices in zip(images, self.views, chosen, strict=True)
+        ]
+
+    def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
+        """The choices and parameters of every operation, per view.
+
+        Args:
+            drawn: the batch's random numbers.
+            sizes: (H, W) of each view's images.
+        """
+        return [
+            [
+                p.draw(drawn.uniforms[v.name, v.copy, p.name], size, drawn.keys.get((v.name, v.copy, p.name)))
+                for p in v.augment.prepared
+            ]
+            for v, size in zip(self.views, sizes, strict=True)
         ]
 
     def forward(
         self,
         images: Tensor,
         *,
+        masks: Tensor | None = None,
+        boxes: Sequence[Any] | None = None,
+        labels: Sequence[Any] | None = None,
+        keypoints: Sequence[Any] | None = None,
+        targets: Targets | None = None,
         seed: int | None = None,
         epoch: int = 0,
         indices: Int | Tensor | Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> Tensor | list[Tensor]:
+    ) -> Any:
         """Apply the whole recipe, including the crop, to a decoded batch.
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
+            masks: integers [B, H, W], one class number per pixel.
+            boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels.
+            labels: for each image [n], class numbers of the objects; None: 0.
+            keypoints: for each image [n, K, 3], (x, y, visibility).
+            targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
             seed: any integer. None with ``indices``: 0. None without ``indices``: a new seed from torch's default CPU
                 generator (as for torch's random operations), the rank and the DataLoader worker's number.
             epoch: number of the epoch.
@@ -192,7 +259,8 @@ class _Recipe(nn.Module):
             memory_format: contiguous_format or channels_last.
 
         Returns:
-            [B, 3, h, w], or a list of such tensors if the recipe has several views.
+            [B, 3, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
+            ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them.
 
         Raises:
             ConfigError: an argument has a wrong type, shape or value.
@@ -200,7 +268,9 @@ class _Recipe(nn.Module):
         """
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy and our kernels
             eager = torch.compiler.disable(partial(_Recipe.forward, self))
-            return eager(images, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
+            given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+            output = {"dtype": dtype, "memory_format": memory_format}
+            return eager(images, seed=seed, epoch=epoch, indices=indices, **given, **output)
         self.check_unchanged(quick=True)
         images = _channels_last(images)
         if isinstance(dtype, str):
@@ -219,10 +289,26 @@ class _Recipe(nn.Module):
                 f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
-        whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
-        cut = [_cut(images, boxes) for boxes in self.boxes(drawn, *whole)]
-        made = self.apply(cut, drawn, dtype=dtype, memory_format=memory_format)
-        return made[0] if len(made) == 1 else made
+        chosen, moved = None, None
+        if masks is None and boxes is None and keypoints is None:
+            if labels is not None or targets is not None:
+                unused = "labels" if targets is None else "targets"
+                raise ConfigError(f"`{unused}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
+            whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
+            windows = self.windows(drawn, *whole)
+        else:
+            from gpuaug.augment.target_stage import Given, augment_targets  # not needed without targets
+
+            asked = Given(masks=masks, boxes=boxes, labels=labels, keypoints=keypoints, targets=targets)
+            size = (images.shape[1], images.shape[2])
+            windows, chosen, moved = augment_targets(
+                self, drawn, asked, size=size, indices=numbers.astype(np.int64), device=images.device
+            )
+        cut = [_cut(images, each) for each in windows]
+        made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
+        if moved is None:
+            return made[0] if len(made) == 1 else made
+        return (made[0], moved[0]) if len(made) == 1 else (made, moved)
 
 
 class Augment(_Recipe):
@@ -257,7 +343,7 @@ class Augment(_Recipe):
         backend: str = "fused",
     ) -> None:
         super().__init__()
-        checks.instance("augment.crop", crop, *CROPS, optional=True)
+        checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS, optional=True)
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)
@@ -309,11 +395,10 @@ class Augment(_Recipe):
         ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
-    def run(self, images: Tensor, drawn: Drawn, view: View, **output: Any) -> Tensor:
+    def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
         """Apply operations and normalization to one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
 
-        ``drawn`` holds the batch's random numbers, also those of ``view``; ``output`` holds ``dtype`` and
-        ``memory_format``.
+        ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
@@ -321,8 +406,6 @@ class Augment(_Recipe):
                 log.warning("using backend=kornia: `gpuaug doctor` found that compiled kernels fail on this machine")
                 kind = ReferenceBackend
             self._executor = kind(self.prepared, self.normalize)
-        at, size = (view.name, view.copy), (images.shape[1], images.shape[2])
-        chosen = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in self.prepared]
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -374,9 +457,11 @@ class MultiView(_Recipe):
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
 
 
-def _whole_images(heights: Int, widths: Int) -> Boxes:
-    """Boxes of whole images, if the recipe has no crop."""
+def _whole_images(heights: Int, widths: Int) -> CropWindows:
+    """Windows of whole images, if the recipe has no crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
+    known = sizes[:, 0] > 0  # a sample that cannot be decoded has size 0
+    sizes[~known] = sizes[known.argmax()] if known.any() else 1
     if len(sizes) and (sizes != sizes[0]).any():
         other = sizes[(sizes != sizes[0]).any(axis=1)][0]
         raise ConfigError(
@@ -385,7 +470,7 @@ def _whole_images(heights: Int, widths: Int) -> Boxes:
         )
     height, width = sizes[0].tolist() if len(sizes) else (1, 1)
     zero = np.zeros_like(sizes)
-    return Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
+    return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
 
 
 def _channels_last(images: Any) -> Tensor:
@@ -403,17 +488,17 @@ def _channels_last(images: Any) -> Tensor:
     return images.permute(0, 2, 3, 1) if first else images
 
 
-def _cut(images: Tensor, boxes: Boxes) -> Tensor:
+def _cut(images: Tensor, windows: CropWindows) -> Tensor:
     """Crop and resize uint8 images [B, H, W, 3] to uint8 [B, h, w, 3], as the decoder does on the CPU."""
-    H, W = boxes.size
-    placed = np.hstack([boxes.box, boxes.resized, boxes.offset])
+    H, W = windows.size
+    placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
-    out = torch.full((len(images), H, W, 3), boxes.fill, dtype=torch.uint8, device=images.device)
+    out = torch.tensor(windows.fill, dtype=torch.uint8).expand(len(images), H, W, 3).to(images.device).clone()
     for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):
-            part = _resized(part, (h, w), boxes.interpolation)
+            part = _resized(part, (h, w), windows.interpolation)
         y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
         if y0 < y1 and x0 < x1:
             out[i, y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]

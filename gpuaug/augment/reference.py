@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,7 +80,7 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     """
     shape = list(x.shape)
     try:
-        with _Float64Products() if x.is_cuda else nullcontext():
+        with exact_products(x.device):
             if op.seeded is not None:
                 assert chosen.keys is not None
                 return _apply_seeded(x, op, chosen.keys)
@@ -101,6 +101,11 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
             f"`ops.{op.name}` ({kind.__name__}) cannot be applied to images of {shape[2]}x{shape[3]} pixels: "
             f"{str(error).rstrip('.')}. Change the operation's settings or the crop's size."
         ) from error
+
+
+def exact_products(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which float32 matrix products and convolutions on CUDA are computed in float64, without TF32."""
+    return _Float64Products() if device.type == "cuda" else nullcontext()
 
 
 _PRODUCTS = frozenset(

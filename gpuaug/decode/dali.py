@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import Boxes
+from gpuaug.batch import CropWindows
 from gpuaug.decode.header import Header
 from gpuaug.decode.plan import Pixels, Plan, to_stored
 from gpuaug.errors import ConfigError
@@ -115,7 +115,7 @@ class CpuPipeline:
 class CudaPipeline:
     """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
 
-    It does not decode only the boxes, because nvImageCodec 0.9 then crashes on some GPUs. A pipeline is built for at
+    It does not decode only the windows, because nvImageCodec 0.9 then crashes on some GPUs. A pipeline is built for at
     least ``batch_size`` samples. For tests, ``operators="cpu"`` runs the same graph without a GPU.
     """
 
@@ -137,17 +137,17 @@ class CudaPipeline:
 
     def run(self, plan: Plan) -> list[Tensor]:
         """Per view uint8 [n, H, W, 3] in torch's memory, on its current stream, before EXIF orientation is applied."""
-        key = tuple((b.interpolation, b.fill) for b in plan.boxes)
+        key = tuple((b.interpolation, b.fill) for b in plan.windows)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:
             capacity = max(self._batch_size, _capacity(plan))
-            pipeline = self._build(capacity, plan.boxes)
+            pipeline = self._build(capacity, plan.windows)
             self._pipelines[key] = capacity, pipeline
         pipeline.feed_input("encoded", plan.encoded)
-        for v, (boxes, part) in enumerate(zip(plan.boxes, plan.parts, strict=True)):
-            size = np.array(boxes.size, dtype=np.int64)
+        for v, (windows, part) in enumerate(zip(plan.windows, plan.parts, strict=True)):
+            size = np.array(windows.size, dtype=np.int64)
             canvas = np.where(plan.swapped[:, None], size[::-1], size)
-            resized = to_stored(np.concatenate([boxes.offset, boxes.resized], axis=1), canvas, plan.orientation)
+            resized = to_stored(np.concatenate([windows.offset, windows.resized], axis=1), canvas, plan.orientation)
             _feed(pipeline, np.int32, **{f"start{v}": part[:, :2], f"shape{v}": part[:, 2:]})
             _feed(pipeline, np.int32, **{f"corner{v}": -resized[:, :2], f"canvas{v}": canvas})
             _feed(pipeline, np.float32, **{f"size{v}": resized[:, 2:]})
@@ -162,7 +162,7 @@ class CudaPipeline:
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
         return feed_ndarray(view, out, cuda_stream=stream)
 
-    def _build(self, capacity: int, views: Sequence[Boxes]) -> Any:
+    def _build(self, capacity: int, views: Sequence[CropWindows]) -> Any:
         index, only_cuda = None, dict[str, Any]()
         if self._operators == "mixed":
             index = self._device.index
@@ -185,7 +185,7 @@ class CudaPipeline:
                     interp_type=interpolations[view.interpolation],
                     antialias=True,
                 )
-                padded = {"out_of_bounds_policy": "pad", "fill_values": [float(view.fill)]}
+                padded = {"out_of_bounds_policy": "pad", "fill_values": np.atleast_1d(view.fill).astype(float).tolist()}
                 outputs.append(slice_of(resized, f"corner{v}", f"canvas{v}", **padded))
             return outputs
 

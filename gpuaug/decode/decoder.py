@@ -1,6 +1,6 @@
 """Encoded images to uint8 views on the device.
 
-takes: :class:`EncodedBatch`, then one :class:`Boxes` per view.
+takes: :class:`EncodedBatch`, then one :class:`CropWindows` per view.
 does: reads headers (true shapes, faults), decodes each image once for all its views, then crops and resizes.
 gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gpuaug import checks, machine
-from gpuaug.batch import Boxes, EncodedBatch, Fault, Int64
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64
 from gpuaug.decode import dali, header, pillow, resize
 from gpuaug.decode.dali import Backend
 from gpuaug.decode.header import CODECS, Header, HeaderError, TruncatedError
@@ -171,7 +171,7 @@ class Decoder:
         return HeaderInfo(height, width, orientation, faults, route, replaced)
 
     def pixels(
-        self, batch: EncodedBatch, headers: HeaderInfo, boxes: Sequence[Boxes]
+        self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
     ) -> tuple[list[Tensor], list[Fault]]:
         """Decode each image once and make all its views.
 
@@ -180,7 +180,7 @@ class Decoder:
         Args:
             batch: encoded images.
             headers: :meth:`read_headers` of this batch.
-            boxes: one entry per view, B rows each; rows of bad samples are not used.
+            windows: one entry per view, B rows each; rows of bad samples are not used.
 
         Returns:
             uint8 [B, H, W, 3] per view on the device, with bad rows zero; and the decoding faults.
@@ -189,9 +189,9 @@ class Decoder:
             ConfigError: if a box is not inside its image.
             GpuaugError: if the decoder is closed, or DALI fails repeatedly.
         """
-        if not boxes:
+        if not windows:
             return [], []
-        return self._decode(len(batch), Plan.of(batch, headers, boxes))
+        return self._decode(len(batch), Plan.of(batch, headers, windows))
 
     def full(self, batch: EncodedBatch, headers: HeaderInfo) -> list[Tensor]:
         """Decode whole upright images, uint8 [height, width, 3] on the device; a bad row is [0, 0, 3].
@@ -207,13 +207,13 @@ class Decoder:
             )
         zero = np.zeros((len(batch), 2), dtype=np.int32)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
-        plan = Plan.of(batch, headers, [Boxes(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))])
+        plan = Plan.of(batch, headers, [CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))])
         images = [torch.zeros((0, 0, 3), dtype=torch.uint8, device=self.device)] * len(batch)
         for k, row in enumerate(plan.rows.tolist()):  # one by one: all images of a plan get one output size
             alone = plan.take(np.array([k]))
             h, w = sizes[row].tolist()
-            boxes = [replace(alone.boxes[0], size=(h, w))]
-            views, faults = self._decode(1, replace(alone, rows=np.array([0]), boxes=boxes))
+            windows = [replace(alone.windows[0], size=(h, w))]
+            views, faults = self._decode(1, replace(alone, rows=np.array([0]), windows=windows))
             if not faults:
                 images[row] = views[0][0]
         return images
@@ -297,7 +297,7 @@ class Decoder:
     def _too_large(self, plan: Plan) -> list[Fault]:
         """Faults of rows with too many pixels after resizing, such as a long thin image resized by its shorter side."""
         most = self.settings.max_pixels
-        pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.boxes], axis=0)
+        pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
         for k in np.flatnonzero(pixels > most).tolist():
             h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
@@ -307,7 +307,7 @@ class Decoder:
 
     def _on_host(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
         """Resize views on the CPU, then move them to the device."""
-        shapes = [(count, *b.size, 3) for b in plan.boxes]
+        shapes = [(count, *b.size, 3) for b in plan.windows]
         if self.device.type == "cuda":
             images = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for shape in shapes]
         else:
@@ -357,9 +357,9 @@ class Decoder:
 
         With ``alone``, use only the calling thread, because other threads call this method too.
         """
-        threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self._each)
-        for view, (boxes, canvas) in enumerate(zip(plan.boxes, canvases, strict=True)):
-            resize.views(plan.view_parts(view, regions), boxes, canvas, plan.rows, threads=threads, each=each)
+        threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
+        for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
+            resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
 
     # -- by DALI, by Pillow --
 
@@ -440,11 +440,11 @@ class Decoder:
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
         for group in split_by_bytes(np.arange(len(plan)), sizes, self.settings.max_bytes):
-            self._each(group.tolist(), one)
+            self.each(group.tolist(), one)
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
-    def _each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
+    def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
         """Call ``work(k)`` for every k of `rows`, with one task per thread, because a task costs 30 µs."""
 
         def share(first: int) -> None:

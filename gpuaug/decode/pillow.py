@@ -1,4 +1,4 @@
-"""Pillow decodes the images that DALI does not. Only this file imports Pillow for decoding."""
+"""Pillow decodes masks, and the images that DALI does not decode. Only this file imports Pillow for decoding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuaug.batch import Int32, Int64
 from gpuaug.decode import header
@@ -66,6 +67,22 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
         raise
     except Exception as e:  # Pillow raises many types for damaged bytes
         raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {last_line(str(e))}") from e
+
+
+def values(png: bytes) -> tuple[NDArray[Any], str]:
+    """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode; not oriented.
+
+    Values are not turned into colours: a palette image gives the indices of its colours. But Pillow scales gray values
+    of 2 and 4 bits to 0..255. The caller limits the size.
+
+    Raises:
+        HeaderError: if the image cannot be decoded.
+    """
+    image = _open(png, "png")
+    try:
+        return np.asarray(image), image.mode
+    except Exception as e:  # Pillow raises many types for damaged bytes
+        raise HeaderError(f"png cannot be decoded: {type(e).__name__}: {last_line(str(e))}") from e
 
 
 def last_line(text: str) -> str:

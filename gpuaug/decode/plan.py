@@ -1,16 +1,16 @@
-"""Data that the decoding stages share: headers of a batch, rows to decode, boxes, and EXIF orientation."""
+"""Data that the decoding stages share: headers of a batch, rows to decode, windows, and EXIF orientation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import Boxes, EncodedBatch, Fault, Int32, Int64
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int32, Int64
 from gpuaug.decode.header import RAW_HEADER
 from gpuaug.errors import ConfigError
 
@@ -64,9 +64,9 @@ class Plan:
         encoded: n uint8 arrays, views into the packed buffer or into mapped files.
         orientation: int64 [n].
         stored: int64 [n, 2], height and width before orientation.
-        union: int32 [n, 4], the smallest box that holds the boxes of all views, before orientation.
-        boxes: one entry per view, each with n rows, after orientation.
-        parts: one entry per view, int32 [n, 4]: the view's boxes before orientation.
+        union: int32 [n, 4], the smallest box that holds the windows of all views, before orientation.
+        windows: one entry per view, each with n rows, after orientation.
+        parts: one entry per view, int32 [n, 4]: the view's windows before orientation.
     """
 
     rows: Int64
@@ -75,26 +75,26 @@ class Plan:
     orientation: Int64
     stored: Int64
     union: Int32
-    boxes: list[Boxes]
+    windows: list[CropWindows]
     parts: list[Int32]
 
     @classmethod
-    def of(cls, batch: EncodedBatch, headers: HeaderInfo, boxes: Sequence[Boxes]) -> Plan:
-        """Plan all rows that can be decoded. ``boxes`` has one entry per view (at least one), each with B rows."""
+    def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> Plan:
+        """Plan all rows that can be decoded. ``windows`` has one entry per view (at least one), each with B rows."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
         stored = np.stack([np.where(swapped, w, h), np.where(swapped, h, w)], axis=1)
-        taken = [_take_boxes(b, rows) for b in boxes]
-        corner = np.stack([b.box[:, :2] for b in taken]).min(axis=0)
-        end = np.stack([b.box[:, :2] + b.box[:, 2:] for b in taken]).max(axis=0)
+        taken = [b.take(rows) for b in windows]
+        corner = np.stack([b.window[:, :2] for b in taken]).min(axis=0)
+        end = np.stack([b.window[:, :2] + b.window[:, 2:] for b in taken]).max(axis=0)
         union = np.concatenate([corner, end - corner], axis=1)
         inside = (corner >= 0).all(axis=1) & (union[:, 2:] > 0).all(axis=1) & (end <= np.stack([h, w], 1)).all(axis=1)
         if not inside.all():
             k = int((~inside).argmax())
             raise ConfigError(
-                f"A crop's boxes must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
-                f"an image of {h[k]}x{w[k]}. Clip them in the crop's `boxes()` method."
+                f"A crop's windows must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
+                f"an image of {h[k]}x{w[k]}. Clip them in the crop's `windows()` method."
             )
         images = batch.images
         return cls(
@@ -104,8 +104,8 @@ class Plan:
             orientation=orientation,
             stored=stored,
             union=to_stored(union, stored, orientation),
-            boxes=taken,
-            parts=[to_stored(b.box, stored, orientation) for b in taken],
+            windows=taken,
+            parts=[to_stored(b.window, stored, orientation) for b in taken],
         )
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Plan:
         return Plan(
             **arrays,
             encoded=[self.encoded[k] for k in keep],
-            boxes=[_take_boxes(b, keep) for b in self.boxes],
+            windows=[b.take(keep) for b in self.windows],
             parts=[part[keep] for part in self.parts],
         )
 
@@ -137,10 +137,6 @@ class Plan:
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
         rows = zip(regions, edges, self.orientation.tolist(), strict=True)
         return [_oriented(region[top:bottom, left:right], o) for region, (top, left, bottom, right), o in rows]
-
-
-def _take_boxes(boxes: Boxes, rows: Int64) -> Boxes:
-    return replace(boxes, box=boxes.box[rows], resized=boxes.resized[rows], offset=boxes.offset[rows])
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:
@@ -170,7 +166,7 @@ _FLIP_X = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=bool)
 
 
 def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
-    """Convert boxes [n, 4] of upright images to stored coordinates. ``size`` [n, 2]: stored (height, width)."""
+    """Convert windows [n, 4] of upright images to stored coordinates. ``size`` [n, 2]: stored (height, width)."""
     swap = (orientation > 4)[:, None]
     corner = np.where(swap, box[:, 1::-1], box[:, :2])
     extent = np.where(swap, box[:, :1:-1], box[:, 2:])

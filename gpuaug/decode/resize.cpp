@@ -30,7 +30,7 @@ struct Task {
     int32_t to_height, to_width; // size after resizing
     int32_t top, left;           // position of its corner on the canvas; negative: cropped
     int32_t canvas_height, canvas_width;
-    int32_t fill, cubic;
+    int32_t fill, cubic;         // fill: red + 256 green + 65536 blue
 };
 
 #if FAST
@@ -38,6 +38,16 @@ struct Task {
 namespace {
 
 constexpr int LANES = 16, GROUP = 5, WINDOW = 64;  // GROUP: outputs (fifteen lanes); WINDOW: bytes per permutation
+
+void filled(uint8_t* canvas, int64_t pixels, int32_t fill) {
+    const uint8_t rgb[3] = {static_cast<uint8_t>(fill), static_cast<uint8_t>(fill >> 8), static_cast<uint8_t>(fill >> 16)};
+    if (rgb[0] == rgb[1] && rgb[1] == rgb[2]) {
+        std::memset(canvas, rgb[0], pixels * 3);
+        return;
+    }
+    std::memcpy(canvas, rgb, 3);
+    for (int64_t done = 1; done < pixels; done *= 2) std::memcpy(canvas + done * 3, canvas, std::min(done, pixels - done) * 3);
+}
 
 double weight(double x, bool cubic) {
     x = std::fabs(x);
@@ -212,7 +222,7 @@ struct Worker {
         const int64_t H = task.canvas_height, W = task.canvas_width;
         const int64_t y0 = std::clamp<int64_t>(task.top, 0, H), y1 = std::clamp<int64_t>(static_cast<int64_t>(task.top) + task.to_height, y0, H);
         const int64_t x0 = std::clamp<int64_t>(task.left, 0, W), x1 = std::clamp<int64_t>(static_cast<int64_t>(task.left) + task.to_width, x0, W);
-        if (y0 > 0 || x0 > 0 || y1 < H || x1 < W) std::memset(task.canvas, task.fill, H * W * 3);
+        if (y0 > 0 || x0 > 0 || y1 < H || x1 < W) filled(task.canvas, H * W, task.fill);
         if (y0 == y1 || x0 == x1) return;
         const uint8_t* src = task.src;
         int64_t pitch = task.row;

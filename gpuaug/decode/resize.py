@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuaug.batch import Boxes, Int64, Interpolation
+from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.native import build
 
 Pixels = NDArray[np.uint8]
@@ -50,18 +50,18 @@ def library() -> ctypes.CDLL | None:
 
 def views(
     parts: Sequence[Pixels],
-    boxes: Boxes,
+    windows: CropWindows,
     canvases: Pixels,
     rows: Int64,
     *,
     threads: int,
     each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
-    """Resize every part to ``boxes.resized`` and put it at ``boxes.offset`` on its canvas.
+    """Resize every part to ``windows.resized`` and put it at ``windows.offset`` on its canvas.
 
     Args:
         parts: n regions of images, uint8 [h, w, 3], with any strides between rows and between pixels.
-        boxes: n rows; ``boxes.box`` is not used.
+        windows: n rows; ``windows.window`` is not used.
         canvases: uint8 [B, H, W, 3], contiguous.
         rows: int64 [n], canvas number of each part.
         threads: number of threads of resize.cpp.
@@ -69,38 +69,39 @@ def views(
     """
     compiled = library()
     if compiled is None:
-        each(range(len(parts)), lambda k: _place(canvases[rows[k]], parts[k], boxes, k))
+        each(range(len(parts)), lambda k: _place(canvases[rows[k]], parts[k], windows, k))
         return
     if not len(parts):
         return
-    H, W = boxes.size
+    H, W = windows.size
     tasks = np.zeros(len(parts), dtype=_TASK)
     interfaces = [part.__array_interface__ for part in parts]
     tasks["src"] = [x["data"][0] for x in interfaces]
     tasks["row"], tasks["column"] = np.array([part.strides[:2] for part in parts]).T
     tasks["height"], tasks["width"] = np.array([part.shape[:2] for part in parts]).T
     tasks["canvas"] = canvases.ctypes.data + np.asarray(rows) * (H * W * 3)
-    tasks["to_height"], tasks["to_width"] = boxes.resized.T
-    tasks["top"], tasks["left"] = boxes.offset.T
-    tasks["H"], tasks["W"], tasks["fill"], tasks["cubic"] = H, W, boxes.fill, boxes.interpolation == "bicubic"
+    tasks["to_height"], tasks["to_width"] = windows.resized.T
+    tasks["top"], tasks["left"] = windows.offset.T
+    tasks["H"], tasks["W"], tasks["cubic"] = H, W, windows.interpolation == "bicubic"
+    tasks["fill"] = np.broadcast_to(windows.fill, 3) @ (1, 1 << 8, 1 << 16)
     arguments = tasks.ctypes.data, len(tasks), canvases.ctypes.data, canvases.nbytes, threads
     if compiled.gpuaug_resize(*arguments):  # releases the GIL
         raise MemoryError(f"out of memory while resizing {len(parts)} images")
 
 
-def _place(canvas: Pixels, part: Pixels, boxes: Boxes, k: int) -> None:
+def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
     """Resize ``part``, uint8 [h, w, 3], with torch and put it at its offset on the canvas."""
-    (h, w), (y, x) = boxes.resized[k].tolist(), boxes.offset[k].tolist()
-    H, W = boxes.size
+    (h, w), (y, x) = windows.resized[k].tolist(), windows.offset[k].tolist()
+    H, W = windows.size
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
     whole = (y0, x0, y1, x1) == (0, 0, H, W)
     if not whole:
-        canvas[:] = boxes.fill
+        canvas[:] = windows.fill
     if y0 >= y1 or x0 >= x1:
         return
     if part.shape[:2] != (h, w):
         resized = canvas if whole and (h, w) == (H, W) else np.empty((h, w, 3), dtype=np.uint8)
-        _resize(part, resized, boxes.interpolation)
+        _resize(part, resized, windows.interpolation)
         if resized is canvas:
             return
         part = resized

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gpuaug import checks, machine
 from gpuaug.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
 
@@ -55,6 +58,47 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
     if last not in (None, "drop"):
         raise ConfigError(f"`drop_last=true` means `last=drop`, but `last` is {last!r}. Set one of them.")
     return "drop"
+
+
+def check_targets(targets: Any, source: Any, recipe: Any, mix: Any) -> Targets | None:
+    """Return ``targets`` if the source has them, and every crop and operation can carry them."""
+    names = getattr(targets, "names", ())
+    for view in recipe.views:
+        key = f"augment.views.{view.name}" if view.name else "augment"
+        missing = sorted(set(getattr(view.augment.crop, "needs", ())) - set(names))
+        if missing:
+            raise ConfigError(
+                f"`{key}.crop` ({type(view.augment.crop).__name__}) needs {missing[0]}, but `targets` has "
+                f"{', '.join(names) or 'none'}. Set `targets`, or use another crop."
+            )
+    known = getattr(source, "target_kinds", None)
+    if targets is None:
+        if known:
+            log.info("the source has %s: set `targets` to use them", ", ".join(sorted(known)))
+        return None
+    from gpuaug.augment.moves import check_carried
+    from gpuaug.targets.rules import Targets
+
+    checks.instance("targets", targets, Targets)
+    for view in (view for view in recipe.views if view.copy == 0):
+        path = f"augment.views.{view.name}.ops" if view.name else "augment.ops"
+        check_carried(view.augment.prepared, names, path=path)
+    if getattr(source, "stored", None) is not None:
+        raise ConfigError("`targets` must be null for stored epochs: `gpuaug materialize` stores images only.")
+    if known is not None and (absent := sorted(set(names) - set(known))):
+        raise ConfigError(
+            f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "
+            f"{', '.join(sorted(known)) or 'none'}. Set `targets.{absent[0]}=null`, or choose another source."
+        )
+    flip, points = getattr(targets.keypoints, "flip", None), getattr(source, "num_keypoints", None)
+    if flip is not None and points is not None and len(flip) != points:
+        raise ConfigError(
+            f"`targets.keypoints.flip` must name the mirror image of each of the {points} keypoints of the source. "
+            f"Found: {len(flip)} numbers."
+        )
+    if mix is not None:
+        raise ConfigError("`mix` mixes labels of whole images, but `targets` is set. Set `mix=none` or `targets=none`.")
+    return targets
 
 
 def default_workers(source: Any) -> int:

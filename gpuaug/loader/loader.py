@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -31,6 +31,10 @@ from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource, RamCache
 from gpuaug.source.materialized import Rows
 
+if TYPE_CHECKING:  # runs without targets do not import them
+    from gpuaug.augment.target_stage import TargetStage
+    from gpuaug.targets.rules import Targets
+
 log = logging.getLogger("gpuaug")
 
 
@@ -50,6 +54,8 @@ class Loader:
             every sample once. Then one rank may have a batch less than another, and DDP hangs at the end. None:
             ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
+        targets: which masks, boxes and keypoints of the source move with the images, a :class:`~gpuaug.Targets`; None:
+            only images and labels.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
         cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes after they were read; None: no cache.
@@ -107,6 +113,7 @@ class Loader:
         shuffle: bool | None = None,
         last: str | None = None,
         drop_last: bool = False,
+        targets: Targets | None = None,
         mix: Mix | None = None,
         decode: Decode | None = None,
         cache: RamCache | None = None,
@@ -134,6 +141,7 @@ class Loader:
         self.order = orders.adapt(arguments.choose_order(order, shuffle))
         self._last = None if last is None else checks.one_of("last", last, get_args(Last))
         self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
+        self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         # `replace` passes an already opened cache, so check its settings
@@ -185,12 +193,19 @@ class Loader:
                 seed=self.seed,
                 accept_truncated=self.faults.truncated == "accept",
                 batch_size=self.batch_size,
+                targets=self._target_stage(),
             )
             encoded = encoded if rows is None else rows
             if cache is not None:  # an opened cache keeps what it has already read
                 encoded = cache if isinstance(cache, CachedSource) else cache.open(sources.adapt(encoded))
         return Pipeline(
-            reader=Reader(encoded, num_workers=self.num_workers, timeout=timeout, start_method=start_method),
+            reader=Reader(
+                encoded,
+                num_workers=self.num_workers,
+                timeout=timeout,
+                start_method=start_method,
+                targets=() if self.targets is None else self.targets.names,
+            ),
             stage=stage,
             mix=self.mix,
             faults=self.faults,
@@ -203,6 +218,16 @@ class Loader:
             key_of=self.source.key,
             numbers=None if rows is None else rows.numbers,
         )
+
+    def _target_stage(self) -> TargetStage | None:
+        if self.targets is None:
+            return None
+        from gpuaug.augment.target_stage import TargetStage
+
+        flip = None if self.targets.keypoints is None else self.targets.keypoints.flip
+        flip = getattr(self.source, "flip_pairs", None) if flip is None else flip
+        panoptic = bool(getattr(self.source, "panoptic", False))
+        return TargetStage(self.targets, self.augment, flip=flip, panoptic=panoptic)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_resources" in vars(self) and (name == "source" or name in self._given):
@@ -263,12 +288,6 @@ class Loader:
     def num_classes(self) -> int | None:
         """Number of classes of the source; None if the source has no classes."""
         return getattr(self.source, "num_classes", None)
-
-    @property
-    def ahead_level(self) -> int:
-        """Bytes of encoded batches now waiting in memory; ``ahead`` is the limit."""
-        running = self._resources.running()
-        return 0 if running is None else running.bytes_waiting
 
     @property
     def prefetch_level(self) -> int:
@@ -373,9 +392,16 @@ class Loader:
                     "order": orders.describe(self.order),
                     "augment": self.augment.fingerprint(),
                     "mix": None if self.mix is None else repr(self.mix),
+                    **({} if self.targets is None else {"targets": self._targets_fingerprint()}),
                 }
             )
         return self._fingerprint
+
+    def _targets_fingerprint(self) -> dict[str, Any]:
+        """The rules of the targets and, if a crop reads objects, a hash of them."""
+        digest = getattr(self.source, "objects_digest", None)
+        reads = any(getattr(view.augment.crop, "needs", ()) for view in self.augment.views)
+        return {"rules": repr(self.targets), "objects": digest() if reads and callable(digest) else None}
 
     def fetch(
         self,
@@ -414,7 +440,8 @@ class Loader:
             raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
         task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
         pipeline = self.pipeline
-        alone = replace(pipeline, reader=Reader(pipeline.reader.source, num_workers=0))
+        reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
+        alone = replace(pipeline, reader=reader)
         encoded = next(iter(alone.read([task], epoch)))
         ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
         if ready is None:

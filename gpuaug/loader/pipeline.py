@@ -110,7 +110,8 @@ class Pipeline:
             images, late = self.stage.decode(batch)
             ready = None if stream is None else stream.record_event()
         faults = {fault.row: fault for fault in [*late, *batch.faults, *encoded.faults]}
-        return DecodedBatch(encoded, images, batch.drawn, [faults[row] for row in sorted(faults)], ready)
+        found = [faults[row] for row in sorted(faults)]
+        return DecodedBatch(encoded, images, batch.drawn, found, ready, batch.chosen, batch.targets)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
         """Read the headers, draw the random parameters, and decode."""
@@ -137,6 +138,7 @@ class Pipeline:
                     view.record_stream(stream)  # allocated on the other stream
             images = self.stage.augment(decoded, dtype=self.dtype, memory_format=self.memory_format)
             valid, indices, labels = encoded.valid, encoded.indices, encoded.labels
+            keep = None
             if faults:
                 bad = torch.tensor([fault.row for fault in faults])
                 valid = valid.index_fill(0, bad, False)
@@ -153,6 +155,7 @@ class Pipeline:
                     labels = None if labels is None else labels[keep]
             if labels is not None:
                 labels = to_device(labels, self.device)
+            targets: Any = self.stage.finish_targets(decoded, bad=[fault.row for fault in faults], keep=keep)
             if self.mix is not None and mix:
                 images, labels = self.mix(
                     images,
@@ -164,7 +167,11 @@ class Pipeline:
                     first_index=int(encoded.indices[0]),
                 )
             views = images if len(images) > 1 else images[0]
-            batch = Batch(images=views, labels=labels, indices=indices, valid=valid, key_of=self.key_of)
+            if targets is not None and len(targets) == 1:
+                (targets,) = targets
+            batch = Batch(
+                images=views, labels=labels, indices=indices, valid=valid, key_of=self.key_of, targets=targets
+            )
             return batch, None if stream is None else stream.record_event()
 
     def hand_over(self, ready: Ready) -> Batch:
@@ -174,7 +181,9 @@ class Pipeline:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
             images = batch.images if isinstance(batch.images, list) else [batch.images]
-            for tensor in [*images, batch.labels]:
+            targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
+            moved = [tensor for view in targets if view is not None for tensor in view.on_device]
+            for tensor in [*images, batch.labels, *moved]:
                 if tensor is not None:
                     tensor.record_stream(current)  # allocated on another stream
         return batch

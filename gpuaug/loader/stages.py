@@ -6,14 +6,14 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gpuaug.augment.crop import Boxes
+from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.recipe import Augment, Drawn, MultiView
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import ConfigError, StateError
@@ -23,6 +23,10 @@ from gpuaug.random import keyed as draw
 from gpuaug.read.order import Order
 from gpuaug.source.materialized import Rows
 
+if TYPE_CHECKING:  # runs without targets import none of it
+    from gpuaug.augment.target_stage import TargetBatch, TargetStage
+    from gpuaug.targets.batch import BatchTargets
+
 log = logging.getLogger("gpuaug")
 
 NO_DRAWS = Drawn({}, {})
@@ -30,13 +34,15 @@ NO_DRAWS = Drawn({}, {})
 
 @dataclass(frozen=True, slots=True)
 class HeaderBatch:
-    """Encoded images, their headers, and the random parameters and boxes for decoding them."""
+    """Encoded images, their headers, and the random parameters and windows for decoding them."""
 
     encoded: EncodedBatch
     faults: Sequence[Fault]  # found in the headers
     info: HeaderInfo | None = None  # None if pixels are stored
     drawn: Drawn = NO_DRAWS
-    boxes: list[Boxes] = field(default_factory=list)  # one entry per view
+    windows: list[CropWindows] = field(default_factory=list)  # one entry per view
+    chosen: list[list[Chosen]] | None = None  # per view, the choices of its operations; None: not known yet
+    targets: TargetBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class DecodedBatch:
     drawn: Drawn
     faults: list[Fault]
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
+    chosen: list[list[Chosen]] | None = None
+    targets: TargetBatch | None = None
 
 
 @dataclass(eq=False)
@@ -60,6 +68,7 @@ class LiveStage:
     seed: int = 0
     accept_truncated: bool = False
     batch_size: int = 1  # usual number of samples in a batch
+    targets: TargetStage | None = None  # None: the run has no targets
     _decoder: Decoder | None = field(default=None, init=False)
     _lock: Any = field(default_factory=threading.Lock, init=False)
 
@@ -88,17 +97,40 @@ class LiveStage:
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
         drawn = self.recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
-        return HeaderBatch(encoded, info.faults, info, drawn, self.recipe.boxes(drawn, info.height, info.width))
+        if self.targets is None:
+            windows = self.recipe.windows(drawn, info.height, info.width)
+            return HeaderBatch(encoded, info.faults, info, drawn, windows)
+        upright = self.targets.upright(encoded, info, self.decoder)
+        windows = self.recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
+        chosen = self.recipe.choose(drawn, [window.size for window in windows])
+        targets = self.targets.place(upright, windows, chosen)
+        return HeaderBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
 
     def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
         """Decode every image once, to uint8 [B, H, W, 3] per view on the device. Also return the faults."""
         assert batch.info is not None
-        return self.decoder.pixels(batch.encoded, batch.info, batch.boxes)
+        images, faults = self.decoder.pixels(batch.encoded, batch.info, batch.windows)
+        if self.targets is not None and batch.targets is not None:
+            faults = [*faults, *self.targets.decode(batch.targets, batch.encoded, batch.info, self.decoder)]
+        return images, faults
 
     def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
         """Augment: [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.apply(batch.images, batch.drawn, dtype=dtype, memory_format=memory_format)
+        views: list[Tensor] = self.recipe.apply(
+            batch.images, batch.drawn, chosen=batch.chosen, dtype=dtype, memory_format=memory_format
+        )
         return views
+
+    def finish_targets(
+        self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None
+    ) -> list[BatchTargets] | None:
+        """The targets of every view on the device; None if the run has none.
+
+        ``bad``: rows with a fault. ``keep``, int64 [n]: the rows to keep; None: all.
+        """
+        if self.targets is None or batch.targets is None:
+            return None
+        return self.targets.finish(batch.targets, batch.encoded.indices, bad=bad, keep=keep, device=self.device)
 
     def close(self) -> None:
         """Close the decoder. It is opened again at the next use."""
@@ -177,6 +209,9 @@ class StoredStage:
             else:
                 images.append(view.to(dtype, memory_format=memory_format, copy=True))
         return images
+
+    def finish_targets(self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None) -> None:
+        """Stored epochs have no targets."""
 
     def close(self) -> None:
         """Do nothing: this stage holds no resources."""

@@ -46,6 +46,9 @@ class Shuffle:
     """A new permutation of the active samples in each epoch.
 
     Samples are sorted by a random value of their number. So if one is left out, the others keep their order.
+
+    >>> Shuffle().order(seed=0, epoch=0, source=range(5))
+    tensor([2, 0, 4, 3, 1])
     """
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
@@ -66,7 +69,11 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Sequential:
-    """The active samples in the order of the source."""
+    """The active samples in the order of the source.
+
+    >>> Sequential().order(seed=0, epoch=0, source=range(5))
+    tensor([0, 1, 2, 3, 4])
+    """
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Each active number once, ascending, int64 ``[len(source)]``; ``seed`` and ``epoch`` have no effect."""
@@ -86,6 +93,9 @@ class Weighted:
     Args:
         weights: ``class`` draws every class equally often. Otherwise one weight >= 0 per sample of the source, as a
             sequence or a FILE (.npy, .json, or text with one number per line).
+
+    >>> Weighted([0, 1, 1, 2, 2, 4]).order(seed=0, epoch=0, source=range(6))
+    tensor([5, 3, 5, 5, 5, 3])
     """
 
     def __init__(self, weights: str | os.PathLike[str] | Sequence[float] | Tensor = "class") -> None:
@@ -150,6 +160,9 @@ class Repeated:
 
     Each epoch has a new permutation with each sample ``repeats`` times in a row, cut to ``len(source)``. So an epoch
     shows one ``repeats``-th of the samples, and neighbouring ranks get copies of the same samples.
+
+    >>> Repeated(repeats=2).order(seed=0, epoch=0, source=range(6))
+    tensor([2, 2, 5, 5, 0, 0])
     """
 
     repeats: int = 3
@@ -168,6 +181,9 @@ class Sampler:
 
     To make epochs resumable, the order depends only on seed, epoch and the initial seed of the sampler's own generator:
     the global generators of torch, numpy and Python are seeded before the sampler runs and restored afterwards.
+
+    >>> Sampler([3, 1, 2]).order(seed=0, epoch=0, source=range(4))
+    tensor([3, 1, 2])
     """
 
     def __init__(self, sampler: Iterable[int]) -> None:

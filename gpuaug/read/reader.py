@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from gpuaug import checks
-from gpuaug.batch import EncodedBatch, Fault
+from gpuaug.batch import EncodedBatch, EncodedTargets, Fault
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.read.targets import as_target, collect
 from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
@@ -44,7 +45,8 @@ LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples to read for the type of labels, if the first batch has no known label
 
 _MISSING: Any = object()  # stands for the label of a sample that failed
-_Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...]]  # bytes, labels, faults
+# bytes of the images, then of the masks; labels; faults; targets
+_Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None]
 _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
@@ -60,6 +62,7 @@ class Reader:
         timeout: seconds to wait for a batch from the workers; ``math.inf`` waits for ever.
         prefetch_factor: batches that each worker reads ahead.
         start_method: fork, forkserver or spawn; None: Python's default.
+        targets: the kinds of targets to read: masks, boxes, keypoints.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Reader:
         timeout: float = TIMEOUT,
         prefetch_factor: int = 2,
         start_method: str | None = None,
+        targets: Sequence[str] = (),
     ) -> None:
         checks.whole_number("num_workers", num_workers, 0)
         checks.whole_number("prefetch_factor", prefetch_factor, 1)
@@ -85,8 +89,9 @@ class Reader:
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
         self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # iterator number, shared
+        self.targets = tuple(targets)
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
-        self._encode = _Encode(self.source, self._generation)
+        self._encode = _Encode(self.source, self._generation, self.targets)
         self._workers: Workers | None = None
         weakref.finalize(self, _advance, self._generation)  # runs at exit before multiprocessing ends the workers
 
@@ -222,8 +227,8 @@ def _is_over(present: Tensor, generation: int) -> bool:
 class _Encode:
     """Runs in workers: takes sample numbers, returns one packed batch. Pickled with the source for every worker."""
 
-    def __init__(self, source: Source, generation: Tensor) -> None:
-        self.source, self.generation = source, generation
+    def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...] = ()) -> None:
+        self.source, self.generation, self.targets = source, generation, targets
         self._bounded = not getattr(source, "mapped", False)
         self._like: Any = _MISSING  # one row of an earlier batch's labels; None if samples have no label
 
@@ -245,7 +250,7 @@ class _Encode:
             return data, "".join(traceback.format_exception(error))
 
     def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Samples:
-        """Bytes (not copied), labels and faults of the samples ``indices``, int64 [B]."""
+        """Bytes (not copied), labels, faults and targets of the samples ``indices``, int64 [B]."""
         numbers = indices.tolist()
         encoded: list[memoryview] = []
         labels: list[Any] = []
@@ -258,7 +263,17 @@ class _Encode:
                 faults.append(Fault(row, "read", "0 bytes"))
             encoded.append(item[0])
             labels.append(item[1])
-        return encoded, self._labels(labels, numbers, stale), tuple(faults)
+        found = [as_target(label, number) for number, label in zip(numbers, labels, strict=True)]
+        targets = None
+        if self.targets:
+            known = getattr(self.source, "num_keypoints", None)
+            targets, masks, bad = collect(
+                found, self.targets, skip=[fault.row for fault in faults], num_keypoints=known
+            )
+            encoded += masks
+            faults += bad
+        labels = [label if target is None else target.label for label, target in zip(labels, found, strict=True)]
+        return encoded, self._labels(labels, numbers, stale), tuple(faults), targets
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read, if the source knows it."""
@@ -278,7 +293,9 @@ class _Encode:
         some = others[:: max(1, len(others) // EXAMPLES)][:EXAMPLES].tolist()
         for number, item in zip(some, self._ask(some, stale), strict=True):
             if not isinstance(item, Exception):
-                return _checked(item, number)[1]
+                label = _checked(item, number)[1]
+                target = as_target(label, number)
+                return label if target is None else target.label
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
@@ -342,13 +359,13 @@ class _Encode:
         return filled
 
 
-_Packed = tuple[Tensor, int, int]  # one memory block, number of images, bytes of the pickled labels and faults
+_Packed = tuple[Tensor, int, int]  # a memory block, number of images and masks, bytes of all that is pickled
 _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
-def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[Fault, ...]) -> _Packed:
-    """Copy into one memory block: offsets int64 [B + 1], labels and faults, images. Empties ``encoded``."""
-    rest = pickle.dumps((labels, faults))
+def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
+    """Copy into one memory block: offsets; labels, faults and targets; images and masks. Empties ``encoded``."""
+    rest = pickle.dumps(rest_of)
     offsets = _offsets(encoded)
     blob = _memory(offsets.nbytes + len(rest) + int(offsets[-1]))
     target, begin = blob.numpy().data, 0
@@ -365,22 +382,29 @@ def _pack(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
     """Fields of an EncodedBatch. All but the labels are views into the block and keep it alive."""
     begin = 8 * (rows + 1)
-    labels, faults = pickle.loads(blob[begin : begin + size].numpy().tobytes())
+    labels, faults, targets = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {
         "data": blob[begin + size :],
         "offsets": blob[:begin].view(torch.int64),
         "labels": None if labels is None else torch.from_numpy(labels),
         "faults": faults,
+        "targets": targets,
     }
 
 
-def _views(encoded: list[memoryview], labels: NDArray[Any] | None, faults: tuple[Fault, ...]) -> dict[str, Any]:
+def _views(
+    encoded: list[memoryview],
+    labels: NDArray[Any] | None,
+    faults: tuple[Fault, ...],
+    targets: EncodedTargets | None,
+) -> dict[str, Any]:
     """Fields of an EncodedBatch whose images stay in the memory of a source with ``zero_copy``."""
     return {
         "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
         "offsets": torch.from_numpy(_offsets(encoded)),
         "labels": None if labels is None else torch.from_numpy(labels),
         "faults": faults,
+        "targets": targets,
         "views": tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
     }
 

@@ -15,6 +15,6 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
 
 __all__ = [
-    "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source", "TableSource",
-    "adapt",
+    "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source",
+    "TableSource", "adapt",
 ]  # fmt: skip

@@ -19,7 +19,10 @@ from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
-OPTIONAL = ("label", "mapped", "read_many", "stored", "zero_copy")  # attributes that a MapSource takes from its object
+OPTIONAL = (
+    *("flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored"),
+    *("target_kinds", "zero_copy"),
+)  # attributes that a MapSource takes from its object
 
 
 @runtime_checkable
@@ -41,6 +44,11 @@ class Source(Protocol):
         same_group: ``source.same_group(i)`` returns the numbers of the samples that are in memory now because they were
             read together with sample ``i``.
         mapped: True if a read only copies from the page cache, or copies nothing.
+        target_kinds: the targets that its samples have, of masks, boxes and keypoints. A sample is then
+            ``(bytes, gpuaug.Target)``.
+        num_keypoints, flip_pairs: number of keypoints of an object, and for each the number of its mirror image.
+        panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
+        objects_digest: ``source.objects_digest()`` is a hash of all objects.
         zero_copy: True if the returned bytes stay valid and unchanged while they are referenced. Then a batch does not
             need to copy them.
     """

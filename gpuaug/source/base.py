@@ -223,6 +223,7 @@ class SourceView:
         self.source = source
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
+        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)  # the reader asks for it
 
     def __len__(self) -> int:
         return len(self.source)

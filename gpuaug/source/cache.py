@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from gpuaug import checks, machine
+from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
@@ -203,6 +204,8 @@ class CachedSource(SourceView):
         except (TypeError, ValueError):
             return item
         if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
+            if isinstance(label, Target) and isinstance(label.mask, memoryview):  # cannot be pickled
+                label = replace(label, mask=bytes(label.mask))
             known = self.labels is not None and type(label) is int and int(self.labels.numpy()[index]) == label
             self._memory.put(index, data.cast("B"), None if known else pickle.dumps(label))
         return item

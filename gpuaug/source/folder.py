@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
-from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes, ListedSource
+from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, open_tree
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.local import LARGE, read_file
-from gpuaug.source.paths import absolute, is_url, join, redact
-from gpuaug.source.remote.storage import Range, Remote, Storage
+from gpuaug.source.paths import absolute, redact
+from gpuaug.source.remote.storage import Remote, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # of one folder, through links in linked folders: n folders that link to each other have n! paths
-TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
 
-
-class FolderSource(ListedSource):
+class FolderSource(FileSource):
     """``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders and files sorted.
 
     Every file with an image extension is listed without opening it. So a broken link or an empty file becomes a fault
@@ -58,6 +53,8 @@ class FolderSource(ListedSource):
     >>> data, label = source[0]
     """
 
+    target_kinds: frozenset[str] = frozenset()
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -74,10 +71,8 @@ class FolderSource(ListedSource):
         endings = extensions_of(extensions)
         self.root = absolute(root)
         self._storage = Storage(remote)
-        self._versions: Names | None = None  # versions of remote files, for the disk cache
-        self._large: dict[int, int] = {}  # sizes of large remote files, by sample number
         began = time.monotonic()
-        tree = _UrlTree(self.root, self._storage, endings) if is_url(self.root) else _LocalTree(self.root, endings)
+        tree = open_tree(self.root, self._storage, endings)
         if labels == "folder":
             self._list_classes(None if classes is None else class_mapping(classes), tree, endings)
         elif classes is not None:
@@ -86,33 +81,11 @@ class FolderSource(ListedSource):
             self._names = Names.of(tree.images(None))
             if not len(self._names):
                 raise SourceError(f"no images in {redact(self.root)!r}: no file below it ends in {', '.join(endings)}.")
-        if isinstance(tree, _LocalTree):
-            tree.warn()
-        else:  # keep only what reading needs: versions for a disk cache, and the sizes of large files
-            files = [tree.files[os.fsdecode(name)] for name in self._names]
-            self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
-            if self._storage.remote.cache is not None:
-                self._versions = Names.of([[file.version.encode() for file in files]])
+        tree.warn()
+        self._files = Files(self.root, self._names, self._storage, tree.files)
         self._activate(subset, exclude, began=began)
 
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        return super()._read(numbers) if is_url(self.root) else [self._read_local(i) for i in numbers]
-
-    def _read_local(self, index: int) -> Any:
-        try:
-            path = os.path.join(os.fsencode(self.root), self._names[index])
-            return read_file(path, image=True), self._label_of(index)
-        except OSError as error:
-            return error
-
-    def _range(self, index: int) -> Range:
-        version = "" if self._versions is None else self._versions[index].decode()
-        path = join(self.root, os.fsdecode(self._names[index]))
-        return Range(path, version=version, image=self._large.get(index, 0))
-
-    def _list_classes(
-        self, given: dict[str, int] | None, tree: _LocalTree | _UrlTree, endings: tuple[str, ...]
-    ) -> None:
+    def _list_classes(self, given: dict[str, int] | None, tree: LocalTree | UrlTree, endings: tuple[str, ...]) -> None:
         folders, beside = tree.classes()
         folders.sort()
         if not folders:
@@ -148,121 +121,3 @@ class FolderSource(ListedSource):
             )
         labels = np.array([mapping[folder] for folder in folders], dtype=np.int64)
         self._set_labels(np.repeat(labels, list(counts.values())), classes=mapping)
-
-
-class _LocalTree:
-    """The images below a local folder."""
-
-    def __init__(self, root: str, endings: tuple[str, ...]) -> None:
-        self.root, self.endings = root, endings
-        self.skipped: Counter[str] = Counter()  # number of skipped folders, by reason
-        self._first = ""  # the first skipped folder
-        if not os.path.exists(root):
-            above = root
-            while not os.path.exists(above):
-                above = os.path.dirname(above)
-            raise SourceError(f"`source.root` does not exist: {root!r}. This part of the path exists: {above!r}.")
-        if not os.path.isdir(root):
-            raise SourceError(f"`source.root` must be a folder. Found a file: {root!r}.")
-
-    def classes(self) -> tuple[list[str], int]:
-        """Names of the folders directly in the root, and number of images directly in it."""
-        entries = _scan(self.root)
-        folders = [entry.name for entry in entries if _is_folder(entry)]
-        images = [e for e in entries if e.name.lower().endswith(self.endings) and not _is_folder(e)]
-        return folders, len(images)
-
-    def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder (None: root), one list per folder, as in ``sorted(os.walk(...))``."""
-        listed: list[tuple[str, list[str]]] = []  # folder, names of its images
-        visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
-        above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
-        # breadth first and by name, so that every machine skips the same folders
-        waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
-        while waiting:
-            prefix, above, links = waiting.popleft()
-            path = os.path.join(self.root, prefix[:-1]) if prefix else self.root
-            try:
-                identity = _identity(os.stat(path))
-            except OSError as error:
-                if error.errno not in TOO_LONG:
-                    raise _unlisted(path, error) from error
-                self._skip(path, "have a path that is too long to open")
-                continue
-            if identity in above:
-                self._skip(path, "lead back to a folder above them")
-                continue
-            if links > 1 and visits[identity] == MOST_VISITS:
-                self._skip(path, f"were already visited {MOST_VISITS} times through links inside linked folders")
-                continue
-            visits[identity] += links > 1
-            names, below = [], above | {identity}
-            for entry in sorted(_scan(path), key=lambda entry: entry.name):
-                if _is_folder(entry):
-                    waiting.append((f"{prefix}{entry.name}/", below, links + entry.is_symlink()))
-                elif entry.name.lower().endswith(self.endings):
-                    names.append(entry.name)
-            if names:
-                listed.append((prefix, names))
-        # sort without the last "/", as torchvision sorts folder paths
-        for prefix, names in sorted(listed, key=lambda item: item[0][:-1]):
-            yield [os.fsencode(prefix + name) for name in names]
-
-    def warn(self) -> None:
-        """Log one line about the skipped folders."""
-        if self.skipped:
-            log.warning(
-                "source %s: %d folders are skipped: %s; the first is %r",
-                self.root, self.skipped.total(),
-                ", ".join(f"{count} {reason}" for reason, count in self.skipped.items()), self._first,
-            )  # fmt: skip
-
-    def _skip(self, path: str, reason: str) -> None:
-        self._first = self._first or path
-        self.skipped[reason] += 1
-
-
-class _UrlTree:
-    """The images below a URL. Empty folders are ignored, because object stores do not list them."""
-
-    def __init__(self, root: str, storage: Storage, endings: tuple[str, ...]) -> None:
-        self.files = {file.path: file for file in storage.find(root) if file.path.lower().endswith(endings)}
-        self.by_class: dict[str, dict[str, list[str]]] = {}  # first folder -> folder -> keys
-        for key in self.files:
-            folder, _, _ = key.rpartition("/")
-            self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
-
-    def classes(self) -> tuple[list[str], int]:
-        """Names of the folders directly in the root, and number of images directly in it."""
-        return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
-
-    def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder (None: root), one list per folder."""
-        folders: dict[str, list[str]] = {}
-        for first in self.by_class if folder is None else [folder]:
-            folders |= self.by_class[first]
-        for _, keys in sorted(folders.items()):
-            yield [os.fsencode(key) for key in sorted(keys)]
-
-
-def _scan(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError as error:
-        raise _unlisted(folder, error) from error
-
-
-def _unlisted(folder: str, error: OSError) -> SourceError:
-    return SourceError(f"folder {folder!r} cannot be listed ({error}). Grant read access, or move the folder away.")
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself; listed as a file if its name has an image extension
-        return False
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
-from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.base import ListedSource
+from gpuaug import checks
+from gpuaug.errors import ConfigError, ReadError, SourceError
+from gpuaug.source.base import Classes
 from gpuaug.source.classes import label_column
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
+from gpuaug.source.object_columns import RowSource, is_objects
+from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import is_url
 from gpuaug.source.remote.storage import Storage
+
+log = logging.getLogger("gpuaug")
+
+MASKS = ("annotation", "annotations", "label", "labels", "mask", "masks", "segmentation", "segmentation_mask")
 
 
 def is_dataset(candidate: Any) -> bool:
@@ -20,14 +28,23 @@ def is_dataset(candidate: Any) -> bool:
     return all(hasattr(candidate, name) for name in attributes)
 
 
-class DatasetSource(ListedSource):
-    """Rows of a ``datasets.Dataset`` with one column of images (``Image(decode=False)``, or binary).
+class DatasetSource(RowSource):
+    """Rows of a ``datasets.Dataset`` with a column of images (``Image(decode=False)``, or binary).
 
-    A Loader wraps a Dataset automatically. Use this class to name the label column, or to read no labels.
+    A Loader wraps a Dataset automatically. Use this class to name the columns, or to read no labels.
+
+    With a mask or objects, a sample is ``(bytes, Target)``. For the columns of objects see :class:`ParquetSource`.
 
     Args:
-        dataset: a Dataset with exactly one image column; remove other image columns first.
+        dataset: a Dataset.
         label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
+            With a mask or objects, ``auto`` may find none.
+        image: the image column; None: the only one besides the mask.
+        mask: the column of encoded masks; ``auto``: of two image columns, the one that is called ``annotation``,
+            ``label``, ``mask`` or similar; ``none``: no masks.
+        objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``.
+        box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
+        classes: names or numbers of the objects' classes, as in :class:`FolderSource`.
 
     Raises:
         SourceError: if the image column or label column is missing, or the images are decoded.
@@ -36,27 +53,35 @@ class DatasetSource(ListedSource):
     >>> source = DatasetSource(dataset.cast_column("image", datasets.Image(decode=False)))
     """
 
-    def __init__(self, dataset: Any, *, label: str | None = "auto") -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        label: str | None = "auto",
+        image: str | None = None,
+        mask: str | None = "auto",
+        objects: str | None = "auto",
+        box_format: BoxFormat = "xywh",
+        classes: Classes = None,
+    ) -> None:
         self.root = "datasets.Dataset"
         self._storage = Storage()
+        checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         features = dataset.features
-        images = [name for name, feature in features.items() if _is_image(feature)]
-        if len(images) != 1:
-            raise SourceError(
-                f"a Dataset must have one image column. Found {len(images)} in the columns {list(features)}. Select "
-                "the columns to read: dataset.select_columns(['image', 'label'])."
-            )
-        self._image = images[0]
-        if getattr(features[self._image], "decode", False):
-            raise SourceError(
-                f"the images of a Dataset must not be decoded, but the column {self._image!r} decodes them. Cast it: "
-                f"dataset.cast_column({self._image!r}, datasets.Image(decode=False))."
-            )
+        self._columns = _image_columns(features, image, mask)
+        self._has_masks = len(self._columns) > 1
         dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-        columns = [name for name in features if name != self._image]
+        columns = [name for name, feature in features.items() if not _is_image(feature)]
+        has_label = label != "auto" or bool({"label", "labels"} & {*columns}) or len(named) == 1
+        objects = _objects_column(features, objects, has_label=has_label)
+        if label == "auto" and (self._has_masks or objects) and not has_label:
+            label = None
         remedy = "Name the column: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
+        columns = [name for name in columns if name != objects]
         label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
+        if classes is not None and objects is None:
+            raise ConfigError("`classes` numbers the classes of objects, but there are none. Remove `classes`.")
         self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")
@@ -66,20 +91,75 @@ class DatasetSource(ListedSource):
             if any(value is None for value in values):
                 raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Add one.")
             self._set_labels(values, classes=None, names=names if isinstance(names, list) else None)
-        self._dataset = dataset.select_columns([self._image])
+        needed = [] if objects is None else [objects, *(name for name in ("height", "width") if name in features)]
+        table = dataset.select_columns(needed).with_format("arrow")[:] if needed else None
+        self._set_objects(table, objects, classes, box_format)
+        self._dataset = dataset.select_columns(self._columns)
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         return [self._row(i) for i in numbers]
 
     def _row(self, index: int) -> Any:
-        row = self._dataset[index][self._image]
-        data, path = (row.get("bytes"), row.get("path")) if isinstance(row, dict) else (row, None)
+        row = self._dataset[index]
         try:
-            if data is None and path is not None:  # a Dataset made from an image folder has only paths
-                data = self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
+            return self._sample(index, *(self._bytes(row[column]) for column in self._columns))
         except (OSError, ReadError) as error:
             return error
-        return ReadError(f"row {index} has no image bytes") if data is None else (data, self._label_of(index))
+
+    def _bytes(self, value: Any) -> Any:
+        """The bytes of an image or mask; None if it has none."""
+        data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
+        if data is None and path is not None:  # a Dataset made from an image folder has only paths
+            return self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
+        return data
+
+
+def _image_columns(features: Any, image: str | None, mask: str | None) -> list[str]:
+    """The column of images, and that of masks if there is one."""
+    images = [name for name, feature in features.items() if _is_image(feature)]
+    for key, name in (("image", image), ("mask", mask)):
+        if name not in (None, "auto", "none", *images):
+            raise SourceError(f"`{key}` must be an image column of the Dataset. Found: {name!r}. Columns: {images}.")
+    if mask == "auto":
+        likely = [name for name in images if name in MASKS and name != image]
+        mask = likely[0] if len(images) == 2 and len(likely) == 1 else None
+        if mask is not None:
+            log.info("source datasets.Dataset: reading masks from the column %r", mask)
+    mask = None if mask == "none" else mask
+    chosen = [image] if image is not None else [name for name in images if name != mask]
+    if len(chosen) != 1 or chosen[0] == mask:
+        raise SourceError(
+            f"a Dataset must have one image column. Found {len(chosen)} in the columns {list(features)}. Select the "
+            "columns to read: dataset.select_columns(['image', 'label']), or name them: "
+            "gpuaug.source.DatasetSource(dataset, image='NAME', mask='NAME')."
+        )
+    columns = [*chosen, *([] if mask is None else [mask])]
+    for name in columns:
+        if getattr(features[name], "decode", False):
+            raise SourceError(
+                f"the images of a Dataset must not be decoded, but the column {name!r} decodes them. Cast it: "
+                f"dataset.cast_column({name!r}, datasets.Image(decode=False))."
+            )
+    return columns
+
+
+def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> str | None:
+    """The column of objects; None if there are none."""
+    if objects in (None, "none") or (objects == "auto" and has_label):
+        return None
+    schema = getattr(features, "arrow_schema", ())
+    known = [field.name for field in schema if is_objects(field.type)]
+    if objects == "auto":
+        if len(known) != 1:
+            return None
+        log.info("source datasets.Dataset: reading objects from the column %r", known[0])
+        return known[0]
+    if objects not in known:
+        raise SourceError(
+            "`objects` must be a column of the Dataset with boxes: lists in a field bbox or boxes. "
+            f"Found: {objects!r}. Such columns: {', '.join(known) or 'none'}."
+        )
+    return objects
 
 
 def _is_image(feature: Any) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import mmap
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource, SourceView, bounds_of, locate, parse_manifest
+from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, check_array, share
 from gpuaug.source.local import read_file
+from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
@@ -33,11 +36,13 @@ Size = int | str
 
 
 class PackedSource(ListedSource):
-    """The folder of `gpuaug pack`, with the keys, labels and classes of the packed source.
+    """The folder of `gpuaug pack`, with the keys, labels, classes and targets of the packed source.
 
     Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and their default
     is ``num_workers=0``. Then `decode` crops views from the mapped files without a copy, but a worker would copy every
     batch into shared memory.
+
+    If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``, in pixels of the packed image.
 
     Args:
         root: the folder, or its URL. From a URL, ranges are read instead of memory-mapped files.
@@ -52,7 +57,7 @@ class PackedSource(ListedSource):
         SourceError: if ``root`` is not a complete folder of `gpuaug pack`, or does not have ``size``.
 
     >>> source = PackedSource("data/packed", size={0: 128, 30: 160})
-    >>> source.at_epoch(30).size
+    >>> source.size_of(30)
     160
     """
 
@@ -81,11 +86,10 @@ class PackedSource(ListedSource):
         keys = self._array("index/keys.bin", np.uint8)
         ends = self._array("index/keys.npy", np.int64, self.total + 1)
         self._names = Names(share(torch.from_numpy(keys)), share(torch.from_numpy(ends)))
-        self._begins = {size: self._shared(f"index/{size}.offsets.npy", np.int64) for size in self.used}
-        self._bytes = {size: self._shared(f"index/{size}.lengths.npy", np.int32) for size in self.used}
-        self._check_places()
+        self._begins, self._bytes = self._places("offsets", "lengths")
         self._opened: dict[tuple[Size, int], mmap.mmap] = {}
         self._take_labels(classes)
+        self._take_targets()
         self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +101,9 @@ class PackedSource(ListedSource):
         if len(self._schedule) > 1:
             schedule = ", ".join(f"{epoch}: {size}" for epoch, size in self._schedule)
             # RuntimeError, because GpuaugErrors are recorded as faults of one sample, and this is a programming error
-            raise RuntimeError(f"`source.size` depends on the epoch ({schedule}). Read `source.at_epoch(epoch)`.")
+            raise RuntimeError(
+                f"`source.size` depends on the epoch ({schedule}). Use `source.size_of(epoch)`, or set one size."
+            )
         return self._schedule[0][1]
 
     @property
@@ -110,16 +116,13 @@ class PackedSource(ListedSource):
         """The source that the loader reads instead if the size depends on the epoch; else None."""
         return Rows(self) if len(self._schedule) > 1 else None
 
-    def at_epoch(self, epoch: int) -> PackedSource:
-        """A source with the same samples at the size of ``epoch``. Both sources share the mapped files."""
-        view = copy.copy(self)
-        view.used = [self.size_of(epoch)]
-        view._schedule = [(0, view.used[0])]
-        return view
-
     def size_of(self, epoch: int) -> Size:
         """The shorter side that ``epoch`` reads, or ``full``."""
         return [size for first, size in self._schedule if first <= epoch][-1]
+
+    def objects_digest(self) -> str:
+        """Hash of all objects, at the sizes that are read."""
+        return " ".join(table.digest() for table in self._objects.values())
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
@@ -133,7 +136,9 @@ class PackedSource(ListedSource):
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
         """For each of ``rows``, numbers of :class:`Rows`: ``(bytes, label)``, or the exception that reading raised."""
         if is_url(self.root):
-            return super()._read(rows)
+            read = self._storage.read([self._range(row) for row in rows])
+            results = zip(rows, read, strict=True)
+            return [data if isinstance(data, Exception) else self._sample(row, data) for row, data in results]
         items: list[Any] = []
         for row in rows:
             size, shard, begin, length = self._locate(row)
@@ -142,19 +147,42 @@ class PackedSource(ListedSource):
                 # start all disk reads at once; this takes 2 us per sample that is already in memory
                 start = begin - begin % mmap.PAGESIZE
                 file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
-                items.append((memoryview(file)[begin : begin + length], self._label_of(row)))
+                items.append(self._sample(row, memoryview(file)[begin : begin + length]))
             except (OSError, SourceError) as error:
                 items.append(error)
         return items
 
     def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes of a row."""
+        """Size, shard, first byte and number of bytes of a row: its image and, behind it, its mask."""
         position, number = divmod(row, self.total)
         size, (shard, _) = self.used[position], locate(self._first, number)
-        return size, shard, int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
+        begin, length = int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
+        if self._mask_begins:
+            length = int(self._mask_begins[size].numpy()[number] + self._mask_bytes[size].numpy()[number]) - begin
+        return size, shard, begin, length
+
+    def _sample(self, row: int, data: Any) -> tuple[Any, Any]:
+        """Bytes and label, from all bytes of a row."""
+        label = self.label_of_row(row)
+        if not self._mask_begins:
+            return data, label
+        position, number = divmod(row, self.total)
+        length, mask = int(self._bytes[self.used[position]].numpy()[number]), self._mask_bytes[self.used[position]]
+        view = memoryview(data)
+        return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :])
+
+    def label_of_row(self, row: int) -> Any:
+        """Label or targets of ``row``, one of :class:`Rows`. Reads nothing."""
+        position, number = divmod(row, self.total)
+        label = super()._label_of(number)
+        if not self.target_kinds:
+            return label
+        if not self._objects:
+            return Target(label=label)
+        return self._objects[self.used[position]].target(number, label=label)
 
     def _label_of(self, index: int) -> Any:
-        return super()._label_of(index % self.total)
+        return self.label_of_row(index)
 
     def _range(self, index: int) -> Range:
         size, shard, begin, length = self._locate(index)
@@ -210,20 +238,79 @@ class PackedSource(ListedSource):
     def _shared(self, name: str, dtype: Any) -> Tensor:
         return share(torch.from_numpy(self._array(name, dtype, self.total)))
 
-    def _check_places(self) -> None:
+    def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
+        """First byte and number of bytes of each sample in its shard, for every size."""
+        begins = {size: self._shared(f"index/{size}.{offsets}.npy", np.int64) for size in self.used}
+        bytes_ = {size: self._shared(f"index/{size}.{lengths}.npy", np.int32) for size in self.used}
         for size in self.used:
-            begins, lengths = self._begins[size].numpy(), self._bytes[size].numpy()
+            begin, length = begins[size].numpy(), bytes_[size].numpy()
             names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
             room = np.repeat([self.manifest["files"][name][0] for name in names], self.manifest["shards"])
-            if ((begins < 0) | (lengths < 0) | (begins + lengths > room)).any():
+            if ((begin < 0) | (length < 0) | (begin + length > room)).any():
                 raise SourceError(
                     f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}"
                 )
+        return begins, bytes_
+
+    def _take_targets(self) -> None:
+        """Set what :func:`gpuaug.loader` asks a source about its targets, and load the objects of every size."""
+        described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
+        flip = described["flip_pairs"]
+        self.target_kinds = frozenset(described["kinds"])
+        self.flip_pairs: tuple[int, ...] | None = None if flip is None else tuple(flip)
+        self.panoptic: bool = described["panoptic"]
+        self.num_keypoints: int | None = None
+        self._mask_begins, self._mask_bytes, self._objects = dict[Size, Tensor](), dict[Size, Tensor](), {}
+        if "masks" in self.target_kinds:
+            self._mask_begins, self._mask_bytes = self._places("mask_offsets", "mask_lengths")
+            ends = {size: self._begins[size] + self._bytes[size] for size in self.used}
+            if any((self._mask_begins[size] < ends[size]).any() for size in self.used):
+                raise SourceError(f"masks in {redact(self.root)!r} must be behind their images. {_REPAIR}")
+        if self.target_kinds - {"masks"}:
+            self._objects = self._read_objects()
+
+    def _read_objects(self) -> dict[Size, ObjectTable]:
+        bounds = self._array("index/object_bounds.npy", np.int64, self.total + 1)
+        counts, total = np.diff(bounds), int(bounds[-1])
+        if bounds[0] or (counts < 0).any():
+            raise SourceError(f"index/object_bounds.npy in {redact(self.root)!r} must ascend from 0. {_REPAIR}")
+        common = {
+            name: self._array(f"index/object_{name}.npy", dtype, total)
+            for name, dtype in (("labels", np.int64), ("crowd", np.bool_), ("ids", np.int64))
+        }
+        common["labels"] = self._renumbered(common["labels"])
+        tables = {}
+        for size in self.used:
+            columns: dict[str, Any] = {"boxes": None, **common}
+            columns["area"] = self._array(f"index/{size}.area.npy", np.float32, total)
+            if "boxes" in self.target_kinds:
+                columns["boxes"] = self._array(f"index/{size}.boxes.npy", np.float32, total, 4)
+            if "keypoints" in self.target_kinds:
+                number = self.manifest["targets"]["num_keypoints"]
+                columns["keypoints"] = self._array(f"index/{size}.keypoints.npy", np.float32, total, number, 3)
+                self.num_keypoints = number
+            tables[size] = ObjectTable(counts, **columns, sizes=self.shapes(size))
+        return tables
+
+    def _renumbered(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Objects' class numbers in `source.classes`, converted by name."""
+        names, mapping = self.manifest["classes"], self.class_to_idx
+        if self.labels is not None or names is None or mapping is None or names == [*mapping]:
+            return labels
+        if unknown := [name for name in names if name not in mapping]:
+            raise SourceError(f"`source.classes` lacks classes of {redact(self.root)!r}: {some(unknown)}. Add them.")
+        if len(labels) and not 0 <= labels.min() <= labels.max() < len(names):
+            raise SourceError(f"index/object_labels.npy in {redact(self.root)!r} has unknown classes. {_REPAIR}")
+        return np.array([mapping[name] for name in names], dtype=np.int64)[labels]
 
     def _take_labels(self, classes: Classes) -> None:
         if self.manifest["labels"] is None:
-            if classes is not None:
+            names = self.manifest["classes"] if "targets" in self.manifest else None
+            if classes is not None and names is None:
                 raise ConfigError("this packed source has no labels. Remove `source.classes`.")
+            if names is not None:  # of objects
+                self.class_to_idx = class_mapping(names if classes is None else classes)
+                self.classes = list(self.class_to_idx)
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
         if len(values) != self.total:  # a sample may have several labels, so only the first axis is checked
@@ -279,8 +366,8 @@ class Rows(SourceView):
         return lambda indices, repeats, valid: indices + first
 
     def label(self, row: int) -> Any:
-        """Label of the row's sample."""
-        return self.source.label(row % self.total)
+        """Label or targets of the row's sample."""
+        return self.source.label_of_row(row)
 
     def key(self, row: int) -> str:
         """Key of the row's sample."""

@@ -11,17 +11,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
+from gpuaug.source.base import Classes, FileKeys, bounds_of, locate
 from gpuaug.source.classes import label_column, some
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
+from gpuaug.source.object_columns import RowSource, is_objects
+from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
 
@@ -30,23 +32,37 @@ log = logging.getLogger("gpuaug")
 INDEX_THREADS = 8  # threads that read footers and labels
 OPEN_FILES = 64  # files whose footers a process keeps
 WAVE_BYTES = 64 << 20  # of remote row groups that are requested together, without the last one
+GAP_BYTES = 1 << 16  # between images and masks of a row group: reading so much more is quicker than another request
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
 
-class ParquetSource(ListedSource):
+class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
     So small row groups are best for a shuffled order: with 100 photographs per group, each sample needs a read of 100
     photographs (in a tar shard: of one). A sequential epoch reads everything once. So does the first epoch with
     ``cache=ram``, because the cache stores all images of each row group that is read.
 
+    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects are read at the start, as labels are. Their
+    column is a struct of lists or a list of structs, as in COCO data sets of Hugging Face, with ``bbox`` (or ``boxes``:
+    x1, y1, x2, y2) and perhaps ``category`` (or ``category_id``, ``label``: class numbers or names), ``keypoints`` (x,
+    y, visibility of each point), ``iscrowd`` (or ``crowd``), ``area`` and ``id``. Other fields are ignored. Columns
+    ``width`` and ``height`` are the size of the image that the objects belong to. A damaged row is a fault when it is
+    read.
+
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
-        image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types.
+        image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types,
+            besides ``mask``.
         label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
-            only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata.
-        classes, subset, exclude: as in :class:`FolderSource`.
+            only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata. With
+            ``mask`` or ``objects``, ``auto`` is ``label`` or ``labels`` if there is such a column.
+        mask: column of the encoded masks, of the same types as images; None: no masks.
+        objects: column of the objects; None: no objects.
+        box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
+        classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
+        subset, exclude: as in :class:`FolderSource`.
         row_groups: number of recently used row groups that each process keeps in memory.
         remote: how to read from URLs.
 
@@ -54,6 +70,7 @@ class ParquetSource(ListedSource):
         SourceError: if pyarrow is missing, a file cannot be read, or a column is missing.
 
     >>> source = ParquetSource("data/train-*.parquet", label="none")
+    >>> source = ParquetSource("data/train-*.parquet", image="image", objects="objects")
     """
 
     def __init__(
@@ -62,6 +79,9 @@ class ParquetSource(ListedSource):
         *,
         image: str | None = None,
         label: str | None = "auto",
+        mask: str | None = None,
+        objects: str | None = None,
+        box_format: BoxFormat = "xywh",
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -70,6 +90,9 @@ class ParquetSource(ListedSource):
     ) -> None:
         import_pyarrow()
         began = time.monotonic()
+        for key, value in (("mask", mask), ("objects", objects)):
+            checks.text(f"source.{key}", value, optional=True)
+        checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         self.row_groups: int = checks.whole_number("source.row_groups", row_groups, 1)
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
@@ -79,13 +102,20 @@ class ParquetSource(ListedSource):
         with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-parquet") as pool:
             metadata = list(pool.map(partial(_metadata, storage=self._storage), files))
             schema = metadata[0].schema.to_arrow_schema()
-            self._column = _image_column(schema, image, place)
-            columns = [field.name for field in schema if _bytes_column(field) is None]
+            masks = None if mask is None else _image_column(schema, mask, place, key="source.mask")
+            self._columns = [_image_column(schema, image, place, besides=mask), *([masks] if masks else [])]
+            columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
+            if (masks or objects) and label == "auto" and not {"label", "labels"} & {*columns}:
+                label = None
             named = [name for name in columns if _class_names(schema, name)]
             remedy = "Set `source.label` to one of these, or to none for no labels."
             column = label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
+            needed = _objects_columns(schema, objects, place)
             for file, meta in zip(files, metadata, strict=True):
-                _check(file, meta, schema, [self._column.split(".")[0], *([column] if column else [])])
+                own = [name.split(".")[0] for name in self._columns]
+                _check(file, meta, schema, [*own, *([column] if column else []), *needed])
+            if objects is not None:
+                tables = list(pool.map(partial(_table, columns=needed, storage=self._storage), files, metadata))
             if column is not None:
                 values = list(pool.map(partial(_values, column=column, storage=self._storage), files, metadata))
         rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
@@ -97,9 +127,12 @@ class ParquetSource(ListedSource):
         if column is not None:
             are_arrays = isinstance(values[0], np.ndarray)
             labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
-            self._set_labels(labels, classes=classes, names=_class_names(schema, column))
-        elif classes is not None:
+            self._set_labels(labels, classes=classes if objects is None else None, names=_class_names(schema, column))
+        elif classes is not None and objects is None:
             raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
+        self._has_masks = masks is not None
+        table = None if objects is None else import_pyarrow().concat_tables(tables)
+        self._set_objects(table, objects, classes, box_format)
         largest = max(n for groups in rows for n in groups)
         remedy = ". In shuffled order each image costs a whole group, except with `cache=ram`" if largest > 1 else ""
         log.info("source %s: row groups have up to %d images and are read whole%s", redact(self.root), largest, remedy)
@@ -122,25 +155,24 @@ class ParquetSource(ListedSource):
         for row, group in enumerate((np.searchsorted(starts, np.asarray(numbers), side="right") - 1).tolist()):
             rows.setdefault(group, []).append(row)
         items: list[Any] = [None] * len(numbers)
-        for group, images in self._read_groups(list(rows)):
+        for group, columns in self._read_groups(list(rows)):
             for row in rows[group]:
-                if isinstance(images, Exception):
-                    items[row] = images
-                elif (data := images[numbers[row] - int(starts[group])].as_py()) is None:
-                    items[row] = ReadError(f"{self.key(numbers[row])!r} has no image bytes")
+                if isinstance(columns, Exception):
+                    items[row] = columns
                 else:
-                    items[row] = data, self._label_of(numbers[row])
+                    at = numbers[row] - int(starts[group])
+                    items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
         # else Arrow's pool keeps several times the groups' size: with groups of 4 MiB, 90 instead of 20 MiB per worker
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
     def group_bytes(self) -> int:
-        """Bytes of the images in the largest of 16 evenly spread row groups."""
+        """Bytes of the images (and masks) in the largest of 16 evenly spread row groups."""
         sizes = [0]
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
             parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
-            sizes += [part.total_uncompressed_size for part in parts if part.path_in_schema == self._column]
+            sizes += [part.total_uncompressed_size for part in parts if part.path_in_schema in self._columns]
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
@@ -167,21 +199,24 @@ class ParquetSource(ListedSource):
                 wave[group] = self._locate(group)
             except (OSError, GpuaugError) as error:
                 yield group, error
-            if not is_url(self.root) or sum(place.part.size or 0 for place in wave.values()) > WAVE_BYTES:
+            size = sum(part.size or 0 for place in wave.values() for part in place.parts)
+            if not is_url(self.root) or size > WAVE_BYTES:
                 yield from self._read_wave(wave)
                 wave = {}
         yield from self._read_wave(wave)
 
     def _read_wave(self, wave: dict[int, _Group]) -> Iterator[tuple[int, Any]]:
-        parts = [place.part for place in wave.values()]
-        pieces: list[Any] = self._storage.read(parts) if is_url(self.root) else [b""] * len(parts)
-        for (group, place), piece in zip(wave.items(), pieces, strict=True):
-            if isinstance(piece, Exception):
-                yield group, piece
+        parts = [part for place in wave.values() for part in place.parts]
+        pieces = iter(self._storage.read(parts) if is_url(self.root) else [b""] * len(parts))
+        for group, place in wave.items():
+            own: list[Any] = [next(pieces) for _ in place.parts]
+            if failed := [piece for piece in own if isinstance(piece, Exception)]:
+                yield group, failed[0]
                 continue
             try:
-                data = _RangeFile(place.file, self._storage, place.part.begin, piece)
-                images = _images(place, self._column, data)
+                known = [(part.begin, piece) for part, piece in zip(place.parts, own, strict=True)]
+                data = _RangeFile(place.file, self._storage, known)
+                images = [_images(place, column, data) for column in self._columns]
             except (OSError, GpuaugError, import_pyarrow().ArrowException) as error:
                 reason = f"row group {place.number} of {redact(place.file.path)!r} cannot be read: {error}"
                 yield group, ReadError(reason)
@@ -198,23 +233,27 @@ class ParquetSource(ListedSource):
             meta = self._footer(file)
         except SourceError as error:  # only its samples fail: the file was readable at the start
             raise ReadError(str(error)) from error
-        return _Group(meta, file, inside, _range(file, meta, inside, self._column))
+        parts = sorted((_range(file, meta, inside, column) for column in self._columns), key=lambda part: part.begin)
+        if len(parts) > 1 and 0 <= parts[1].begin - parts[0].begin - (parts[0].size or 0) <= GAP_BYTES:
+            size = parts[1].begin + (parts[1].size or 0) - parts[0].begin
+            parts = [parts[0]._replace(size=size)]
+        return _Group(meta, file, inside, parts)
 
 
 class _Group(NamedTuple):
-    """A row group: the file's footer, the file, the group's number in the file, and the byte range of its images."""
+    """A row group: the file's footer, the file, the group's number in the file, the byte ranges of images and masks."""
 
     meta: Any
     file: FileInfo
     number: int
-    part: Range
+    parts: list[Range]
 
 
 class _RangeFile(io.RawIOBase):
-    """A file for pyarrow. ``data``, the bytes from ``begin`` on, is in memory; other bytes are read on demand."""
+    """A file for pyarrow. ``known``, pieces with their positions, is in memory; other bytes are read on demand."""
 
-    def __init__(self, file: FileInfo, storage: Storage, begin: int = 0, data: bytes = b"") -> None:
-        self.file, self.storage, self.position, self.begin, self.data = file, storage, 0, begin, data
+    def __init__(self, file: FileInfo, storage: Storage, known: Sequence[tuple[int, bytes]] = ()) -> None:
+        self.file, self.storage, self.position, self.known = file, storage, 0, known
 
     def readable(self) -> bool:
         return True
@@ -234,8 +273,9 @@ class _RangeFile(io.RawIOBase):
         size = left if size < 0 else min(size, left)
         start = self.position
         self.position += size
-        if self.begin <= start and start + size <= self.begin + len(self.data):
-            return self.data[start - self.begin : start - self.begin + size]
+        for begin, data in self.known:
+            if begin <= start and start + size <= begin + len(data):
+                return data[start - begin : start - begin + size]
         (item,) = self.storage.read([Range(self.file.path, start, size, self.file.version)])
         if isinstance(item, Exception):
             raise item if isinstance(item, OSError) else OSError(str(item))
@@ -283,15 +323,17 @@ def _columns(schema: Any) -> str:
     return some([f"{field.name}: {field.type}" for field in schema])
 
 
-def _image_column(schema: Any, name: str | None, place: str) -> str:
-    """Path of the image column, such as ``image.bytes``."""
-    known = {field.name: path for field in schema if (path := _bytes_column(field))}
+def _image_column(
+    schema: Any, name: str | None, place: str, *, besides: str | None = None, key: str = "source.image"
+) -> str:
+    """Path of the image column, such as ``image.bytes``. It is not the column ``besides``."""
+    known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name != besides}
     if name is None and len(known) != 1:
         text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
         raise SourceError(text)
     if name is not None and name not in known:
         raise SourceError(
-            f"`source.image` must be a column of bytes in {place!r}. Found: {name!r}. Columns: {_columns(schema)}."
+            f"`{key}` must be a column of bytes in {place!r}. Found: {name!r}. Columns: {_columns(schema)}."
         )
     return next(iter(known.values())) if name is None else known[name]
 
@@ -314,18 +356,35 @@ def _class_names(schema: Any, column: str) -> list[str] | None:
         return None
 
 
+def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
+    """The column of objects, and those of the image's size if there are any."""
+    if name is None:
+        return []
+    if name not in schema.names or not is_objects(schema.field(name).type):
+        raise SourceError(
+            f"`source.objects` must be a column of {place!r} with boxes: a struct of lists, or a list of structs, with "
+            f"a field bbox or boxes. Found: {name!r}. Columns: {_columns(schema)}."
+        )
+    return [name, *(size for size in ("height", "width") if size in schema.names)]
+
+
 def _values(file: FileInfo, meta: Any, column: str, storage: Storage) -> Any:
     """The labels of a file: an array of numbers, or a list."""
+    return plain_values(_table(file, meta, [column], storage).column(column), redact(file.path))
+
+
+def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
+    """An Arrow table of all rows of some columns, such as labels."""
     pyarrow = import_pyarrow()
     try:
-        table = _open(_RangeFile(file, storage), meta).read([column], use_threads=False)
+        table = _open(_RangeFile(file, storage), meta).read(columns, use_threads=False).select(columns)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
         raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
     if table.num_rows != meta.num_rows:
         raise SourceError(
             f"{redact(file.path)!r} has {table.num_rows} labels for {meta.num_rows} rows. Write the file again."
         )
-    return plain_values(table.column(column), redact(file.path))
+    return table
 
 
 def plain_values(column: Any, place: str) -> Any:

@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuaug import files
-from gpuaug.errors import ConfigError, SourceError
+from gpuaug import checks, files
+from gpuaug.batch import Target
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
-from gpuaug.source.classes import some
+from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, share
-from gpuaug.source.local import read_file
+from gpuaug.source.local import LARGE, read_file
+from gpuaug.source.object_json import BoxFormat, parse
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.disk import locked
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
@@ -36,6 +38,7 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # shards that are indexed at the same time
 PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
+GAP_BYTES = 1 << 16  # between two members of a sample: reading so much more is quicker than another request
 LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
 
 
@@ -46,13 +49,29 @@ class ShardSource(ListedSource):
     are read again. Hidden members are ignored. Samples without image or label are left out, with one warning. If
     members with one name are not adjacent, they are several samples with the keys ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
 
+    With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. Its members are read together if they lie next to
+    each other. A member of objects is JSON: a list of annotations as in COCO, alone or in a field ``objects`` or
+    ``annotations``::
+
+        {"width": 640, "height": 480, "objects": [{"bbox": [x, y, width, height], "category_id": 3}]}
+
+    or columns, alone or in such a field: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``. Fields of
+    an object are ``bbox`` (or ``boxes``: x1, y1, x2, y2), ``category_id`` (or ``category``, ``label``, ``labels``:
+    numbers, or names that ``classes`` numbers), ``keypoints`` (x, y, visibility of each point), ``iscrowd`` (or
+    ``crowd``), ``area``, and ``id`` (or ``ids``). Only boxes are required, and other fields are ignored. Other JSON
+    makes its sample a fault when it is read. Pixels are those of an image of ``width`` and ``height``.
+
     Args:
         root: the shards: a path or URL, with braces (``data/train-{000..099}.tar``) or without; a list; or a folder.
         labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. ``json`` also finds
-            ``a.meta.json``.
+            ``a.meta.json``. ``auto``: ``none`` with ``masks`` or ``objects``, else ``cls``.
         label_key: field of a .json label, with dots for nested fields: ``a.b``.
+        masks: extension of the member with the mask, such as ``png`` or ``seg.png``; None: no masks.
+        objects: extension of the member with the objects, such as ``json``; None: no objects.
+        num_keypoints: number of keypoints of an object; None: keypoints are not read.
+        box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         classes: as in :class:`FolderSource` for labels that are names. For labels that are numbers, only the number
-            of classes is used.
+            of classes is used. With ``objects``, these are the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
         extensions: extensions of images; if several of them match in a sample, the first in this list is used.
         index: a folder for the index file; None: the folder of local shards if it is writable, else
@@ -63,14 +82,23 @@ class ShardSource(ListedSource):
         SourceError: if a shard cannot be read, is compressed or damaged, or has a member name that leads outside.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
+    >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
     """
+
+    target_kinds: frozenset[str] = frozenset()
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
 
     def __init__(
         self,
         root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
-        labels: str | None = "cls",
+        labels: str | None = "auto",
         label_key: str = "label",
+        masks: str | None = None,
+        objects: str | None = None,
+        num_keypoints: int | None = None,
+        box_format: BoxFormat = "xywh",
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -82,20 +110,23 @@ class ShardSource(ListedSource):
             raise ConfigError(f"`source.labels` must be an extension, such as cls or json, or none. Found: {labels!r}.")
         if not isinstance(label_key, str) or not label_key:
             raise ConfigError(f"`source.label_key` must be the name of a field. Found: {label_key!r}.")
-        endings = tuple(x[1:] for x in extensions_of(extensions))
+        self._set_kinds(masks, objects, num_keypoints, box_format)
+        endings = tuple(x for y in extensions_of(extensions) if (x := y[1:]) not in self._members)
+        if labels == "auto":
+            labels = "none" if self._members else "cls"
         label = None if labels in (None, "none") else str(labels).lower().lstrip(".")
-        if label is None and classes is not None:
+        if label is None and classes is not None and self.objects is None:
             raise ConfigError("`source.classes` numbers the classes, but `source.labels` is none. Remove one of them.")
         began = time.monotonic()
         self._storage = Storage(remote)
         shards = self._storage.expand(root, ending=".tar")
         self.root, names = common_folder([shard.path for shard in shards])
-        rule = _Rule(endings, label)
+        rule = _Rule(endings, label, self._members)
         parts = _index(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, folder=index)
-        self._offsets = share(torch.from_numpy(np.concatenate([part.offsets for part in parts])))  # int64 [N]
-        self._sizes = share(torch.from_numpy(np.concatenate([part.sizes for part in parts])))  # int32 [N]
+        self._offsets = share(torch.from_numpy(np.concatenate([part.offsets for part in parts])))  # int64 [N * members]
+        self._sizes = share(torch.from_numpy(np.concatenate([part.sizes for part in parts])))  # int32 [N * members]
         self._shards = shards
-        bounds = bounds_of([len(part.offsets) for part in parts])
+        bounds = bounds_of([len(part.keys) for part in parts])
         shard_names = Names.of([[os.fsencode(name) for name in names]])
         self._names: FileKeys = FileKeys(shard_names, bounds, Names.of(list(part.keys) for part in parts))
         if not len(self._names):
@@ -104,7 +135,7 @@ class ShardSource(ListedSource):
         if count := sum(part.dropped for part in parts):
             log.warning(
                 "source %s: %d samples without an image%s are left out: %s",
-                redact(self.root), count, "" if label is None else f" or {label}", some(left_out),
+                redact(self.root), count, "".join(f" or {x}" for x in rule.needed), some(left_out),
             )  # fmt: skip
         if label is not None:
             values = [
@@ -112,20 +143,109 @@ class ShardSource(ListedSource):
                 for shard, part in zip(shards, parts, strict=True)
                 for i, text in enumerate(part.labels)
             ]
-            self._set_labels(values, classes=classes)
+            self._set_labels(values, classes=None if self.objects else classes)
+        if self.objects is not None and classes is not None:
+            self.class_to_idx = class_mapping(classes)
+            self.classes = [*self.class_to_idx]
         self._activate(subset, exclude, began=began)
+
+    def _set_kinds(self, masks: Any, objects: Any, num_keypoints: Any, box_format: Any) -> None:
+        """Set which members are targets, and declare their kinds."""
+        self.masks, self.objects = (
+            None if checks.text(f"source.{key}", value, optional=True) is None else value.lower().lstrip(".")
+            for key, value in (("masks", masks), ("objects", objects))
+        )
+        self.num_keypoints = checks.whole_number("source.num_keypoints", num_keypoints, 1, optional=True)
+        self.box_format: BoxFormat = checks.one_of("source.box_format", box_format, get_args(BoxFormat))
+        if self.num_keypoints is not None and self.objects is None:
+            raise ConfigError("`source.num_keypoints` needs the member with the keypoints. Set `source.objects`.")
+        if self.masks is not None and self.masks == self.objects:
+            raise ConfigError(f"`source.masks` and `source.objects` must be two members. Found twice: {self.masks!r}.")
+        self._members = tuple(x for x in (self.masks, self.objects) if x is not None)
+        if self._members:
+            kinds = {"masks": self.masks, "boxes": self.objects, "keypoints": self.num_keypoints}
+            self.target_kinds = frozenset(name for name, value in kinds.items() if value is not None)
+
+    def label(self, index: int) -> Any:
+        """Label of sample ``index``. With masks or objects, a Target with this label only. Reads nothing."""
+        return self._label_of(self._check(index))
+
+    def _label_of(self, index: int) -> Any:
+        label = super()._label_of(index)
+        return Target(label=label) if self._members else label
 
     def _range(self, index: int) -> Range:
         shard = self._shards[locate(self._names.bounds, index)[0]]
-        begin, size = int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index])
+        at = index * (1 + len(self._members))
+        begin, size = int(self._offsets.numpy()[at]), int(self._sizes.numpy()[at])
         return Range(shard.path, begin, size, shard.version, image=0)
+
+    def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int]]]:
+        """What to read for a sample with several members; for each of them: number of the part, begin and end in it."""
+        shard = self._shards[locate(self._names.bounds, index)[0]]
+        count = 1 + len(self._members)
+        rows = slice(index * count, (index + 1) * count)
+        begins, sizes = self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist()
+        parts: list[Range] = []
+        places = [(0, 0, 0)] * count
+        for k in sorted(range(count), key=begins.__getitem__):
+            begin, end = begins[k], begins[k] + sizes[k]
+            first, last = (parts[-1].begin, parts[-1].begin + (parts[-1].size or 0)) if parts else (0, -1)
+            if parts and 0 <= begin - last <= GAP_BYTES and end - first <= LARGE:
+                parts[-1] = parts[-1]._replace(size=end - first)
+            else:
+                parts.append(Range(shard.path, begin, sizes[k], shard.version, image=0))
+                first = begin
+            places[k] = (len(parts) - 1, begin - first, end - first)
+        return parts, places
+
+    def _prefetch(self, numbers: Sequence[int]) -> None:
+        self._storage.prefetch([part for i in numbers for part in self._parts(i)[0]])
+
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        if not self._members:
+            return super()._read(numbers)
+        samples = [self._parts(i) for i in numbers]
+        pieces = iter(self._storage.read([part for parts, _ in samples for part in parts]))
+        results: list[Any] = []
+        for i, (parts, places) in zip(numbers, samples, strict=True):
+            data = [next(pieces) for _ in parts]
+            failed = [piece for piece in data if isinstance(piece, Exception)]
+            members = [] if failed else [data[part][begin:end] for part, begin, end in places]  # type: ignore[index]
+            results.append(failed[0] if failed else self._sample(i, *members))
+        return results
+
+    def _sample(self, index: int, image: bytes, *members: bytes) -> Any:
+        """Bytes and target of a sample, or the error of its objects."""
+        by_kind = dict(zip(self._members, members, strict=True))
+        fields: dict[str, Any] = {}
+        if self.objects is not None:
+            try:
+                fields = parse(
+                    by_kind[self.objects], num_keypoints=self.num_keypoints, classes=self.class_to_idx,
+                    box_format=self.box_format,
+                )  # fmt: skip
+            except ValueError as error:
+                return GpuaugError(f"the {self.objects} of {self.key(index)!r} cannot be used: {error}")
+        mask = None if self.masks is None else by_kind[self.masks]
+        return image, replace(self._label_of(index), mask=mask, **fields)
 
 
 class _Rule(NamedTuple):
-    """The extensions of images, and of the label, that make a sample."""
+    """The extensions of images, of the label, and of masks and objects that make a sample."""
 
     extensions: tuple[str, ...]
     label: str | None
+    members: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:  # part of the index file's name: without members, as it was before they existed
+        more = f", members={self.members!r}" if self.members else ""
+        return f"_Rule(extensions={self.extensions!r}, label={self.label!r}{more})"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Extensions that each sample needs besides its image."""
+        return (*(() if self.label is None else (self.label,)), *self.members)
 
 
 class _Part(NamedTuple):
@@ -133,10 +253,10 @@ class _Part(NamedTuple):
 
     line: bytes  # this shard's line in the index file
     keys: Names
-    offsets: NDArray[np.int64]
+    offsets: NDArray[np.int64]  # of the image, the mask and the objects of the first sample, of the second, ...
     sizes: NDArray[np.int32]
     labels: Names
-    dropped: int  # number of samples without image or label
+    dropped: int  # number of samples without image, label, mask or objects
     left_out: list[str]  # the first of these samples
     other: list[str]  # extensions of the members of these samples
 
@@ -174,7 +294,7 @@ def _index(
                     parts = list(pool.map(lambda item: _index_shard(item[0], item[1], rule, storage), new))
                 known |= {version: part for (_, version), part in zip(new, parts, strict=True)}
                 saved = _save(paths, b"\n".join(known[version].line for version in versions))
-                samples, took = sum(len(part.offsets) for part in parts), time.monotonic() - began
+                samples, took = sum(len(part.keys) for part in parts), time.monotonic() - began
                 log.info("index: %d new samples in %.1f s, stored in %s", samples, took, saved or "memory only")
     return [known[version] for version in versions]
 
@@ -227,7 +347,8 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     # not shared: shared memory would need a file descriptor for each shard
     names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
     offsets, sizes = (np.array(column, dtype=np.int64) for column in numbers)
-    if not len(offsets) == len(sizes) == len(set(keys)) == len(keys) or len(labels) != len(keys) * bool(rule.label):
+    fits = len(offsets) == len(sizes) == len(keys) * (1 + len(rule.members)) and len(set(keys)) == len(keys)
+    if not fits or len(labels) != len(keys) * bool(rule.label):
         raise ValueError("its columns differ in length, or two samples have the same key")
     if ((offsets < 0) | (sizes < 0) | (sizes > LARGEST_FILE) | (offsets > size - sizes)).any():
         raise ValueError("samples lie outside their shard")
@@ -247,16 +368,18 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
     times: dict[bytes, int] = {}
     for key, sample in _samples(members(read, shard.size, path=place), place):
         image, label = _chosen(sample, rule)
-        if image is None or (label is None and rule.label is not None):
+        found = [image, *map(sample.get, rule.members)]
+        wanted = [member for member in found if member is not None]
+        if image is None or len(wanted) < len(found) or (label is None and rule.label is not None):
             entry["dropped"] += 1
             other |= set(list(sample)[:20])
             entry["left_out"] += [os.fsdecode(key)] * (len(entry["left_out"]) < 5)
             continue
-        if image.size > LARGEST_FILE or (label is not None and label.size > PIECE_BYTES):
+        if max(x.size for x in wanted) > LARGEST_FILE or (label is not None and label.size > PIECE_BYTES):
             raise SourceError(f"shard {place!r}: the image {image.name!r} or its label is too large.")
         entry["keys"].append(os.fsdecode(_unique(image.name, times)))
-        entry["offsets"].append(image.offset)
-        entry["sizes"].append(image.size)
+        entry["offsets"] += [member.offset for member in wanted]
+        entry["sizes"] += [member.size for member in wanted]
         if label is not None:  # mostly in the piece that was read for the headers
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
@@ -356,5 +479,8 @@ def _hint(parts: list[_Part], rule: _Rule) -> str:
     other = sorted({extension for part in parts for extension in part.other})
     if not other:
         return "The shards are empty."
-    wanted = f"{', '.join(rule.extensions)}" + ("" if rule.label is None else f" with {rule.label}")
-    return f"Extensions found: {some(other)}. Needed: {wanted}. Set `source.extensions` and `source.labels`."
+    wanted = ", ".join(rule.extensions) + (f" with {' and '.join(rule.needed)}" if rule.needed else "")
+    keys = "`source.extensions` and `source.labels`"
+    if rule.members:
+        keys = "`source.extensions`, `source.labels`, `source.masks` and `source.objects`"
+    return f"Extensions found: {some(other)}. Needed: {wanted}. Set {keys}."

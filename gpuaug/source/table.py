@@ -8,10 +8,13 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from gpuaug import checks
+from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import some
@@ -35,6 +38,8 @@ class TableSource(ListedSource):
         root: path or URL of the table: .csv, .tsv or .parquet. The first line or the schema names the columns.
         path: column of the image paths. They are relative to the table's folder and must not lead outside.
         label: column of the labels, or a list of columns; ``none``: no labels.
+        mask: column of the masks' paths, in the same form as images; None: no masks. With masks, a sample is
+            ``(bytes, Target)``.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
@@ -44,12 +49,18 @@ class TableSource(ListedSource):
     >>> source = TableSource("data/train.csv", path="file", label="class")
     """
 
+    target_kinds: frozenset[str] = frozenset()
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
+    _masks: Names | None = None
+
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
         path: str = "path",
         label: str | Sequence[str] | None = "label",
+        mask: str | None = None,
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -67,14 +78,20 @@ class TableSource(ListedSource):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
             raise ConfigError("`source.classes` needs exactly one label column. Remove `source.classes`.")
+        masks = [] if checks.text("source.mask", mask, optional=True) is None else [str(mask)]
         began = time.monotonic()
         table = absolute(root)
         self._storage = Storage(remote)
         self.root, _ = split(table)
-        paths, *columns = _read(table, [path, *wanted], self._storage)
+        paths, *columns = _read(table, [path, *wanted, *masks], self._storage)
         self._names = Names.of([[_checked_path(text, row, redact(table)) for row, text in enumerate(paths)]])
         if not len(self._names):
             raise SourceError(f"no images in {redact(table)!r}: it has no rows.")
+        if masks:
+            self.target_kinds = frozenset({"masks"})
+            self._masks = Names.of(
+                [[_checked_path(text, row, redact(table)) for row, text in enumerate(columns.pop())]]
+            )
         if several:
             self._set_labels(_matrix(columns, wanted, redact(table)), classes=None)
             self.classes, self.class_to_idx = wanted, {name: i for i, name in enumerate(wanted)}
@@ -84,6 +101,28 @@ class TableSource(ListedSource):
 
     def _range(self, index: int) -> Range:
         return Range(join(self.root, os.fsdecode(self._names[index])), image=0)
+
+    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
+        """Where the images lie, and then their masks."""
+        masks = () if self._masks is None else [join(self.root, os.fsdecode(self._masks[i])) for i in numbers]
+        return [*map(self._range, numbers), *(Range(path, image=0) for path in masks)]
+
+    def _prefetch(self, numbers: Sequence[int]) -> None:
+        self._storage.prefetch(self._ranges(numbers))
+
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        if self._masks is None:
+            return super()._read(numbers)
+        data = self._storage.read(self._ranges(numbers))
+        results: list[Any] = []
+        for i, *parts in zip(numbers, data[: len(numbers)], data[len(numbers) :], strict=True):
+            failed = [part for part in parts if isinstance(part, Exception)]
+            results.append(failed[0] if failed else (parts[0], replace(self._label_of(i), mask=parts[1])))
+        return results
+
+    def _label_of(self, index: int) -> Any:
+        label = super()._label_of(index)
+        return label if self._masks is None else Target(label=label)
 
 
 def _read(table: str, names: list[str], storage: Storage) -> list[Any]:

@@ -91,7 +91,7 @@ def _reader_is_gone() -> bool:
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except (AttributeError, OSError, ValueError):  # AttributeError: not on Windows
+    except (AttributeError, OSError, ValueError):  # stdout is closed (AttributeError: it is None)
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 

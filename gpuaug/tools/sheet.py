@@ -14,9 +14,11 @@ from PIL import Image, ImageDraw, ImageFont
 from gpuaug.errors import ConfigError
 from gpuaug.tools.report import printable
 
+Color = tuple[int, int, int]
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
+STRIPED, STRIPE = (232, 232, 232), (120, 120, 120)  # pixels without a class
 MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
-GAP, MARGIN, NOTES, NARROWEST, LINE = 8, 20, 190, 64, 16  # pixels
+GAP, MARGIN, NOTES, NARROWEST, LINE, SWATCH = 8, 20, 190, 64, 16, 12  # pixels
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -37,7 +39,7 @@ class Cell(NamedTuple):
 
     picture: Image.Image
     caption: str
-    color: tuple[int, int, int] = INK
+    color: Color = INK
 
 
 class Row(NamedTuple):
@@ -48,15 +50,21 @@ class Row(NamedTuple):
     cells: list[Cell]
 
 
-def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.Image:
-    """Draw rows of pictures below a heading and lines of text. ConfigError above ``MOST_PIXELS``."""
+def sheet(
+    rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
+) -> Image.Image:
+    """Draw rows of pictures below a heading, lines of text and a legend. ConfigError above ``MOST_PIXELS``.
+
+    ``legend``: color and name of each class; None: striped.
+    """
     big, bold, small = font(22), font(15), font(12)
     columns = zip_longest(*(row.cells for row in rows))
     widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
     starts = [*accumulate([MARGIN + NOTES, *widths], lambda x, width: x + width + GAP)]
     width = max(480, starts[-1] + MARGIN)
     intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
-    y = MARGIN + 32 + LINE * len(intro) + GAP
+    begin = MARGIN + 32 + LINE * len(intro) + GAP
+    chips, y = _flowing([text for _, text in legend], small, begin, width)
     texts, heights = [], []
     for row in rows:
         notes = [part for note in row.notes for part in wrapped(note, small, NOTES - GAP)]
@@ -70,6 +78,9 @@ def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.I
     pen = ImageDraw.Draw(page)
     pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
     pen.multiline_text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small, spacing=4)
+    for (color, name), (x, top) in zip(legend, chips, strict=True):
+        page.paste(_swatch(color), (x, top))
+        pen.text((x + SWATCH + 5, top + SWATCH / 2), fitting(name, small, width / 2), INK, small, anchor="lm")
     for row, (notes, captions), height in zip(rows, texts, heights, strict=True):
         pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
         pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
@@ -81,9 +92,35 @@ def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> Image.I
     return page
 
 
-def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> str:
-    """The same rows as one HTML file, with lossless embedded pictures, no requests and no scripts."""
+def _flowing(texts: Sequence[str], face: Any, y: int, width: int) -> tuple[list[tuple[int, int]], int]:
+    """Places for the entries of a legend in lines from ``y`` on, and the y below them."""
+    places, x = [], MARGIN
+    for text in texts:
+        needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
+        if x > MARGIN and x + needed > width - MARGIN:
+            x, y = MARGIN, y + SWATCH + 6
+        places.append((x, y))
+        x += needed
+    return places, y + (SWATCH + 2 * GAP if texts else 0)
+
+
+def _swatch(color: Color | None) -> Image.Image:
+    """A square of a color, or striped."""
+    swatch = Image.new("RGB", (SWATCH, SWATCH), color or STRIPED)
+    if color is None:
+        pen = ImageDraw.Draw(swatch)
+        for start in range(2, 2 * SWATCH, 8):
+            pen.line((start, 0, 0, start), STRIPE, 2)
+    return swatch
+
+
+def page(
+    rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
+) -> str:
+    """The same as one HTML file, with lossless embedded pictures, no requests and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
+    if legend:
+        body.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
     for row in rows:
         body += [f"<h2>{html.escape(row.title)}</h2>", *(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
         for cell in row.cells:
@@ -96,6 +133,11 @@ def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str]) -> str:
         body.append("</div>")
     text = PAGE.format(heading=html.escape(heading), body="\n".join(body))
     return text.encode("utf-8", "replace").decode()  # file names may not be valid UTF-8
+
+
+def _chip(color: Color | None, text: str) -> str:
+    code, line = "#{:02x}{:02x}{:02x}".format(*(color or STRIPE)), "dotted" if color is None else "solid"
+    return f'<span style="border-left: 14px {line} {code}">&nbsp;{html.escape(text)}</span>&ensp;'
 
 
 def check_pixels(count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -68,11 +69,6 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"`out` must be a folder that can be written. Found: {str(out)!r} ({error}).") from error
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -61,14 +61,14 @@ def test_resized_crop_is_torchvisions(sides, seed, ranges):
     crop = RandomResizedCrop(224, scale=scale, ratio=ratio)
     h, w = arrays(sides)
     u = uniforms(crop, len(h), seed)
-    found = crop.boxes(u, h, w)
+    found = crop.windows(u, h, w)
     for k in range(len(h)):
         want = torchvision_resized_crop([float(x) for x in u[k]], int(h[k]), int(w[k]), scale, ratio)
         if want[2] >= 1 and want[3] >= 1:  # a one pixel wide fallback rounds to nothing, there torchvision fails
-            assert tuple(found.box[k].tolist()) == want
+            assert tuple(found.window[k].tolist()) == want
     assert (found.resized == 224).all()
     assert (found.offset == 0).all()
-    assert found.box.dtype == found.resized.dtype == found.offset.dtype == np.int32
+    assert found.window.dtype == found.resized.dtype == found.offset.dtype == np.int32
 
 
 @some
@@ -84,8 +84,8 @@ def test_every_box_lies_inside(sides, seed):
         Resize((31, 17)),
     ]
     for crop in crops:
-        found = crop.boxes(uniforms(crop, len(h), seed), h, w)
-        top, left, height, width = found.box.astype(np.int64).T
+        found = crop.windows(uniforms(crop, len(h), seed), h, w)
+        top, left, height, width = found.window.astype(np.int64).T
         for start, extent, side in ((top, height, h), (left, width, w)):
             assert (start >= 0).all()
             assert (extent >= 1).all()
@@ -93,11 +93,24 @@ def test_every_box_lies_inside(sides, seed):
         assert (found.resized >= 1).all()
 
 
+@some
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 900), st.integers(1, 900))
+def test_resize_to_a_limit_is_torchvisions(height, width, size, more):
+    """``_compute_resized_output_size`` of torchvision; it fails where a side becomes 0, and gpuaug keeps one pixel."""
+    found = Resize(size, max_size=size + more).windows(None, *arrays([(height, width)]))
+    shorter, longer = size, int(size * max(height, width) / min(height, width))
+    if longer > size + more:
+        shorter, longer = max(int((size + more) * shorter / longer), 1), size + more
+    want = (shorter, longer) if height <= width else (longer, shorter)
+    assert tuple(found.resized[0].tolist()) == found.size == want
+    assert found.window[0].tolist() == [0, 0, height, width]
+
+
 def test_resized_crop_has_its_distribution():
     crop = RandomResizedCrop(224, scale=(0.2, 0.5))
     count = 20_000
     h = w = np.full(count, 4000)
-    top, left, height, width = crop.boxes(uniforms(crop, count, 0), h, w).box.astype(np.float64).T
+    top, left, height, width = crop.windows(uniforms(crop, count, 0), h, w).window.astype(np.float64).T
     area = height * width / (h * w)
     # a square holds every such part, so nothing is tried twice and both laws show undisturbed
     assert np.abs(np.sort(area) - np.linspace(0.2, 0.5, count)).max() < 0.005
@@ -112,10 +125,10 @@ def test_a_later_sample_moves_nothing():
     crop = RandomResizedCrop(224)
     h, w = arrays([(375, 500), (500, 333), (17, 900)])
     u = uniforms(crop, 3, 5)
-    whole = crop.boxes(u, h, w)
+    whole = crop.windows(u, h, w)
     for k in range(3):
-        alone = crop.boxes(u[k : k + 1], h[k : k + 1], w[k : k + 1])
-        assert (alone.box[0] == whole.box[k]).all()
+        alone = crop.windows(u[k : k + 1], h[k : k + 1], w[k : k + 1])
+        assert (alone.window[0] == whole.window[k]).all()
 
 
 @some
@@ -128,7 +141,7 @@ def test_random_crop_is_torchvisions(sides, seed, padding):
     size = int((h + top + bottom).min()), int((w + left + right).min())
     crop = RandomCrop(size, padding=padding, fill=7)
     u = uniforms(crop, len(h), seed)
-    found = crop.boxes(u, h, w)
+    found = crop.windows(u, h, w)
     for k in range(len(h)):
         image = np.arange(1, h[k] * w[k] + 1).reshape(h[k], w[k])
         padded = np.pad(image, ((top, bottom), (left, right)), constant_values=7)
@@ -138,9 +151,9 @@ def test_random_crop_is_torchvisions(sides, seed, padding):
 
 
 def placed(image: np.ndarray, boxes, k: int) -> np.ndarray:
-    """The rule of `Boxes`, for views that are not resized."""
+    """The rule of `CropWindows`, for views that are not resized."""
     canvas = np.full(boxes.size, boxes.fill, dtype=np.int64)
-    top, left, h, w = boxes.box[k].tolist()
+    top, left, h, w = boxes.window[k].tolist()
     y, x = boxes.offset[k].tolist()
     assert (h, w) == tuple(boxes.resized[k].tolist())
     b0, b1 = max(x, 0), min(x + w, boxes.size[1])
@@ -153,8 +166,8 @@ def placed(image: np.ndarray, boxes, k: int) -> np.ndarray:
 def test_random_crop_reaches_every_place():
     crop = RandomCrop(30, padding=2)
     h = w = np.full(3000, 32)
-    found = crop.boxes(uniforms(crop, 3000, 1), h, w)
-    origin = found.box[:, :2] - found.offset
+    found = crop.windows(uniforms(crop, 3000, 1), h, w)
+    origin = found.window[:, :2] - found.offset
     assert sorted(set(origin[:, 0].tolist())) == list(range(-2, 5))
     assert sorted(set(origin[:, 1].tolist())) == list(range(-2, 5))
 
@@ -172,8 +185,8 @@ def test_random_crop_reaches_every_place():
 )
 def test_resize_is_torchvisions(shape, resize, resized):
     h, w = arrays([shape])
-    assert tuple(ResizeCenterCrop(resize, 224).boxes(None, h, w).resized[0].tolist()) == resized
-    found = Resize(resize).boxes(None, h, w)
+    assert tuple(ResizeCenterCrop(resize, 224).windows(None, h, w).resized[0].tolist()) == resized
+    found = Resize(resize).windows(None, h, w)
     assert tuple(found.resized[0].tolist()) == found.size == resized
 
 
@@ -181,7 +194,7 @@ def test_resize_is_torchvisions(shape, resize, resized):
 @pytest.mark.parametrize("size", range(1, 12))
 def test_center_crop_is_torchvisions(height, size):
     """torchvision pads by (size - height) // 2 in front, or crops from int(round((height - size) / 2.0))."""
-    found = ResizeCenterCrop(height, size).boxes(None, *arrays([(height, height)]))
+    found = ResizeCenterCrop(height, size).windows(None, *arrays([(height, height)]))
     offset = found.offset[0].tolist()
     if size > height:
         assert offset == [(size - height) // 2] * 2
@@ -193,20 +206,20 @@ def test_a_sample_without_size_disturbs_nobody():
     h, w = arrays([(375, 500), (0, 0), (375, 500)])
     for crop in (RandomResizedCrop(224), RandomCrop(300), ResizeCenterCrop(256, 224), Resize(256), Resize((8, 9))):
         u = uniforms(crop, 3, 0)
-        found = crop.boxes(u, h, w)
-        alone = crop.boxes(u[:1], h[:1], w[:1])
+        found = crop.windows(u, h, w)
+        alone = crop.windows(u[:1], h[:1], w[:1])
         assert found.size == alone.size
-        assert (found.box[0] == alone.box[0]).all()
-        assert crop.boxes(u[:0], h[:0], w[:0]).box.shape == (0, 4)
+        assert (found.window[0] == alone.window[0]).all()
+        assert crop.windows(u[:0], h[:0], w[:0]).window.shape == (0, 4)
 
 
 def test_one_size_per_batch():
     with pytest.raises(ConfigError, match=r"`size`.*256x341.*\(H, W\)"):
-        Resize(256).boxes(None, *arrays([(375, 500), (256, 256)]))
+        Resize(256).windows(None, *arrays([(375, 500), (256, 256)]))
     with pytest.raises(ConfigError, match=r"`size`.*100x200.*padding"):
-        RandomCrop(128).boxes(np.zeros((2, 2), np.float32), *arrays([(300, 300), (100, 200)]))
+        RandomCrop(128).windows(np.zeros((2, 2), np.float32), *arrays([(300, 300), (100, 200)]))
     with pytest.raises(ConfigError, match=r"`u` must be float32 \[1, 22\]"):
-        RandomResizedCrop(8).boxes(None, *arrays([(300, 300)]))
+        RandomResizedCrop(8).windows(None, *arrays([(300, 300)]))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +240,12 @@ def test_one_size_per_batch():
         (lambda: RandomCrop(8, padding=(1, 2, 3)), r"`padding`.*Found: \(1, 2, 3\)"),
         (lambda: RandomCrop(8, padding="12"), "`padding`.*Found: '12'"),
         (lambda: RandomCrop(8, fill=256), "`fill`.*Found: 256"),
+        (lambda: RandomCrop(8, fill=(1, 2)), r"`fill` must be .* or three of them.*Found: \(1, 2\)"),
+        (lambda: RandomCrop(8, fill=(1, 2, 256)), r"`fill`.*Found: \(1, 2, 256\)"),
+        (lambda: RandomCrop(8, fill="123"), "`fill`.*Found: '123'"),
+        (lambda: Resize((8, 8), max_size=9), r"`max_size` must be above `size`.*size \(8, 8\), max_size 9"),
+        (lambda: Resize(8, max_size=8), "`max_size` must be above `size`.*size 8, max_size 8"),
+        (lambda: Resize(8, max_size=9.5), "`max_size` must be a whole number.*Found: 9.5"),
         (lambda: ResizeCenterCrop(0, 8), "`resize`.*Found: 0"),
         (lambda: Resize(1.5), "`size`.*Found: 1.5"),
     ],

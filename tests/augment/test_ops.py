@@ -40,6 +40,7 @@ def test_what_moves_pixels_is_what_kornia_calls_geometric(name: str) -> None:
     else:
         assert kind is K.RandomElasticTransform
         assert ENTRIES[name].affects == "field"
+    assert (ENTRIES[name].matrix is not None) == (ENTRIES[name].affects == "matrix")
 
 
 def test_subclasses_and_namesakes_have_no_entry() -> None:

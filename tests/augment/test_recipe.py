@@ -133,11 +133,11 @@ def test_the_loaders_way_and_the_modules_way_are_one() -> None:
     recipe = multi()
     x = images(5, (31, 26))
     drawn = recipe.draw(seed=2, epoch=1, indices=torch.arange(5))
-    boxes = recipe.boxes(drawn, np.full(5, 31), np.full(5, 26))
+    boxes = recipe.windows(drawn, np.full(5, 31), np.full(5, 26))
     cut = []
     for b in boxes:  # crop, then resize, image by image
         view = torch.empty((5, *b.size, 3), dtype=torch.uint8)
-        for i, (top, left, h, w) in enumerate(b.box.tolist()):
+        for i, (top, left, h, w) in enumerate(b.window.tolist()):
             part = x[i, top : top + h, left : left + w].permute(2, 0, 1)[None]
             view[i] = F.interpolate(part, b.size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
         cut.append(view)
@@ -154,9 +154,9 @@ def test_crops_of_a_module_are_pillows(interpolation: str, size: tuple[int, int]
     x = images(3, size)
     got = (recipe(x, indices=[0, 1, 2]) * 255).round()
     drawn = recipe.draw(seed=0, epoch=0, indices=[0, 1, 2])
-    (boxes,) = recipe.boxes(drawn, np.full(3, size[0]), np.full(3, size[1]))
+    (boxes,) = recipe.windows(drawn, np.full(3, size[0]), np.full(3, size[1]))
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-    for row, (top, left, h, w) in enumerate(boxes.box.tolist()):
+    for row, (top, left, h, w) in enumerate(boxes.window.tolist()):
         part = Image.fromarray(x[row, top : top + h, left : left + w].contiguous().numpy())
         want = torch.from_numpy(np.array(part.resize((32, 24), filters[interpolation]))).permute(2, 0, 1)
         assert (got[row] - want).abs().max() <= 1
@@ -789,10 +789,10 @@ def test_views_that_cannot_work_are_refused(views: object, words: str) -> None:
 def test_images_of_different_sizes_need_a_crop() -> None:
     recipe = standard()
     drawn = recipe.draw(seed=0, epoch=0, indices=[0, 1])
-    (boxes,) = recipe.boxes(drawn, np.array([5, 5]), np.array([7, 7]))
+    (boxes,) = recipe.windows(drawn, np.array([5, 5]), np.array([7, 7]))
     assert boxes.size == (5, 7)
     with pytest.raises(ConfigError, match=r"augment\.crop.*\[5, 7\].*\[5, 8\]"):
-        recipe.boxes(drawn, np.array([5, 5]), np.array([7, 8]))
+        recipe.windows(drawn, np.array([5, 5]), np.array([7, 8]))
 
 
 def test_public_names() -> None:

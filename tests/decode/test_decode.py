@@ -20,8 +20,9 @@ from conftest import ROOT, SHARED
 from pictures import encode, photograph
 from PIL import Image, ImageOps
 
+import gpuaug
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
-from gpuaug.batch import Boxes, EncodedBatch, Fault
+from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header, plan
 from gpuaug.decode.dali import CpuPipeline, CudaPipeline
 from gpuaug.decode.decoder import Decode, Decoder
@@ -141,7 +142,7 @@ def views(decoder: Decoder, images: list[bytes], *crops, seed: int = 0):
     """(one uint8 array per view, faults, boxes per view) of a batch."""
     batch = pack(images)
     look = decoder.read_headers(batch)
-    boxes = [c.boxes(uniforms(c, len(images), seed + k), look.height, look.width) for k, c in enumerate(crops)]
+    boxes = [c.windows(uniforms(c, len(images), seed + k), look.height, look.width) for k, c in enumerate(crops)]
     found, faults = decoder.pixels(batch, look, boxes)
     assert all(x.dtype == torch.uint8 and x.device == decoder.device for x in found)
     return [x.cpu().numpy() for x in found], [*look.faults, *faults], boxes
@@ -156,9 +157,9 @@ def whole(decoder: Decoder, data: bytes) -> np.ndarray:
     return decoder.full(batch, decoder.read_headers(batch))[0].cpu().numpy()
 
 
-def expected(image: np.ndarray, boxes: Boxes, k: int) -> np.ndarray:
-    """The rule of `Boxes`, with torch's own resize of the cropped pixels."""
-    top, left, height, width = boxes.box[k].tolist()
+def expected(image: np.ndarray, boxes: CropWindows, k: int) -> np.ndarray:
+    """The rule of `CropWindows`, with torch's own resize of the cropped pixels."""
+    top, left, height, width = boxes.window[k].tolist()
     (h, w), (y, x), (H, W) = boxes.resized[k].tolist(), boxes.offset[k].tolist(), boxes.size
     part = torch.from_numpy(image[top : top + height, left : left + width].copy()).permute(2, 0, 1)[None]
     if (height, width) != (h, w):
@@ -449,7 +450,7 @@ def test_a_view_is_pillows_resize_of_the_crop(decoder, interpolation, bound):
     method = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[interpolation]
     (view,), _, (box,) = views(decoder, images, RandomResizedCrop(160, interpolation=interpolation))
     for k, data in enumerate(images):
-        top, left, h, w = box.box[k].tolist()
+        top, left, h, w = box.window[k].tolist()
         part = Image.fromarray(by_pillow(data)[top : top + h, left : left + w])
         want = np.asarray(part.resize((160, 160), method)).astype(int)
         difference = np.abs(view[k] - want)
@@ -468,7 +469,7 @@ def test_no_pixel_outside_the_box_is_read(decoder):
             batch = pack(images)
             box = np.tile(np.array([[50, 70, 80, 120]], dtype=np.int32), (2, 1))
             shape = np.tile(np.array([size], dtype=np.int32), (2, 1))
-            boxes = Boxes(box, shape, np.zeros_like(shape), size, interpolation)
+            boxes = CropWindows(box, shape, np.zeros_like(shape), size, interpolation)
             (view,), faults = decoder.pixels(batch, decoder.read_headers(batch), [boxes])
             assert not faults
             assert (view == 255).all()
@@ -479,7 +480,7 @@ def test_same_size_is_a_copy(decoder):
     (view,), _, (box,) = views(decoder, [data] * 4, RandomCrop((100, 120)))
     image = by_pillow(data)
     for k in range(4):
-        top, left = box.box[k, :2].tolist()
+        top, left = box.window[k, :2].tolist()
         assert (view[k] == image[top : top + 100, left : left + 120]).all()
 
 
@@ -494,10 +495,33 @@ def test_padding_is_filled(decoder):
     assert (found[1][:, 0] == 0).all()
 
 
+def test_padding_has_a_color(decoder, as_on_cuda):
+    """On both ways of a decoder and in the module form; a canvas without any pixel of the image too."""
+    data = encode(photograph(size=(40, 30)))
+    crop = RandomCrop((36, 50), padding=(6, 5, 7, 4), fill=(9, 200, 70))
+    (view,), _, (box,) = views(decoder, [data] * 9, crop)
+    (other,), _, _ = views(as_on_cuda, [data] * 9, crop)
+    image = by_pillow(data)
+    module = gpuaug.Augment(crop=crop)
+    drawn = module.draw(seed=0, epoch=0, indices=range(9))
+    (own,) = module.windows(drawn, np.full(9, 30), np.full(9, 40))
+    made = module(torch.from_numpy(image.copy())[None].expand(9, -1, -1, -1), seed=0)
+    for k in range(9):
+        assert (view[k] == expected(image, box, k)).all()
+        assert np.abs(other[k].astype(int) - view[k]).max() <= 1
+        whole = (made[k].permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+        assert (whole == expected(image, own, k)).all()
+    batch = pack([data])
+    one = np.array([[0, 0, 1, 1]], dtype=np.int32)
+    beside = CropWindows(one, one[:, 2:], np.array([[70, -5]], dtype=np.int32), (7, 5), fill=(1, 2, 3))
+    (view,), _ = decoder.pixels(batch, decoder.read_headers(batch), [beside])
+    assert (torch.as_tensor(view) == torch.tensor([1, 2, 3])).all()
+
+
 def test_a_window_beside_the_image_is_all_fill(decoder):
     batch = pack([encode(photograph())])
     one = np.array([[0, 0, 1, 1]], dtype=np.int32)
-    boxes = Boxes(one, one[:, 2:], np.array([[70, -5]], dtype=np.int32), (20, 20), fill=3)
+    boxes = CropWindows(one, one[:, 2:], np.array([[70, -5]], dtype=np.int32), (20, 20), fill=3)
     (view,), _ = decoder.pixels(batch, decoder.read_headers(batch), [boxes])
     assert (view == 3).all()
 
@@ -507,11 +531,11 @@ def test_others_in_the_batch_change_nothing(decoder):
     crops = RandomResizedCrop(64), RandomResizedCrop(96, interpolation="bicubic", scale=(0.05, 0.3))
     batch = pack(images)
     look = decoder.read_headers(batch)
-    boxes = [c.boxes(uniforms(c, len(images)), look.height, look.width) for c in crops]
+    boxes = [c.windows(uniforms(c, len(images)), look.height, look.width) for c in crops]
     together, _ = decoder.pixels(batch, look, boxes)
     for keep in ([0], [5], [3, 1, 4], list(range(7, 23)), list(range(23, -1, -1))):
         part = pack([images[k] for k in keep])
-        taken = [Boxes(b.box[keep], b.resized[keep], b.offset[keep], b.size, b.interpolation) for b in boxes]
+        taken = [CropWindows(b.window[keep], b.resized[keep], b.offset[keep], b.size, b.interpolation) for b in boxes]
         apart, _ = decoder.pixels(part, decoder.read_headers(part), taken)
         for a, b in zip(apart, together, strict=True):
             assert torch.equal(a, b[keep])
@@ -560,13 +584,14 @@ def test_boxes_outside_the_image_are_refused(decoder):
     batch = pack([encode(photograph())])
     box = np.array([[0, 0, 400, 100]], dtype=np.int32)
     with pytest.raises(ConfigError, match=r"inside the image.*187x251"):
-        decoder.pixels(batch, decoder.read_headers(batch), [Boxes(box, box[:, 2:], np.zeros_like(box[:, :2]), (8, 8))])
+        windows = CropWindows(box, box[:, 2:], np.zeros_like(box[:, :2]), (8, 8))
+        decoder.pixels(batch, decoder.read_headers(batch), [windows])
 
 
 def test_an_empty_batch(decoder):
     batch = pack([])
     look = decoder.read_headers(batch)
-    (view,), faults = decoder.pixels(batch, look, [Resize((4, 5)).boxes(None, look.height, look.width)])
+    (view,), faults = decoder.pixels(batch, look, [Resize((4, 5)).windows(None, look.height, look.width)])
     assert view.shape == (0, 4, 5, 3)
     assert faults == []
 
@@ -681,7 +706,7 @@ def test_faults_of_reading_are_left_alone(decoder):
     look = decoder.read_headers(batch)
     assert look.faults == []
     assert look.height.tolist() == [187, 0, 187]
-    boxes = Resize((8, 8)).boxes(None, look.height, look.width)
+    boxes = Resize((8, 8)).windows(None, look.height, look.width)
     (view,), faults = decoder.pixels(batch, look, [boxes])
     assert faults == []
     assert not view[1].any()
@@ -811,7 +836,7 @@ def test_pillow_too_decodes_within_max_bytes():
         "peak = lambda: int(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')));"
         "d = Decode(backend='pillow', num_threads=8, max_bytes=100_000_000).open('cpu');"
         "small, data = claims('WEBP', 100), claims('WEBP', 2000);"
-        "go = lambda images: (lambda b, l: d.pixels(b, l, [Resize((8, 8)).boxes(None, l.height, l.width)]))("
+        "go = lambda images: (lambda b, l: d.pixels(b, l, [Resize((8, 8)).windows(None, l.height, l.width)]))("
         "*(lambda b: (b, d.read_headers(b)))(pack(images))); go([small] * 16); before = peak(); go([data] * 16);"
         "print(peak() - before)"
     )
@@ -864,6 +889,23 @@ def close_enough(found: np.ndarray, want: np.ndarray) -> None:
     assert difference.max() <= 40
 
 
+def compared(decoder: Decoder, reference: Decoder, images: list[bytes], *counts: int):
+    """Require that views of the first images, repeated, are close to the reference's; both views without a resize."""
+    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
+    for count in counts:
+        some = (images * (1 + count // len(images)))[:count]
+        want, _, _ = views(reference, some, *crops)
+        found, faults, _ = views(decoder, some, *crops)
+        assert not faults
+        for a, b in zip(found, want, strict=True):
+            close_enough(a, b)
+        yield found[1], want[1]
+
+
+def turned() -> list[bytes]:
+    return [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
+
+
 def test_raw_rows_beside_the_cuda_graph(dali, as_on_cuda):
     """They are resized on the host and uploaded: the CPU's pixels, whatever is in the batch with them."""
     encoded = [KINDS[k]() for k in MIXED]
@@ -880,21 +922,14 @@ def test_raw_rows_beside_the_cuda_graph(dali, as_on_cuda):
 def test_cuda_graph_agrees_with_the_cpu(dali, as_on_cuda):
     kinds = [k for k in MIXED if k not in ("gif",)]
     images = [KINDS[k]() for k in kinds]
-    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
-    for count in (len(images), 3, 40):  # 40: another capacity
-        some = (images * 7)[:count]
-        want, _, _ = views(dali, some, *crops)
-        found, faults, _ = views(as_on_cuda, some, *crops)
-        assert not faults
-        for a, b in zip(found, want, strict=True):
-            close_enough(a, b)
-    assert (found[1] == want[1]).all()  # nothing resized, so nothing differs
+    for found, want in compared(as_on_cuda, dali, images, len(images), 3, 40):  # 40: another capacity
+        assert (found == want).all()  # nothing resized, so nothing differs
     bicubic = RandomResizedCrop(64, interpolation="bicubic")
     close_enough(views(as_on_cuda, images, bicubic)[0][0], views(dali, images, bicubic)[0][0])
 
 
 def test_cuda_graph_with_orientations_faults_and_rescues(dali, as_on_cuda):
-    images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
+    images = turned()
     images[3:3] = [b"rubbish", KINDS["gif"](), failing_in_decode(), KINDS["png animated, own first"]()]
     crops = RandomCrop((100, 70)), ResizeCenterCrop(187, (170, 120))
     want, faults_want, _ = views(dali, images, *crops)
@@ -932,7 +967,7 @@ def test_views_of_the_cuda_graph_are_torchs_own_memory(as_on_cuda):
     """So that its allocator knows who still reads them, and DALI has its own back at once."""
     batch = pack([KINDS["jpeg 4:2:0"]()] * 3)
     look = as_on_cuda.read_headers(batch)
-    boxes = [Resize((20, 30)).boxes(None, look.height, look.width)] * 2
+    boxes = [Resize((20, 30)).windows(None, look.height, look.width)] * 2
     found, _ = as_on_cuda.pixels(batch, look, boxes)
     assert all(view.untyped_storage().resizable() for view in found)
 
@@ -941,7 +976,7 @@ def test_the_cuda_graph_is_built_once_for_the_usual_batch(dali, monkeypatch):
     decoder = Decode(backend="dali", num_threads=2).open("cpu", batch_size=80)
     decoder._dali = graph = CudaPipeline(decoder.device, num_threads=2, batch_size=80, operators="cpu")
     built, build = [], graph._build
-    monkeypatch.setattr(graph, "_build", lambda capacity, boxes: (built.append(capacity), build(capacity, boxes))[1])
+    monkeypatch.setattr(graph, "_build", lambda count, windows: (built.append(count), build(count, windows))[1])
     for count in (1, 80, 3, 33):
         views(decoder, [KINDS["jpeg 4:2:0"]()] * count, Resize((8, 8)))
     assert built == [80]
@@ -962,7 +997,7 @@ def test_an_error_of_the_device_is_no_sample_s(as_on_cuda, monkeypatch):
     monkeypatch.setattr(as_on_cuda._dali, "run", raising("decoders.image: CUDA_ERROR_ILLEGAL_ADDRESS"))
     batch = pack([KINDS["jpeg 4:2:0"]()] * 3)
     look = as_on_cuda.read_headers(batch)
-    rows = plan.Plan.of(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
+    rows = plan.Plan.of(batch, look, [Resize((20, 30)).windows(None, look.height, look.width)])
     failed: list[int] = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
         list(as_on_cuda._by_dali(rows, failed))
@@ -980,7 +1015,7 @@ from test_decode import KINDS, pack
 batch = pack([KINDS[kind]() for kind in ("jpeg 4:2:0", "png", "webp", "bmp")])
 decoder = Decode(backend="dali", num_threads=2).open("cpu")
 look = decoder.read_headers(batch)
-images, faults = decoder.pixels(batch, look, [Resize((20, 30)).boxes(None, look.height, look.width)])
+images, faults = decoder.pixels(batch, look, [Resize((20, 30)).windows(None, look.height, look.width)])
 assert not faults and not decoder.rescued and images[0].any()
 print([line for line in Path("/proc/self/maps").read_text().splitlines() if "libnvjpeg" in line])
 """
@@ -1003,15 +1038,8 @@ def test_decoding_on_the_cpu_loads_no_codec_of_the_gpu(dali):
 def test_mixed_agrees_with_the_cpu(dali):
     cuda = Decode(backend="dali").open("cuda")
     images = [KINDS[k]() for k in KINDS]
-    crops = RandomResizedCrop((64, 80)), RandomCrop((90, 60), padding=5, fill=7), ResizeCenterCrop(70, (90, 60))
-    for count in (len(images), 3, 80):
-        some = (images * 3)[:count]
-        want, _, _ = views(dali, some, *crops)
-        found, faults, _ = views(cuda, some, *crops)
-        assert not faults
-        for a, b in zip(found, want, strict=True):
-            close_enough(a, b)
-        assert np.abs(found[1].astype(int) - want[1]).max() <= 4  # decode alone
+    for found, want in compared(cuda, dali, images, len(images), 3, 80):
+        assert np.abs(found.astype(int) - want).max() <= 4  # decode alone
     cuda.close()
 
 
@@ -1035,8 +1063,7 @@ def test_mixed_repeats_itself_and_survives_faults():
 @gpu
 def test_mixed_orientation_and_full_images(dali):
     cuda = Decode(backend="dali").open("cuda")
-    images = [encode(photograph(), form, exif=exif(o)) for form in ("JPEG", "PNG") for o in range(1, 9)]
-    batch = pack(images)
+    batch = pack(turned())
     for a, b in zip(
         cuda.full(batch, cuda.read_headers(batch)), dali.full(batch, dali.read_headers(batch)), strict=True
     ):
@@ -1138,10 +1165,10 @@ def test_a_pipeline_that_failed_is_built_again(failures, monkeypatch, caplog):
         return real(self, part)
 
     look = decoder.read_headers(images)
-    expected, _ = decoder.pixels(images, look, [Resize((64, 48)).boxes(None, look.height, look.width)])
+    expected, _ = decoder.pixels(images, look, [Resize((64, 48)).windows(None, look.height, look.width)])
     monkeypatch.setattr(CpuPipeline, "run", failing)
     first = decoder._dali
-    boxes = Resize((64, 48)).boxes(None, look.height, look.width)
+    boxes = Resize((64, 48)).windows(None, look.height, look.width)
     if failures > 3:
         with pytest.raises(GpuaugError, match="LaunchFailure"):
             decoder.pixels(images, look, [boxes])
@@ -1164,7 +1191,7 @@ def test_a_webp_chunk_longer_than_its_file_allocates_nothing():
         "batch = EncodedBatch(data=torch.frombuffer(bytearray(data), dtype=torch.uint8),"
         "offsets=torch.tensor([0, len(data)]), labels=None, indices=one, repeats=one, valid=one == 0);"
         "d = Decode(backend='dali').open('cpu'); look = d.read_headers(batch);"
-        "d.pixels(batch, look, [Resize((32, 32)).boxes(None, look.height, look.width)]);"
+        "d.pixels(batch, look, [Resize((32, 32)).windows(None, look.height, look.width)]);"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )  # not getrusage's, which begins with the peak of the process that starts this one
     done = subprocess.run([sys.executable, "-c", code], input=bytes(data), capture_output=True, check=True)

@@ -14,10 +14,11 @@ import torch
 from torch.nn import functional as F
 
 import gpuaug
-from gpuaug.batch import Boxes
+from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
 
 WAYS = ("bilinear", "bicubic")
+FILL = (9, 200, 70)
 Pair = tuple[int, int]
 
 
@@ -31,11 +32,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def boxes(to: tuple[int, int], at: tuple[int, int], size: tuple[int, int], kind: str, count: int = 1) -> Boxes:
+def boxes(to: tuple[int, int], at: tuple[int, int], size: tuple[int, int], kind: str, count: int = 1) -> CropWindows:
     def rows(values: tuple[int, ...]) -> np.ndarray:
         return np.tile(np.array(values, dtype=np.int32), (count, 1))
 
-    return Boxes(rows((0, 0, 1, 1)), rows(to), rows(at), size, kind, fill=9)
+    return CropWindows(rows((0, 0, 1, 1)), rows(to), rows(at), size, kind, fill=FILL)
 
 
 def expected(
@@ -46,7 +47,7 @@ def expected(
     resized = F.interpolate(image, size=to, mode=kind, antialias=True)[0].permute(1, 2, 0).numpy()
     if part.shape[:2] == to:
         resized = part
-    canvas = np.full((*size, 3), 9, dtype=np.uint8)
+    canvas = np.full((*size, 3), FILL, dtype=np.uint8)
     (y, x), (h, w), (H, W) = at, to, size
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
     if y0 < y1 and x0 < x1:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,18 +40,51 @@ def said(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few images as folder, table, shards' place, packed and materialized."""
+    """A few images as folder, table, shards' place, packed and materialized; with masks and boxes in all forms."""
     root = tmp_path_factory.mktemp("place")
     rng = np.random.default_rng(0)
     for n in range(4):
         file = root / "images" / "ab"[n % 2] / f"{n}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8)).save(file)
+        annotate(root, n)
     lines = [f"{p.relative_to(root)},{n}" for n, p in enumerate(sorted((root / "images").rglob("*.png")))]
     (root / "table.csv").write_text("path,label\n" + "\n".join(lines) + "\n")
     with small(root) as live:
         gpuaug.Materialize(live, out=root / "epochs", epochs=1).run()
     return root
+
+
+def annotate(root: Path, n: int) -> None:
+    """A mask and one box of image ``n``, for each source of targets."""
+    for name in ("scenes/images", "scenes/masks", "scenes/labels", "voc/JPEGImages", "voc/Annotations"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(np.full((9, 12, 3), 40 * n, dtype=np.uint8))
+    image.save(root / f"scenes/images/{n}.png")
+    image.save(root / f"voc/JPEGImages/{n}.jpg")
+    Image.fromarray(np.full((9, 12), n, dtype=np.uint8)).save(root / f"scenes/masks/{n}.png")
+    (root / f"scenes/labels/{n}.txt").write_text("0 0.5 0.5 0.4 0.6\n")
+    box = "".join(f"<{name}>{k}</{name}>" for name, k in (("xmin", 2), ("ymin", 2), ("xmax", 9), ("ymax", 8)))
+    thing = f"<object><name>cat</name><bndbox>{box}</bndbox></object>"
+    (root / f"voc/Annotations/{n}.xml").write_text(f"<annotation>{thing}</annotation>")
+    images = [{"id": k, "file_name": f"{k}.png", "height": 9, "width": 12} for k in range(n + 1)]
+    boxes = [{"id": k, "image_id": k, "category_id": 1, "bbox": [1, 1, 7, 6], "iscrowd": 0} for k in range(n + 1)]
+    coco = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]}
+    (root / "scenes/boxes.json").write_text(json.dumps(coco))
+
+
+MASKS, BOXES = gpuaug.Targets(masks=gpuaug.Masks()), gpuaug.Targets(boxes=gpuaug.Boxes())
+
+
+def pairs(place: Path, **given: Any) -> None:
+    one_batch(place, **{"source": gpuaug.MaskFolderSource(place / "scenes"), **given})
+
+
+def boxes(place: Path, **given: Any) -> None:
+    one_batch(
+        place,
+        **{"source": gpuaug.CocoSource(place / "scenes/images", annotations=place / "scenes/boxes.json"), **given},
+    )
 
 
 def source(place: Path) -> gpuaug.FolderSource:
@@ -102,6 +136,27 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
         lambda p: {"ops": {"flip": flip()}},
         lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
     ),
+    "PhotometricDistort": (
+        lambda p: {},
+        lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
+    ),
+    "Letterbox": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
+    "RandomScaleCrop": (
+        lambda p: {"size": 8, "base": 9},
+        lambda p, made: None if made.needs else one_batch(p, augment=gpuaug.Augment(crop=made)),
+    ),
+    "RandomIoUCrop": (lambda p: {"size": 8}, lambda p, made: boxed(made)),
+    "MaskFolderSource": (lambda p: {"root": p / "scenes"}, lambda p, made: pairs(p, source=made, targets=MASKS)),
+    "YoloSource": (lambda p: {"root": p / "scenes"}, lambda p, made: boxes(p, source=made, targets=BOXES)),
+    "VocSource": (lambda p: {"root": p / "voc", "year": None}, lambda p, made: boxes(p, source=made, targets=BOXES)),
+    "CocoSource": (
+        lambda p: {"root": p / "scenes/images", "annotations": p / "scenes/boxes.json"},
+        lambda p, made: boxes(p, source=made, targets=BOXES),
+    ),
+    "Masks": (lambda p: {}, lambda p, made: pairs(p, targets=gpuaug.Targets(masks=made))),
+    "Boxes": (lambda p: {}, lambda p, made: boxes(p, targets=gpuaug.Targets(boxes=made))),
+    "Keypoints": (lambda p: {}, lambda p, made: repr(gpuaug.Targets(keypoints=made))),
+    "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
     "RamCache": (lambda p: {}, lambda p, made: one_batch(p, cache=made)),
     "RandomCrop": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
     "RandomResizedCrop": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
@@ -113,7 +168,16 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
 }
-OTHERS = {"Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "build", "compose"}
+OTHERS = {
+    "Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "BatchTargets", "Target", "build",
+    "compose",
+}  # fmt: skip
+
+
+def boxed(crop: gpuaug.RandomIoUCrop) -> None:
+    recipe = gpuaug.Augment(crop=crop)
+    objects = SimpleNamespace(boxes=np.array([[1.0, 1.0, 7.0, 8.0]]), sample=np.array([1]))
+    recipe.windows(recipe.draw(seed=0, epoch=0, indices=[0, 1]), np.array([9, 9]), np.array([12, 12]), objects=objects)
 
 
 def flip() -> Any:

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import cut
-from servers import bucket_of, files, options, proxied, s3
+from servers import remote_copy
 from test_remote import METHODS, read_all
 
 import gpuaug
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source import FolderSource, ParquetSource, Remote, adapt
+from gpuaug.source import FolderSource, ParquetSource, adapt
 
 
 def images(first, count):
@@ -222,18 +222,9 @@ def test_workers_of_every_start_method_read(folder, method):
 
 @pytest.mark.parametrize("kind", ["s3", "http"])
 @pytest.mark.parametrize("folder", ["snappy"], indirect=True)
-def test_remote_files_cost_one_range_for_each_row_group(folder, kind, tmp_path):
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        if kind == "s3":
-            port = stack.enter_context(s3())
-            root = bucket_of(port, folder, "parquet")
-        else:
-            port = stack.enter_context(files(folder))
-        proxy, url = stack.enter_context(proxied(port))
-        remote = Remote(options=options(url) if kind == "s3" else None, concurrency=5, tries=2)
-        source = ParquetSource(root if kind == "s3" else url, remote=remote)
+def test_remote_files_cost_one_range_for_each_row_group(folder, kind):
+    with remote_copy(kind, folder, "parquet", concurrency=5, tries=2) as (proxy, root, remote):
+        source = ParquetSource(root, remote=remote)
         local = ParquetSource(folder)
         assert source.digest() == local.digest()
         assert source.labels.tolist() == local.labels.tolist()

@@ -16,13 +16,13 @@ import pytest
 from conftest import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import bucket_of, files, options, proxied, s3
+from servers import remote_copy
 from test_remote import METHODS, read_all
 
 import gpuaug
 import gpuaug.files
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source import Remote, ShardSource
+from gpuaug.source import ShardSource
 from gpuaug.source.paths import expand_braces
 from gpuaug.source.tar import members
 
@@ -528,18 +528,9 @@ def test_workers_read_and_share_the_index(shards, method):
 
 @pytest.mark.parametrize("kind", ["s3", "http"])
 def test_remote_shards_cost_one_range_for_each_sample(shards, kind, tmp_path, caplog):
-    from contextlib import ExitStack
-
     local = ShardSource(shards, index=tmp_path / "local")
-    with ExitStack() as stack:
-        if kind == "s3":
-            port = stack.enter_context(s3())
-            root = bucket_of(port, shards, "shards")
-        else:
-            port = stack.enter_context(files(shards))
-        proxy, url = stack.enter_context(proxied(port))
-        remote = Remote(options=options(url) if kind == "s3" else None, concurrency=8)
-        root = (root if kind == "s3" else url) + "/train-{000..002}.tar"
+    with remote_copy(kind, shards, "shards", concurrency=8) as (proxy, root, remote):
+        root += "/train-{000..002}.tar"
         count, source = looked_at(caplog, root, remote=remote)
         assert count == 3
         assert keys(source) == keys(local)

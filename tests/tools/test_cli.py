@@ -13,6 +13,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from common import PROGRAM
 from conftest import ROOT
 from omegaconf import OmegaConf
 from PIL import Image
@@ -303,7 +304,7 @@ def test_logging_is_as_before_afterwards(folder: Path, tmp_path: Path) -> None:
 def test_a_reader_that_has_had_enough_is_no_error(command: str) -> None:
     """As `gpuaug train --help | head -1`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpuaug.tools", *command.split()],
+        [*PROGRAM, *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

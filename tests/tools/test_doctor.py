@@ -315,7 +315,8 @@ def test_an_engine_that_a_container_hides_is_explained(monkeypatch: pytest.Monke
 
 def test_every_test_is_told_about() -> None:
     assert {*command.TESTS, "cuda", "workers"} == set(probes.TESTS)
-    assert set(machine.VERDICTS) | set(command.FRESH) == set(probes.TESTS)
+    # the other results are never stored: these tests are quick, or their results may change daily
+    assert set(probes.TESTS) - set(machine.VERDICTS) == {"cuda", "compiler", "workers"}
     assert set(command.CUDA) < set(machine.VERDICTS)
 
 

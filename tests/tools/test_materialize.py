@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from common import NORMALIZE, STD, loader, recipe
+from common import NORMALIZE, PROGRAM, STD, loader, recipe
 from conftest import ROOT
 
 import gpuaug
@@ -573,7 +572,7 @@ def test_a_killed_run_looks_unfinished_and_goes_on(photos, tmp_path, capsys):
     words += ["batch_size=4", "num_workers=1", "store=final", "prefetch=0"]
     out = tmp_path / "killed"
     running = subprocess.Popen(
-        [sys.executable, "-m", "gpuaug.tools", *words, f"out={out}"],
+        [*PROGRAM, *words, f"out={out}"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         start_new_session=True,

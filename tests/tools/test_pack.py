@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import io
 import json
@@ -10,7 +11,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import tree
+from common import PROGRAM, ended, tree
 from conftest import ROOT, window
 from omegaconf import OmegaConf
 from pictures import photographs
@@ -306,7 +306,6 @@ def test_size_by_epoch(arrays: Path) -> None:
     assert [plan.size_of(e) for e in (0, 2, 3, 6, 7, 99)] == [40, 40, 96, 96, 40, 40]
     small, large = PackedSource(arrays, size=40), PackedSource(arrays)
     assert large.size == 96
-    assert bytes(plan.at_epoch(4)[5][0]) == bytes(large[5][0])
     with pytest.raises(RuntimeError, match="depends on the epoch"):
         plan[0]
     rows = plan.by_epoch
@@ -434,7 +433,7 @@ def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
     words += ["decode.backend=pillow"]
     assert main(["pack", *words[:-2], "num_workers=0", words[-1], f"out={tmp_path / 'whole'}"]) == 0
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "gpuaug.tools", "pack", *words, f"out={out}"]
+    command = [*PROGRAM, "pack", *words, f"out={out}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
@@ -446,9 +445,7 @@ def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
     process.kill()
     process.wait()
     assert len(started) >= 3
-    while any(_alive(pid) for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert ended(started, timeout=300)
     kept = {path: path.stat().st_mtime_ns for path in out.glob(".partial/done/*.json")}
     assert 3 <= len(kept) < 65
     assert os.listdir(out) == [".partial"]
@@ -456,13 +453,6 @@ def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
         PackedSource(out)
     assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
     assert content(out) == content(tmp_path / "whole")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_dead_worker_is_said_and_the_rest_is_kept(photos: Path, tmp_path: Path) -> None:
@@ -538,7 +528,6 @@ def test_other_labels_of_any_kind_are_another_job(folder: Path, tmp_path: Path, 
 
 
 def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
     (tmp_path / "out" / ".partial").mkdir(parents=True)
     lock = os.open(tmp_path / "out" / ".partial", os.O_RDONLY)
     try:
@@ -552,7 +541,6 @@ def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:
 # -- damaged --
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
 def test_pipes_in_the_folder_are_refused_and_not_waited_for(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / ".partial").mkdir(parents=True)

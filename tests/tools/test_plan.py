@@ -13,6 +13,7 @@ from typing import Any
 import planted
 import pytest
 import torch
+from common import PROGRAM
 from conftest import ROOT
 from torch import nn
 
@@ -394,7 +395,7 @@ def camera(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_plan_is_within_fifteen_percent(camera: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     file, words = tmp_path / "plan.json", [f"source.root={camera}", "device=cpu", *overrides]
-    call = [sys.executable, "-m", "gpuaug.tools", "plan", *words, f"json={file}"]
+    call = [*PROGRAM, "plan", *words, f"json={file}"]
     subprocess.run(call, cwd=ROOT, check=True, capture_output=True, text=True)
     planned = json.loads(file.read_text())["host_memory"]
     code = (

@@ -19,6 +19,7 @@ from typing import Any
 import planted
 import pytest
 import torch
+from common import threads
 from PIL import Image
 
 import gpuaug
@@ -28,21 +29,10 @@ from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
-from gpuaug.tools.profile import bottleneck
+from gpuaug.tools.profile import bottleneck, clock
 from gpuaug.tools.profile import measure as profiling
-from gpuaug.tools.profile.bottleneck import (
-    FREE,
-    GAIN,
-    TITLES,
-    Cost,
-    Measured,
-    Verdict,
-    diagnose,
-    expected,
-    gain,
-    predict,
-)
-from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.bottleneck import GAIN, TITLES, Verdict, diagnose, expected, gain, predict
+from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
 
@@ -85,10 +75,8 @@ def sleeping(seconds: float) -> Callable[[Batch], None]:
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads(2):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +385,7 @@ def test_a_model_that_could_be_kept_busier_is_told_how() -> None:
 
 
 def test_cores_are_those_of_this_process() -> None:
-    assert 0.25 <= profiling.free_cores(0.02) <= machine.usable_cpus()
+    assert 0.25 <= clock.free_cores(0.02) <= machine.usable_cpus()
 
 
 def test_waiting_for_bytes_is_told_from_work(small: list[bytes]) -> None:
@@ -413,10 +401,10 @@ def test_cpu_time_of_another_process_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", f"{code}\ninput()"], stdin=-1, stdout=-1) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        spent = profiling.cpu_seconds(process.pid)
+        spent = clock.cpu_seconds(process.pid)
         process.communicate(b"\n")
     assert 0.3 <= spent < 3.0
-    assert profiling.cpu_seconds(process.pid) == 0.0
+    assert clock.cpu_seconds(process.pid) == 0.0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

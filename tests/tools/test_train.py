@@ -8,15 +8,13 @@ import math
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from common import tree
+from common import PROGRAM, ended, threads, torchrun, tree
 from conftest import ROOT
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
@@ -39,10 +37,8 @@ HELD_OUT = ("val.augment=none", "val.augment.crop.size=[32,32]")
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Several threads wait for each other more than they work on images of 32 x 32, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +143,7 @@ def test_stop_during_held_out_images_keeps_the_epoch(
 
 
 def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gpuaug.tools", *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
+    command = [*PROGRAM, *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stderr is not None
@@ -161,12 +157,7 @@ def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
     assert "SIGTERM: stopped in epoch" in rest
     found = checkpoint(tmp_path)
     assert found["loader"]["epoch"] >= 2
-    for _ in range(1200):
-        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("a worker outlived the run")
+    assert ended(workers), "a worker outlived the run"
     assert main(words(photos, tmp_path, "resume=auto", f"epochs={found['loader']['epoch'] + 1}")) == 0
 
 
@@ -407,12 +398,9 @@ DDP_NET = (
 
 
 def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "gpuaug.tools"]
     path = os.pathsep.join([str(ROOT), str(folder)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, env=environment, timeout=900
-    )
+    return subprocess.run([*torchrun(ranks), *arguments], capture_output=True, text=True, env=environment, timeout=900)
 
 
 def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,18 +427,9 @@ def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.long
 def test_sigterm_under_torchrun_and_resume_on_one_rank(photos: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "gpuaug.tools",
-    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = words(photos, tmp_path, "epochs=100000", "num_workers=1")
-    with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen([*torchrun(2), *arguments], stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("epoch 2:"):

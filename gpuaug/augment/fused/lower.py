@@ -9,7 +9,6 @@ A slot is one position in an operation, where each sample takes one of several a
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops import entry_of
 from gpuaug.augment.ops.entry import ARGS, Code, Steps
+from gpuaug.augment.ops.geometry import pixel_matrices
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float
 
@@ -107,28 +107,11 @@ def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
     for number in np.unique(kind):
         rows = np.flatnonzero(kind == number)
-        given = torch.from_numpy(warps[rows, :9])
+        m = pixel_matrices(torch.from_numpy(warps[rows, :9]), size, elements=bool(number % 2))
         if number % 2:
-            m = given.view(-1, 3, 3)
             m = m / _projective_scale(m)
-        else:
-            m = _affine(given, size)
         to, back = _normalized(size, number >= 2)
         args[sample[rows], step[rows], :9] = _inverse(to @ (m @ back)).reshape(-1, 9)
-
-
-def _affine(values: Tensor, size: Size) -> Tensor:
-    """Pixel matrices float32 [n, 3, 3] from the columns of ops/geometry.py. The result is bit-identical to Kornia's."""
-    angle, scale_x, scale_y = (-values[:, 0]).deg2rad(), values[:, 1], values[:, 2]
-    x, y = (torch.full_like(angle, (n - 1) / 2) for n in size[::-1])
-    cos, sin, zero, one = angle.cos(), angle.sin(), torch.zeros_like(angle), torch.ones_like(angle)
-    turned = torch.stack([cos * scale_x, sin * scale_y, x, -sin * scale_x, cos * scale_y, y, zero, zero, one], dim=1)
-    around = torch.stack([one, zero, -x, zero, one, -y, zero, zero, one], dim=1)
-    m = turned.view(-1, 3, 3) @ around.view(-1, 3, 3)
-    m[:, :2, 2] += values[:, 3:5]
-    a, b = (values[:, 5:7] * (math.pi / 180)).tan().unbind(1)
-    shear = torch.stack([one, -a, a * y, -b, one + a * b, b * (x - a * y), zero, zero, one], dim=1)
-    return m @ shear.view(-1, 3, 3)
 
 
 @lru_cache(maxsize=32)

@@ -8,7 +8,7 @@ and fused/cuda_steps.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, Literal
@@ -121,12 +121,28 @@ def step(code: Code, *arguments: str | float) -> Callable[[Any], Steps]:
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """How the params of one Kornia module become its matrix: pixel indices of its input to those of its output.
+
+    Attributes:
+        write: fills float32 [n, 9], zeros at first, for n rows of params. Without ``elements``, seven numbers: angle in
+            degrees (clockwise), scale in x and y, translation in x and y in pixels, shear in x and y in degrees; scale,
+            angle and shear are about the image's centre.
+        elements: whether ``write`` fills the nine elements of the matrix instead.
+    """
+
+    write: Write
+    elements: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Everything that gpuaug knows about one Kornia class.
 
     Attributes:
         affects: what the operation changes. ``pixels``: values only. ``matrix``: pixels move by the matrix of
             Kornia's ``compute_transformation``. ``field``: each pixel moves by its own offset.
+        matrix: the matrix, for all settings of the class; None unless ``affects`` is ``matrix``.
         steps: from a module to its fused steps. None: its settings have no fused form, so the module itself runs.
         parameters: from a module to the number of uniforms per sample (without the one for ``p``), and the rule
             that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
@@ -137,6 +153,7 @@ class Entry:
     """
 
     affects: Literal["pixels", "matrix", "field"]
+    matrix: Matrix | None = field(default=None, kw_only=True)
     steps: Callable[[Any], Steps | None] = lambda op: None
     parameters: Callable[[Any], tuple[int, Rule] | None] = all_uniform
     check: Callable[[Any, str], None] | None = None

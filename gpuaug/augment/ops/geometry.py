@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, derived, step, uniform_from
+from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, derived, step, uniform_from
 from gpuaug.augment.ops.kornia_private import setting
 from gpuaug.augment.parameters import Params, Rule, Size, tensors
 from gpuaug.random.keyed import Float, field
@@ -68,56 +70,95 @@ def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[st
     return {"noise": field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
 
 
+# --- matrices
+
+# All affine matrices of a batch are computed in one call. Kornia would need one call of 0.15 ms per operation, and
+# RandAugment has ten such operations (five in each of two slots).
+_AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x", "shear_y")
+
+
+def _numbers(out: Float, params: Params, size: Size) -> None:
+    """The seven numbers of Kornia's affine operations, under the names that each operation has for them."""
+    out[:, 1:3] = 1
+    for column, name in enumerate(_AFFINE):
+        if name in params:
+            out[:, column] = params[name]
+    if "scale" in params:
+        out[:, 1:3], out[:, 3:5] = params["scale"], params["translations"]
+    elif "degrees" in params:
+        out[:, 0] = -params["degrees"]  # counter-clockwise, unlike `angle`
+    elif "times" in params:
+        out[:, 0] = -90 * np.rint(params["times"])
+
+
+def _mirrored(out: Float, params: Params, size: Size, *, axis: int) -> None:
+    out[:, (0, 4, 8)] = 1
+    out[:, 4 * axis] = -1
+    out[:, 3 * axis + 2] = size[1 - axis] - 1
+
+
+def _homography(out: Float, params: Params, size: Size) -> None:
+    from kornia.geometry.transform import get_perspective_transform
+
+    points = tensors(params)
+    out[:] = get_perspective_transform(points["start_points"], points["end_points"]).reshape(-1, 9)
+
+
+def pixel_matrices(values: Tensor, size: Size, *, elements: bool) -> Tensor:
+    """Matrices float32 [n, 3, 3] from what :class:`Matrix` writes, float32 [n, 9]. Bit-identical to Kornia's."""
+    if elements:
+        return values.view(-1, 3, 3)
+    angle, scale_x, scale_y = (-values[:, 0]).deg2rad(), values[:, 1], values[:, 2]
+    x, y = (torch.full_like(angle, (n - 1) / 2) for n in size[::-1])
+    cos, sin, zero, one = angle.cos(), angle.sin(), torch.zeros_like(angle), torch.ones_like(angle)
+    turned = torch.stack([cos * scale_x, sin * scale_y, x, -sin * scale_x, cos * scale_y, y, zero, zero, one], dim=1)
+    around = torch.stack([one, zero, -x, zero, one, -y, zero, zero, one], dim=1)
+    m = turned.view(-1, 3, 3) @ around.view(-1, 3, 3)
+    m[:, :2, 2] += values[:, 3:5]
+    a, b = (values[:, 5:7] * (math.pi / 180)).tan().unbind(1)
+    shear = torch.stack([one, -a, a * y, -b, one + a * b, b * (x - a * y), zero, zero, one], dim=1)
+    return m @ shear.view(-1, 3, 3)
+
+
+_AFFINE_MATRIX, _PERSPECTIVE_MATRIX = Matrix(_numbers), Matrix(_homography, elements=True)
+
 # --- steps
 
 _PADDINGS = ("ZEROS", "BORDER", "REFLECTION")
-# The parameters of an affine matrix. fused/lower.py computes all matrices of a batch in one call. Kornia would need one
-# call of 0.15 ms per operation, and RandAugment has ten such operations (five in each of two slots).
-_AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x", "shear_y")
-_IDENTITY = (0, 1, 1, 0, 0, 0, 0, 0, 0)
 
 
-def _warp(op: Any, *, projective: bool = False) -> Steps | None:
+def _warp(op: Any, *, matrix: Matrix = _AFFINE_MATRIX) -> Steps | None:
     flags = op.flags
     padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
     if flags["resample"].name != "BILINEAR" or padding not in _PADDINGS:
         return None
-    how = (_PADDINGS.index(padding), flags["align_corners"], projective)
-    return Steps((Code.WARP,), partial(_write_perspective if projective else _write_affine, how=how))
+    how = (_PADDINGS.index(padding), flags["align_corners"], matrix.elements)
+
+    def write(out: Float, params: Params, size: Size) -> None:
+        matrix.write(out[:, 0, :9], params, size)
+        out[:, 0, 9:12] = how
+
+    return Steps((Code.WARP,), write)
 
 
-def _write_affine(out: Float, params: Params, size: Size, *, how: tuple[float, ...]) -> None:
-    out[:, 0] = (*_IDENTITY, *how)
-    for column, name in enumerate(_AFFINE):
-        if name in params:
-            out[:, 0, column] = params[name]
-    if "scale" in params:
-        out[:, 0, 1:3], out[:, 0, 3:5] = params["scale"], params["translations"]
-    elif "degrees" in params:
-        out[:, 0, 0] = -params["degrees"]  # counter-clockwise, unlike `angle`
-    elif "times" in params:
-        out[:, 0, 0] = -90 * np.rint(params["times"])
-
-
-def _write_perspective(out: Float, params: Params, size: Size, *, how: tuple[float, ...]) -> None:
-    from kornia.geometry.transform import get_perspective_transform
-
-    points = tensors(params)
-    out[:, 0, :9] = get_perspective_transform(points["start_points"], points["end_points"]).reshape(-1, 9)
-    out[:, 0, 9:12] = how
+def _flip(code: Code, axis: int) -> Entry:
+    return Entry("matrix", step(code), matrix=Matrix(partial(_mirrored, axis=axis), elements=True))
 
 
 _TRANSLATIONS, _SHEARS = ("translate_x", "translate_y"), ("shear_x", "shear_y")
 _affine_draws = uniform_from("degree", "scale_2", "scale_4", *_TRANSLATIONS, *_SHEARS)
+_affine_entry = partial(Entry, "matrix", _warp, matrix=_AFFINE_MATRIX)
 
 ENTRIES = {
-    "RandomHorizontalFlip": Entry("matrix", step(Code.HFLIP)),
-    "RandomVerticalFlip": Entry("matrix", step(Code.VFLIP)),
-    "RandomAffine": Entry("matrix", _warp, derived(_affine_draws, _affine)),
-    "RandomRotation": Entry("matrix", _warp),
-    "RandomRotation90": Entry("matrix", _warp),
-    "RandomShear": Entry("matrix", _warp, derived(uniform_from(*_SHEARS), _shear)),
-    "RandomTranslate": Entry("matrix", _warp, derived(uniform_from(*_TRANSLATIONS), _translate)),
-    "RandomPerspective": Entry("matrix", partial(_warp, projective=True), _perspective),
+    "RandomHorizontalFlip": _flip(Code.HFLIP, axis=0),
+    "RandomVerticalFlip": _flip(Code.VFLIP, axis=1),
+    "RandomAffine": _affine_entry(derived(_affine_draws, _affine)),
+    "RandomRotation": _affine_entry(),
+    "RandomRotation90": _affine_entry(),
+    "RandomShear": _affine_entry(derived(uniform_from(*_SHEARS), _shear)),
+    "RandomTranslate": _affine_entry(derived(uniform_from(*_TRANSLATIONS), _translate)),
+    "RandomPerspective": Entry(
+        "matrix", partial(_warp, matrix=_PERSPECTIVE_MATRIX), _perspective, matrix=_PERSPECTIVE_MATRIX
+    ),
     "RandomElasticTransform": Entry("field", noise=_elastic_noise),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import logging
@@ -124,11 +125,6 @@ def locked(path: str) -> Iterator[int]:
     Raises:
         OSError: if the file cannot be created or locked.
     """
-    try:
-        import fcntl
-    except ImportError as error:  # Windows
-        raise OSError("this system cannot lock files, because Python has no fcntl here") from error
-
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when the process ends

@@ -175,8 +175,10 @@ class Storage:
                 raise SourceError(f"{redact(path)!r} cannot be used: {text}.") from error
         return files
 
-    def find(self, root: str) -> list[FileInfo]:
+    def find(self, root: str, *, key: str = "source.root") -> list[FileInfo]:
         """All files below a URL, in no fixed order. Folders of the same level are listed at the same time.
+
+        ``key`` is the configuration key of ``root``, for errors.
 
         Raises:
             SourceError: if a folder cannot be listed.
@@ -190,7 +192,7 @@ class Storage:
             below: list[str] = []
             for folder, url, entries in zip(folders, urls, answers, strict=True):
                 if isinstance(entries, FileNotFoundError) and not folder:
-                    raise SourceError(f"`source.root` does not exist, or is empty: {redact(root)!r}.") from entries
+                    raise SourceError(f"`{key}` does not exist, or is empty: {redact(root)!r}.") from entries
                 if isinstance(entries, Exception):
                     raise SourceError(f"{redact(url)!r} cannot be listed: {_text(entries)}.") from entries
                 for name, is_folder, size, version in entries:

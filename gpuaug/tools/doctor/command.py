@@ -36,7 +36,6 @@ log = logging.getLogger("gpuaug")
 LATE = "did not answer within"
 TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
 CUDA = ("decoder_mixed", "hardware", "stream", "fused_cuda")
-FRESH = ("cuda", "compiler", "workers")  # results are never stored: the test is quick, or its result may change daily
 OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
 DALI = {  # CUDA version: names of the packages
     12: ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"),

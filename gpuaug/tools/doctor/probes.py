@@ -185,7 +185,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     for turn in range(IN_A_ROW):  # each batch has different pixels and sizes
         batch = _batch([images[(k + turn) % len(images)] for k in range(len(images))])
         headers = decoder.read_headers(batch)
-        batches.append((batch, headers, [Resize((96, 96)).boxes(None, headers.height, headers.width)]))
+        batches.append((batch, headers, [Resize((96, 96)).windows(None, headers.height, headers.width)]))
     truths = [decoder.pixels(*arguments)[0][0].cpu().clone() for arguments in batches]
     wrong = largest = 0
     others = consumer = None
@@ -225,7 +225,7 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     import kornia.augmentation as K
     import torch
 
-    import gpuaug
+    from gpuaug.augment.recipe import Augment
 
     ops = {
         "flip": K.RandomHorizontalFlip(p=0.5),
@@ -237,8 +237,8 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     warnings = io.StringIO()
     logging.getLogger("gpuaug").addHandler(logging.StreamHandler(warnings))
     images = torch.arange(16 * 40 * 48 * 3).mul(7).remainder(251).to(torch.uint8).view(16, 40, 48, 3)
-    fused = gpuaug.Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
-    kornia = gpuaug.Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
+    fused = Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
+    kornia = Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
     if warnings.getvalue():  # the fused backend ran uncompiled; its warning gives the reason and the package to install
         return unbuilt, " ".join(warnings.getvalue().split()), None
     gap = float((fused.cpu() - kornia).abs().max()) * 255

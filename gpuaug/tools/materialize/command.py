@@ -161,6 +161,11 @@ class Materialize:
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
         GpuaugError: if the disk has too little space, or another run writes to ``out``.
+
+    >>> source = gpuaug.FolderSource("data/train")
+    >>> with gpuaug.Loader(source, augment=recipe, seed=0) as loader:
+    ...     Materialize(loader, out="data/epochs", epochs=3).run()
+    0
     """
 
     def __init__(
@@ -185,6 +190,11 @@ class Materialize:
             raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
         if getattr(loader.source, "stored", None) is not None:
             raise ConfigError("`source` must hold images. Found: epochs that are already materialized.")
+        if loader.targets is not None:
+            raise ConfigError(
+                "`targets` must be null, because `gpuaug materialize` stores images and labels only. Set "
+                "targets=none, or prepare images and targets with `gpuaug pack`."
+            )
         if loader.limit_batches is not None:
             raise ConfigError(
                 f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "

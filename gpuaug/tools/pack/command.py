@@ -4,6 +4,8 @@ takes: any source, and an output folder.
 does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
 gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
 ``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
+If the source has targets: each mask behind its image, as a tar member ``.seg.png``, and the columns of
+:func:`gpuaug.tools.pack.targets.index_arrays` in ``out/index/``.
 
 The samples of a shard are a fixed range. So the bytes do not depend on the number of processes or on restarts.
 Until the last file is written, all files are in ``out/.partial``.
@@ -39,7 +41,8 @@ from gpuaug.source.adapt import adapt
 from gpuaug.source.base import checksum, parse_manifest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
-from gpuaug.tools.pack.job import Job, Pack, Packer, checked_out, finished
+from gpuaug.tools.pack.job import FIELDS, MASK_FIELDS, Job, Pack, Packer, checked_out, finished
+from gpuaug.tools.pack.targets import describe, index_arrays
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, results, to_json
@@ -107,6 +110,8 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     speed = "already finished" if seconds is None else f"{seconds:.1f} s"
     report.add("images", total, f"{total}{left_out} ({speed})")
     report.values |= {"dropped": bad, "seconds": seconds}
+    if (targets := manifest.get("targets")) is not None:
+        report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
     for size in manifest["sizes"]:
         used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
@@ -195,6 +200,7 @@ def pack(
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
         truncated=faults.truncated == "accept",
         drop=faults.policy == "drop",
+        targets=describe(source, pixel_centers=what.pixel_centers),
     )
     if (manifest := finished(place)) is not None:
         job.check_same(manifest["job"])
@@ -263,7 +269,14 @@ def _write_index(job: Job) -> None:
         label_dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
         put("index/labels.npy", *npy(labels, label_dtype))
     classes = None if job.source.classes is None else list(job.source.classes)
-    fields = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}
+    fields = dict[str, Any](FIELDS)
+    targets = None if job.targets is None else dict(job.targets)
+    if targets is not None:
+        fields |= MASK_FIELDS if "masks" in targets["kinds"] else {}
+        for name, array in index_arrays(notes).items():
+            put(f"index/{name}.npy", *npy(array))
+            if name.endswith("keypoints"):
+                targets["num_keypoints"] = array.shape[1]
     for size in job.what.names:
         shards = [note["files"][str(size)] for note in notes]
         for field, dtype in fields.items():
@@ -286,6 +299,7 @@ def _write_index(job: Job) -> None:
         "shards": [len(note["keys"]) for note in notes],
         "classes": classes,
         "labels": None if label_dtype is None else np.dtype(label_dtype).name,
+        **({} if targets is None else {"targets": targets}),
         "dropped": dropped,
         "job": job.describe(),
         "files": dict(sorted(written.items())),
@@ -299,11 +313,10 @@ def _publish(job: Job) -> dict[str, Any]:
     for name in [*map(str, job.what.names), "index", MANIFEST]:
         if (job.work / name).exists():
             os.replace(job.work / name, job.out / name)
-    if hasattr(os, "O_DIRECTORY"):  # the renames must reach the disk before the work folder is removed
-        folder = os.open(job.out, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(job.out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the renames must reach the disk before the work folder is removed
+    finally:
+        os.close(folder)
     shutil.rmtree(job.work)
     return parse_manifest(read_file(str(job.out / MANIFEST)), KIND, VERSION)

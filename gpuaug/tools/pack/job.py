@@ -22,16 +22,18 @@ from torch import Tensor
 
 from gpuaug import checks, files
 from gpuaug.augment.crop import ResizeCenterCrop
-from gpuaug.batch import Boxes, EncodedBatch, Fault, Interpolation
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Interpolation, Target
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.read.reader import Reader
+from gpuaug.source import runs
 from gpuaug.source.adapt import Source
 from gpuaug.source.base import parse_manifest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
+from gpuaug.tools.pack.targets import TargetPacker
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
@@ -39,6 +41,9 @@ PARTIAL = ".partial"
 _READ_SAMPLES = 32  # per read
 _CANVAS_BYTES = 1 << 28  # resized images of a batch; a batch that needs more is resized image by image
 _LONGEST_JPEG = 65_535  # pixels per side
+
+FIELDS = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}  # of the index
+MASK_FIELDS = {"mask_offsets": np.int64, "mask_lengths": np.int32}
 
 Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (height, width)
 
@@ -56,6 +61,7 @@ class Pack:
     quality: int = 90
     subsampling: str = "4:2:0"
     interpolation: Interpolation = "bicubic"
+    pixel_centers: bool = True
     samples: int = 1000
 
     def __post_init__(self) -> None:
@@ -75,6 +81,7 @@ class Pack:
         subsampling = ("4:4:4", "4:2:2", "4:2:0")
         checks.one_of("subsampling", self.subsampling, subsampling, hint=" In YAML it needs quotes.")
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
+        checks.flag("pixel_centers", self.pixel_centers)
         checks.whole_number("samples", self.samples, 1)
 
     @property
@@ -93,6 +100,7 @@ class Job:
     decode: Decode
     truncated: bool
     drop: bool
+    targets: dict[str, Any] | None = None  # what the source has besides images and labels, as JSON
 
     @property
     def work(self) -> Path:
@@ -131,6 +139,7 @@ class Job:
         """Everything that decides the written bytes, as JSON."""
         source = self.source
         what = {**asdict(self.what), "sizes": self.what.names}
+        del what["pixel_centers"]  # part of the targets
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
         return {
@@ -139,6 +148,7 @@ class Job:
             "numbers": None if source.indices is None else digest(source.indices.numpy().tobytes()),
             "labels": _labels_digest(source),
             "classes": source.classes,
+            **({} if self.targets is None else {"targets": self.targets}),
             **what,
             "decode": {
                 "backend": self.decode.backend,
@@ -191,7 +201,8 @@ def _labels_digest(source: Source) -> str | None:
     if not callable(label):
         return None
     numbers = range(len(source)) if source.indices is None else source.indices.tolist()
-    values = [label(i) for i in numbers]  # floats, or several labels per sample
+    given = map(label, numbers)  # floats, several labels per sample, or targets
+    values = [value.label if isinstance(value, Target) else value for value in given]
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
 
@@ -214,7 +225,9 @@ class Packer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
-        self._reader = Reader(job.source, num_workers=0)
+        raw = job.what.format == "uint8"
+        self._targets = None if job.targets is None else TargetPacker(job.targets, self._decoder, raw=raw)
+        self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
 
     def close(self) -> None:
         """Free the decoder's memory."""
@@ -247,53 +260,70 @@ class Packer:
     def _write_samples(
         self, numbers: NDArray[np.int64], shards: list[_ShardFile], progress: Callable[[int], Any]
     ) -> dict[str, Any]:
-        keys, kept, labels, faults = [], [], [], []
+        note: dict[str, Any] = {"keys": [], "numbers": [], "labels": [], "faults": []}
+        columns = []
         for first in range(0, len(numbers), _READ_SAMPLES):
             some = numbers[first : first + _READ_SAMPLES]
             indices = torch.from_numpy(some.astype(np.int64))
             batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
-            for row, encoded in enumerate(self._encode(batch)):
-                if isinstance(encoded, Fault):
-                    faults.append([first + row, encoded.stage, encoded.reason, encoded.size, encoded.head.hex()])
+            headers, windows = self._plan(batch)
+            targets = None if self._targets is None else self._targets.encode(batch, headers, windows)
+            late = {} if targets is None else {fault.row: fault for fault in targets.faults}
+            kept = []
+            for row, encoded in enumerate(self._encode(batch, headers, windows)):
+                if isinstance(encoded, Fault) or row in late:
+                    fault = encoded if isinstance(encoded, Fault) else late[row]
+                    note["faults"].append([first + row, fault.stage, fault.reason, fault.size, fault.head.hex()])
                     continue
-                number = int(some[row])
+                kept.append(row)
+                masks = targets.masks[row] if targets is not None and targets.masks else [None] * len(shards)
                 label = None if batch.labels is None else batch.labels[row].tolist()
-                for shard, (data, shape) in zip(shards, encoded, strict=True):
-                    shard.add(number, data, shape, label)
-                keys.append(self.job.source.key(number))
-                kept.append(number)
-                labels.append(label)
-            if faults and not self.job.drop:
-                raise _BadSampleError(faults)
+                for shard, (data, shape), mask in zip(shards, encoded, masks, strict=True):
+                    shard.add(int(some[row]), data, shape, label, mask)
+                note["labels"].append(label)
+            note["numbers"] += some[kept].tolist()
+            note["keys"] += [self.job.source.key(number) for number in some[kept].tolist()]
+            if targets is not None:
+                columns.append(targets.columns(kept, self.job.what.names))
+            if note["faults"] and not self.job.drop:
+                raise _BadSampleError(note["faults"])
             progress(len(some))
-        return {"keys": keys, "numbers": kept, "labels": labels, "faults": faults}
+        if self._targets is not None:
+            note["objects"] = self._targets.to_note(columns)
+        return note
 
-    def _encode(self, batch: EncodedBatch) -> list[Encoded | Fault]:
-        """The bytes to write for each row, or the row's fault."""
-        what, headers = self.job.what, self._decoder.read_headers(batch)
+    def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
+        """The headers of a batch, and the windows of each size."""
+        headers = self._decoder.read_headers(batch)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
-        boxes = [_whole(sizes, name, what) for name in what.names]
+        return headers, [_whole(sizes, name, self.job.what) for name in self.job.what.names]
+
+    def _encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: list[CropWindows]) -> list[Encoded | Fault]:
+        """The bytes to write for each row, or the row's fault."""
         faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
         rows = range(len(batch))
-        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (box.size for box in boxes)) > _CANVAS_BYTES:
-            return [faults.get(row) or self._encode(_single(batch, row))[0] for row in rows]
-        images, bad = self._decoder.pixels(batch, headers, boxes)
+        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
+            return [faults.get(row) or self._encode_alone(_single(batch, row)) for row in rows]
+        images, bad = self._decoder.pixels(batch, headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         return [
-            faults.get(row) or self._encode_row(row, batch, headers, zip(boxes, images, strict=True)) for row in rows
+            faults.get(row) or self._encode_row(row, batch, headers, zip(windows, images, strict=True)) for row in rows
         ]
 
+    def _encode_alone(self, batch: EncodedBatch) -> Encoded | Fault:
+        return self._encode(batch, *self._plan(batch))[0]
+
     def _encode_row(
-        self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[Boxes, Tensor]]
+        self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
     ) -> Encoded | Fault:
-        """The bytes to write for one image, from the batch's boxes and canvases of each size."""
+        """The bytes to write for one image, from the batch's windows and canvases of each size."""
         what, data = self.job.what, batch.encoded(row).numpy()
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
         original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
         encoded: Encoded = []
-        for boxes, canvases in views:
-            height, width = boxes.resized[row].tolist()
+        for windows, canvases in views:
+            height, width = windows.resized[row].tolist()
             pixels = canvases[row, :height, :width].numpy()
             if what.format == "uint8":
                 made = header.raw_header(height, width) + pixels.tobytes()
@@ -321,43 +351,50 @@ def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
     return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
 
 
-def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> Boxes:
-    """Boxes that resize whole images, of ``sizes`` [B, 2], to a shorter side of at most ``size``."""
+def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
+    """Windows that resize whole images, of ``sizes`` [B, 2], to a shorter side of at most ``size``."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
-        resized[larger] = ResizeCenterCrop(size, size).boxes(None, *box[larger].T).resized
+        resized[larger] = ResizeCenterCrop(size, size).windows(None, *box[larger].T).resized
     zero = np.zeros_like(box)
     canvas = int(resized[:, 0].max()), int(resized[:, 1].max())
-    return Boxes(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
+    return CropWindows(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
 
 
 class _ShardFile:
-    """One shard: a tar of JPEGs, or headers and pixels. ``index`` holds the position of each sample."""
+    """One shard: a tar of JPEGs, or headers and pixels. A mask follows its image. ``index`` holds their positions."""
 
     def __init__(self, stack: ExitStack, path: Path, *, jpeg: bool) -> None:
         self._file = stack.enter_context(files.replacing(path, sync=True))
         tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT) if jpeg else None
         self._tar = tar and stack.enter_context(tar)
-        self.index: dict[str, list[Any]] = {"offsets": [], "lengths": [], "shapes": [], "checksums": []}
+        self.index: dict[str, list[Any]] = {name: [] for name in (*FIELDS, *MASK_FIELDS)}
 
-    def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any) -> None:
+    def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any, mask: bytes | None) -> None:
         """Append a sample. Whole-number labels go into WebDataset's `cls` member, others into a JSON member."""
-        offset = self._file.tell() + (0 if self._tar is None else tarfile.BLOCKSIZE)  # skip the tar member's header
-        values = {"offsets": offset, "lengths": len(data), "shapes": shape, "checksums": zlib.crc32(data)}
-        for name, value in values.items():
-            self.index[name].append(value)
+        name, index = f"{number:09d}", self.index
+        begin = self._append(f"{name}.jpg", data)
+        for field, value in zip(FIELDS, (begin, len(data), zlib.crc32(data), shape), strict=True):
+            index[field].append(value)
+        if mask is not None:
+            begin = self._append(f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
+            index["mask_offsets"].append(begin)
+            index["mask_lengths"].append(len(mask))
+        if self._tar is None or label is None:
+            return
+        if isinstance(label, int):
+            self._append(f"{name}.cls", b"%d" % label)
+        else:
+            self._append(f"{name}.json", json.dumps({"label": label}).encode())
+
+    def _append(self, name: str, data: bytes) -> int:
+        """Append bytes, in a tar as a member. Returns the position of the first one."""
+        begin = self._file.tell()
         if self._tar is None:
             self._file.write(data)
-            return
-        self._add_member(f"{number:09d}.jpg", data)
-        if isinstance(label, int):
-            self._add_member(f"{number:09d}.cls", b"%d" % label)
-        elif label is not None:
-            self._add_member(f"{number:09d}.json", json.dumps({"label": label}).encode())
-
-    def _add_member(self, name: str, data: bytes) -> None:
+            return begin
         info = tarfile.TarInfo(name)  # no times or owners: they would change the bytes in every run
         info.size = len(data)
-        assert self._tar is not None
         self._tar.addfile(info, io.BytesIO(data))
+        return begin + tarfile.BLOCKSIZE  # after the member's header

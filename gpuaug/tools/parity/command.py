@@ -25,18 +25,20 @@ from tqdm import tqdm
 
 from gpuaug import checks
 from gpuaug.augment.fused.backend import FusedBackend
-from gpuaug.augment.ops import noise
 from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Drawn, View
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import Boxes
+from gpuaug.batch import CropWindows
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
-from gpuaug.read.reader import Reader
 from gpuaug.source.materialized import MaterializedSource
-from gpuaug.tools.parity.counterpart import Call, call, counterpart, text, torchvision, why
+from gpuaug.targets.batch import BatchTargets
+from gpuaug.tools.parity import targets
+from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, torchvision, why
+from gpuaug.tools.parity.targets import TargetDifference
+from gpuaug.tools.preview.annotations import read, upright_targets
 from gpuaug.tools.preview.command import chosen, indices_of
 from gpuaug.tools.report import Report, png, printable, written
 from gpuaug.tools.request import Keys, Request
@@ -122,6 +124,7 @@ def table(parity: Parity) -> list[str]:
             lines += textwrap.wrap(
                 f"{', '.join(names)}: {reason}.", 112, initial_indent="    ", subsequent_indent="    "
             )
+    lines += targets.table(parity.targets) if parity.targets else []
     return [*lines, *([""] if parity.notes else []), *(f"note: {note}" for note in parity.notes), ""]
 
 
@@ -179,6 +182,7 @@ class Sample:
     key: str
     ours: dict[str, Image] = field(default_factory=dict)  # view name to uint8 [H, W, 3]
     theirs: dict[str, Image] = field(default_factory=dict)
+    targets: BatchTargets | None = None  # of the upright image
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,6 +262,7 @@ class Parity:
     notes: list[str]  # what could not be compared, and other remarks
     samples: int  # number of compared images
     torchvision: str  # its version
+    targets: list[TargetDifference] = field(default_factory=list)
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "") -> Difference:
         """The comparison with these names; it is created if it does not exist yet."""
@@ -274,7 +279,8 @@ class Parity:
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        return {**vars(self), "differences": [d.plain() for d in self.differences], "summary": summary(self)}
+        lists = {name: [d.plain() for d in getattr(self, name)] for name in ("differences", "targets")}
+        return {**vars(self), **lists, "summary": summary(self)}
 
 
 def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: int = 0) -> Parity:
@@ -291,8 +297,11 @@ def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: in
         for view in views:
             _operations(parity, loader, view, samples, epoch=epoch)
             _whole(parity, loader, view, samples, epoch=epoch)
+            if known := [(s.index, s.key, s.targets) for s in samples if s.targets is not None]:
+                parity.targets += targets.compare(loader, view, known, epoch=epoch, note=parity.note)
         _mixed(parity, loader, views, samples, epoch=epoch)
-    for difference in parity.differences:
+    compared: list[Difference | TargetDifference] = [*parity.differences, *parity.targets]
+    for difference in compared:
         if difference.verdict == "equal":
             difference.why = ""
     parity.differences.sort(key=lambda d: STAGES.index(d.stage))
@@ -334,7 +343,7 @@ def summary(parity: Parity) -> str:
     if other:
         text += f" {', '.join(other)} {'differ' if len(other) > 1 else 'differs'} from torchvision's function of the "
         text += "same name: fine for training from scratch, but not the same recipe."
-    return text
+    return text + targets.summary(parity.targets)
 
 
 # --- decode, crop, resize
@@ -344,11 +353,10 @@ def _decoded(
     parity: Parity, loader: Loader, decode: Decode, views: list[View], indices: Iterable[int], *, epoch: int
 ) -> list[Sample]:
     """Compare decoding, cropping and resizing, one image at a time to limit memory."""
-    decoder = decode.open(loader.device)
+    decoder, stage = decode.open(loader.device), loader.pipeline.stage
     samples, turned = [], 0
     for index in indices:
-        number = torch.tensor([index])
-        encoded = next(Reader(loader.source).batches([(number, number * 0, number == number)]))
+        encoded = read(loader, [index])
         headers = decoder.read_headers(encoded)
         sample = Sample(index, loader.source.key(index))
         faults = [*encoded.faults, *headers.faults]
@@ -369,18 +377,20 @@ def _decoded(
             parity.note("decoding is not compared: the source stores pixels, which need no decoding")
         else:
             parity.at("decode", decoder.backend, "Pillow", DECODE).add(image, theirs, sample=sample)
-        drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[index])
-        boxes = loader.augment.boxes(drawn, headers.height, headers.width)
-        for view, box in zip(loader.augment.views, boxes, strict=True):
+        windows = stage.read_headers(encoded, epoch).windows
+        sample.targets = upright_targets(loader, decoder, index)
+        if loader.targets is not None and sample.targets is None:
+            parity.note(f"sample {index} ({sample.key}): masks and boxes are left out, because they cannot be used")
+        for view, window in zip(loader.augment.views, windows, strict=True):
             if view not in views:
                 continue
-            resized = bool((box.resized[0] != box.box[0, 2:]).any())
-            what = f"(top, left, height, width) {box.box[0].tolist()} to {box.resized[0].tolist()}"
-            name = f"crop, {box.interpolation}" if resized else "crop"
-            sample.ours[view.name] = decoder.pixels(encoded, headers, [box])[0][0][0].cpu().numpy()
-            sample.theirs[view.name] = _canvas(theirs, box)
+            resized = bool((window.resized[0] != window.window[0, 2:]).any())
+            what = f"(top, left, height, width) {window.window[0].tolist()} to {window.resized[0].tolist()}"
+            name = f"crop, {window.interpolation}" if resized else "crop"
+            sample.ours[view.name] = decoder.pixels(encoded, headers, [window])[0][0][0].cpu().numpy()
+            sample.theirs[view.name] = _canvas(theirs, window)
             difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
-            difference.add(sample.ours[view.name], _canvas(image, box), sample=sample, epoch=epoch, what=what)
+            difference.add(sample.ours[view.name], _canvas(image, window), sample=sample, epoch=epoch, what=what)
         samples.append(sample)
     decoder.close()
     if turned:
@@ -399,14 +409,14 @@ def _by_pillow(data: bytes) -> Image:
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
 
-def _canvas(image: Image, box: Boxes) -> Image:
-    """Crop, resize and place a box of an image, uint8 [H, W, 3], with Pillow."""
-    top, left, height, width = box.box[0].tolist()
-    (h, w), (y, x) = box.resized[0].tolist(), box.offset[0].tolist()
+def _canvas(image: Image, window: CropWindows) -> Image:
+    """Crop, resize and place a window of an image, uint8 [H, W, 3], with Pillow."""
+    top, left, height, width = window.window[0].tolist()
+    (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
     part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
     if (h, w) != (height, width):
-        part = part.resize((w, h), PIL.Image.Resampling[box.interpolation.upper()])
-    canvas = PIL.Image.new("RGB", box.size[::-1], (box.fill,) * 3)
+        part = part.resize((w, h), PIL.Image.Resampling[window.interpolation.upper()])
+    canvas = PIL.Image.new("RGB", window.size[::-1], tuple(np.broadcast_to(window.fill, 3).tolist()))
     canvas.paste(part, (x, y))
     return np.array(canvas)
 
@@ -436,7 +446,7 @@ def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample
                 if images[name] >= len(samples):
                     continue
                 images[name] += 1
-                calls, kinds = _calls(op, chosen, slots, image)
+                calls, kinds = calls_of(op, chosen, slots, image.shape[:2])
                 if isinstance(calls, str):
                     parity.note(f"`{name}`{of} is not compared: {calls}")
                     continue
@@ -465,26 +475,6 @@ def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
     if len({type(module) for modules in op.slots for module in modules}) == 1:
         return [(op.name, [*range(len(op.slots))])] if active else []
     return [(f"{op.name}: {type(op.slots[s][chosen.choice[0, s]]).__name__}", [s]) for s in active]
-
-
-def _calls(op: Prepared, chosen: Chosen, slots: Iterable[int], image: Image) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for the chosen operations (or why there are none), and the names of Kornia's classes."""
-    calls: list[Call] = []
-    kinds = set()
-    for slot in slots:
-        if (choice := int(chosen.choice[0, slot])) < 0:
-            continue
-        module = op.slots[slot][choice]
-        kinds.add(type(module).__name__)
-        params = {k: v[0] for k, v in chosen.params[slot][choice].items()}
-        if chosen.keys is not None:  # per-pixel noise, which the backends compute from the sample's key
-            fields = noise(module, torch.from_numpy(chosen.keys), (image.shape[0], image.shape[1]))
-            params |= {k: v[0].numpy() for k, v in fields.items()}
-        made = counterpart(module, params)
-        if isinstance(made, str):
-            return made, kinds
-        calls += made
-    return calls, kinds
 
 
 def _ours(loader: Loader, view: View, image: Image, ops: Any = (), chosen: Any = (), normalize: Any = None) -> Image:
@@ -576,7 +566,7 @@ def _whole(parity: Parity, loader: Loader, view: View, samples: list[Sample], *,
         if not ops or any(op.seeded is not None for op in ops):
             continue
         chosen = [_chosen(op, drawn, view, row, image) for op in ops]
-        made = [_calls(op, c, range(len(op.slots)), image)[0] for op, c in zip(ops, chosen, strict=True)]
+        made = [calls_of(op, c, range(len(op.slots)), image.shape[:2])[0] for op, c in zip(ops, chosen, strict=True)]
         calls = [call for part in made if not isinstance(part, str) for call in part]
         if any(isinstance(part, str) for part in made):
             parity.note(f"`{WHOLE}` leaves out sample {sample.index}: one of its operations has no counterpart")

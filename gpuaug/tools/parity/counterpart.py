@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpuaug.augment.ops import by_class
+from gpuaug.augment.ops import by_class, noise
 from gpuaug.augment.ops.kornia_private import fixed_order
-from gpuaug.augment.parameters import Params
+from gpuaug.augment.parameters import Chosen, Params, Prepared
 from gpuaug.errors import ConfigError
 
 Call = tuple[str, dict[str, Any]]  # a torchvision function and its arguments, for pixels in 0..1
@@ -67,6 +67,35 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
     if make is None:
         return f"torchvision has no counterpart of {type(module).__name__} that takes the same parameters"
     return make(module, {k: v.tolist() if v.ndim < 3 else torch.from_numpy(v) for k, v in params.items()})
+
+
+def calls_of(
+    op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
+) -> tuple[list[Call] | str, set[str]]:
+    """torchvision's calls for the chosen operations (or why there are none), and the names of Kornia's classes.
+
+    Args:
+        op: the operation.
+        chosen: its choices for one sample.
+        slots: the slots to look at.
+        size: (H, W) of the image.
+    """
+    calls: list[Call] = []
+    kinds = set()
+    for slot in slots:
+        if (choice := int(chosen.choice[0, slot])) < 0:
+            continue
+        module = op.slots[slot][choice]
+        kinds.add(type(module).__name__)
+        params = {k: v[0] for k, v in chosen.params[slot][choice].items()}
+        if chosen.keys is not None:  # per-pixel noise, which the backends compute from the sample's key
+            fields = noise(module, torch.from_numpy(chosen.keys), (size[0], size[1]))
+            params |= {k: v[0].numpy() for k, v in fields.items()}
+        made = counterpart(module, params)
+        if isinstance(made, str):
+            return made, kinds
+        calls += made
+    return calls, kinds
 
 
 def why(kinds: Iterable[str], reference: str) -> str:

@@ -139,6 +139,7 @@ MIB = 2**20
 SPARE = 0.1  # share of the available memory kept free, for other processes and for errors of the plan
 CLEARLY = 1.15  # a run that needs more than this times the available memory is refused: plans err by up to 15 %
 BEHIND = 4  # encoded batches that have left the workers: one waits, one each is in header reading, decode, augment
+MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
 CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; seconds after which slow storage ends the reading
 ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
@@ -167,7 +168,9 @@ class Costs:
     """Bytes of each part of a run. They give its memory under any :class:`Limits`."""
 
     image: float  # an encoded image, on average
-    ready: int  # a finished batch in the prefetch queue
+    ready: int  # the images of a finished batch in the prefetch queue
+    masks: int = 0  # its masks
+    mask_work: int = 0  # decoded masks, and masks between two threads; part of the work, but listed apart
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
@@ -203,6 +206,8 @@ class Run:
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
         sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
         left = max(0, batches - made) * loader.batch_size * costs.image
+        dtype = None if loader.targets is None or loader.targets.masks is None else loader.targets.masks.dtype
+        there: Place = "host" if loader.device.type == "cpu" else "device"
         text = f"({s.prefetch} prefetched + 1 in preparation + 1 in use)"
         text = text if made == s.prefetch + 2 else f"{made} batches of an epoch"
         terms = [
@@ -211,9 +216,10 @@ class Run:
                  f"{s.num_workers} workers x {format_bytes(costs.worker)} {kind}"),
             Term("encoded batches", "shared", sent * costs.encoded,
                  f"{sent} batches in transit x {format_bytes(costs.encoded)} {kind}"),
-            Term("ready batches", "host" if loader.device.type == "cpu" else "device", made * costs.ready,
-                 f"{text} x {format_bytes(costs.ready)}"),
+            Term("ready batches", there, made * costs.ready, f"{text} x {format_bytes(costs.ready)}"),
+            Term("ready masks", there, made * costs.masks, f"{text} x {format_bytes(costs.masks)} as {dtype}"),
             Term("decoding, augmentation", "host", costs.work, f"{kind}, with freed memory that malloc keeps"),
+            Term("decoding of masks", "host", costs.mask_work, "at most: a batch decoded, and 3 batches cropped"),
             Term("model step", "host", costs.step, f"{kind}, forward and backward"),
             Term("ahead", "host", int(min(s.ahead or 0, left)),
                  f"min(ahead {format_bytes(s.ahead or 0)}, rest of an epoch {format_bytes(left)})"),
@@ -249,7 +255,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
     stored = getattr(loader.source, "stored", None)
     views = [] if stored is None else [tuple(view["size"]) for view in stored.manifest["views"]]
     deadline = time.monotonic() + PATIENCE_S
-    reader = Reader(pipeline.reader.source, num_workers=0)
+    reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
     for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
@@ -257,7 +263,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
             stage.decoder.truncated = 0  # type: ignore[union-attr]  # these reads must not count for an epoch
             areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
-            views = [boxes.size for boxes in headers.boxes]
+            views = [windows.size for windows in headers.windows]
         if time.monotonic() > deadline:
             break
     reader.close()
@@ -270,16 +276,31 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
     decoded += 4 * getattr(stage.decoder, "num_threads", 1) * largest
     # 3 batches of uint8 between threads, 9 of float32 for mix and operations outside the compiled kernels
     work = 200 * MIB + int(2 * decoded) + 10 * encoded_bytes + groups + (3 + 9 * 4) * values
+    masks, mask_work = _mask_bytes(loader, views, rows, pixels / 3 / images)
     step, cuda = 0 if model is None else _step_bound(model, views, rows), loader.device.type == "cuda"
     return Costs(
         image=image,
         ready=values * (1 if stage.main_thread else loader.dtype.itemsize),
+        masks=masks,
+        mask_work=mask_work,
         worker=(64 if (reader.start_method or "fork") == "fork" else 400) * MIB + groups + encoded_bytes,
         encoded=encoded_bytes,
         work=200 * MIB + 10 * encoded_bytes + groups if cuda else work,
         step=0 if cuda else step,
-        device=2 * work + step if cuda else 0,
+        device=2 * work + 2 * masks + step if cuda else 0,
     )
+
+
+def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
+    """Bytes of a batch's finished masks, and of its masks before that, for images of ``pixels`` on average."""
+    if loader.targets is None or loader.targets.masks is None:
+        return 0, 0
+    wide = 4 if getattr(loader.source, "panoptic", False) else 1  # 16-bit masks are rare
+    early = any("masks" in getattr(view.augment.crop, "needs", ()) for view in loader.augment.views)
+    values = rows * sum(height * width for height, width in views)
+    decoded = int(rows * pixels) * (3 if early else 1)  # a crop that needs masks decodes them two threads earlier
+    ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
+    return values * ready, wide * (decoded + 3 * values)
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -> int:
@@ -319,15 +340,17 @@ class Peak:
 
     def costs(self, loader: Loader, bound: Costs) -> Costs:
         """Split the peak into parts. They replace those of the upper bound."""
-        ready = min(self.batches, self.ready + 2) * bound.ready
+        ready = min(self.batches, self.ready + 2) * (bound.ready + bound.masks)
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
         work, device = (work - ready, device) if loader.device.type == "cpu" else (work, device - ready)
+        mask_work = min(bound.mask_work, max(0, work))
         return replace(
             bound,
+            mask_work=mask_work,
             base=self.base.host,
             worker=self.most.workers // max(1, loader.num_workers),
             encoded=self.shared // max(1, on_their_way(loader, loader.num_workers)),
-            work=max(0, work),
+            work=max(0, work) - mask_work,
             step=self.step,
             device=max(0, device),
             batches=self.batches,

@@ -5,30 +5,34 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
 from gpuaug import checks
 from gpuaug.augment.recipe import View
+from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
-from gpuaug.read.reader import Reader
+from gpuaug.loader.stages import LiveStage
 from gpuaug.source.materialized import MaterializedSource
+from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.preview import operations
+from gpuaug.tools.preview.annotations import Annotations, Style, drawn, read, upright_targets
 from gpuaug.tools.report import Report, png, save
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.sheet import Cell, Row, check_pixels, page, scaled, sheet
+from gpuaug.tools.sheet import Cell, Color, Row, check_pixels, page, sheet
 
 log = logging.getLogger("gpuaug")
 
-WIDE = 6  # pictures in a row, unless `draws` is set
+WIDE, CELL = 6, 160  # pictures in a row and pixels of one, unless `draws` and `cell` are set
+WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
 SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations shows the most colorful one of them
 PAGES = (".html", ".htm")
 
@@ -43,12 +47,12 @@ class Settings(Keys):
     samples: int | None = None
     epoch: int = 0
     draws: int | None = None
-    cell: int = 160
+    cell: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole_number("epoch", self.epoch, 0)
-        checks.whole_number("cell", self.cell, 16)
+        checks.whole_number("cell", self.cell, 16, optional=True)
         checks.whole_number("samples", self.samples, 1, optional=True)
         checks.whole_number("draws", self.draws, 1, optional=True)
         checks.one_of("show", self.show, SHOWN)
@@ -68,6 +72,7 @@ def main(request: Request) -> int:
     if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):
         log.info("preview shows no mix, because mix depends on which samples share a batch")
     is_page, of_operations = out.suffix.lower() in PAGES, settings.show == "operations"
+    legend: list[tuple[Color | None, str]] = []
     with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # these two change no pixel
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if of_operations:
@@ -75,17 +80,17 @@ def main(request: Request) -> int:
                 indices = [colorful(loader, decode, indices=indices)]
             made = _operations(loader, decode, indices, settings, report)
         else:
-            made = _samples(loader, decode, indices, settings, report, is_page=is_page)
+            made, legend = _samples(loader, decode, indices, settings, report, is_page=is_page)
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
         lines = _lines(loader, len(indices))
     if is_page:
-        text = page(made, heading=named[-1], lines=lines)
+        text = page(made, heading=named[-1], lines=lines, legend=legend)
         save(out, "out", text)
         report.add("preview", str(out), f"{out} ({len(text) / 1e6:.1f} MB)")
     else:
-        stream, picture = io.BytesIO(), sheet(made, heading=named[-1], lines=lines)
+        stream, picture = io.BytesIO(), sheet(made, heading=named[-1], lines=lines, legend=legend)
         picture.save(stream, "PNG", optimize=True)
         save(out, "out", stream.getvalue())
         report.add("preview", str(out), f"{out} ({picture.width} x {picture.height})")
@@ -95,21 +100,26 @@ def main(request: Request) -> int:
 
 def _samples(
     loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report, *, is_page: bool
-) -> list[Row]:
+) -> tuple[list[Row], list[tuple[Color | None, str]]]:
+    """The rows, and the legend of their annotations."""
     views = []
     for view in loader.augment.views:  # captions: the view's name, and a number if it has several copies
         several = view.augment.copies > 1
         views.append(f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}")
-    draws = settings.draws or max(1, WIDE // len(views))
+    wide, cell = (WIDE, CELL) if loader.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
+    draws, cell = settings.draws or max(1, wide // len(views)), settings.cell or cell
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
     crops = [view.augment.crop for view in loader.augment.views]
-    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else len(views) * settings.cell**2
+    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else len(views) * cell**2
     check_pixels(len(indices) * draws * pixels)  # an estimate, to fail early
     epochs = range(settings.epoch, settings.epoch + draws)
     report.values |= {"epochs": list(epochs), "views": views}
     samples = samples_of(loader, decode, indices=indices, epochs=epochs)
-    return rows(samples, epochs=epochs, views=views, cell=None if is_page else settings.cell)
+    style = None if loader.targets is None else Style.of(loader)
+    shown = [each for sample in samples for each in (*sample.annotations, sample.annotated) if each is not None]
+    made = rows(samples, epochs=epochs, views=views, cell=None if is_page else cell, style=style)
+    return made, [] if style is None else style.legend(shown)
 
 
 def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report) -> list[Row]:
@@ -119,9 +129,10 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
             "Show the original images: source=folder source.root=DIR."
         )
     views = [view for view in loader.augment.views if not view.copy]
-    check_pixels(len(indices) * len({name for view in views for name in view.augment.ops}) * settings.cell**2)
+    cell = settings.cell or CELL
+    check_pixels(len(indices) * len({name for view in views for name in view.augment.ops}) * cell**2)
     images = whole(loader, decode, views=views, indices=indices)
-    made = operations.rows(views, images, seed=loader.seed, cell=settings.cell)
+    made = operations.rows(views, images, seed=loader.seed, cell=cell)
     if not made:
         raise ConfigError(
             "show=operations needs a recipe with operations. Found: none. Choose another recipe: augment=standard."
@@ -158,6 +169,8 @@ class Sample:
     boxes: list[tuple[int, int, int, int]]  # (left, top, right, bottom) in the original, one box per picture
     pictures: list[Image.Image]  # all views of the first epoch, then all views of the next one
     absent: str = "cannot be decoded"  # why the original is None
+    annotations: list[Annotations] = field(default_factory=list)  # one per picture; [] without targets
+    annotated: Annotations | None = None  # of the original
 
 
 def indices_of(given: Any) -> list[int] | None:
@@ -193,26 +206,30 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
     """The samples ``indices`` of the source: the original images, and the training images of some epochs."""
     source = loader.source
     why = "not stored, only its augmented images are" if isinstance(source, MaterializedSource) else "cannot be decoded"
-    originals = _originals(loader, decode, indices)
-    samples = [
-        Sample(i, source.key(i), None, Image.fromarray(image) if image.size else None, [], [], why)
-        for i, image in zip(indices, originals, strict=True)
-    ]
-    heights, widths = np.array([np.maximum(image.shape[:2], 1) for image in originals]).T
+    samples, stage = [], loader.pipeline.stage
+    encoded = read(loader, indices)
+    for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):
+        picture = Image.fromarray(image) if image.size else None
+        annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
+        samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         batch = loader.fetch(list(indices), epoch=epoch)
-        images = batch.images if isinstance(batch.images, list) else [batch.images]
-        drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=indices)
-        crops = loader.augment.boxes(drawn, heights, widths)
-        for view, tensor, crop in zip(loader.augment.views, images, crops, strict=True):
+        images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
+        targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
+        crops = stage.read_headers(encoded, epoch).windows if isinstance(stage, LiveStage) else [None] * len(images)
+        for n, (view, tensor, crop) in enumerate(zip(loader.augment.views, images, crops, strict=True)):
             pixels = tensor.detach().float().cpu()
             if (normalize := view.augment.normalize) is not None:
                 mean, std = (b.float().cpu().view(3, 1, 1) for b in (normalize.mean, normalize.std))
                 pixels = pixels * std + mean
             pictures = pixels.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-            for sample, picture, (top, left, height, width) in zip(samples, pictures, crop.box.tolist(), strict=True):
+            for row, (sample, picture) in enumerate(zip(samples, pictures, strict=True)):
                 sample.pictures.append(Image.fromarray(picture))
-                sample.boxes.append((left, top, left + width, top + height))
+                if loader.targets is not None:
+                    sample.annotations.append(Annotations.of(targets[n], row, loader.targets))
+                if crop is not None:
+                    top, left, height, width = crop.window[row].tolist()
+                    sample.boxes.append((left, top, left + width, top + height))
     labels = [None] * len(indices) if batch.labels is None else batch.labels.tolist()
     return [replace(s, label=_label(source, v)) for s, v in zip(samples, labels, strict=True)]
 
@@ -224,39 +241,53 @@ def _label(source: Any, value: Any) -> str | None:
     return None if value is None else f"label {', '.join(f'{v:.3g}' for v in values)}"
 
 
-def rows(samples: Sequence[Sample], *, epochs: Sequence[int], views: Sequence[str], cell: int | None) -> list[Row]:
+def rows(
+    samples: Sequence[Sample],
+    *,
+    epochs: Sequence[int],
+    views: Sequence[str],
+    cell: int | None,
+    style: Style | None = None,
+) -> list[Row]:
     """A row for each sample: the original with the crop boxes drawn on it, then the views of each epoch.
 
     ``cell`` is the longer side of the largest picture in pixels. All pictures are scaled by the same factor. None: no
-    scaling.
+    scaling. With a ``style``, annotations are drawn on all pictures.
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
     captions = [", ".join(filter(None, (f"epoch {epoch}", view))) for epoch in epochs for view in views]
     made = []
     for sample in samples:
-        cells = [_original(sample, 1.35 * scale * largest)]  # larger, because boxes are drawn on it
-        for n, (picture, caption) in enumerate(zip(sample.pictures, captions, strict=True)):
-            cells.append(Cell(scaled(picture, scale), caption, COLORS[n % len(COLORS)]))
+        own = None if style is None else style.for_sample(sample.annotated)
+        cells = [_original(sample, 1.35 * scale * largest, own)]  # larger, because boxes are drawn on it
+        known: Sequence[Annotations | None] = sample.annotations or [None] * len(captions)
+        for n, (picture, caption, shown) in enumerate(zip(sample.pictures, captions, known, strict=True)):
+            picture = drawn(picture, scale, shown, own)
+            cells.append(Cell(picture, f"{caption}{_count(shown)}", COLORS[n % len(COLORS)]))
         made.append(Row(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
     return made
 
 
-def _original(sample: Sample, size: float) -> Cell:
+def _count(annotations: Annotations | None) -> str:
+    """Number of objects, for a caption."""
+    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
+        return ""
+    return f", {len(annotations)} object{'s' * (len(annotations) != 1)}"
+
+
+def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     if sample.original is None:
         return Cell(Image.new("RGB", (round(size), round(size / 2)), (240, 240, 240)), f"original: {sample.absent}")
     scale = size / max(sample.original.size)
-    image = scaled(sample.original, scale)
-    pen = ImageDraw.Draw(image)
-    for corners, color in reversed(list(zip(sample.boxes, COLORS, strict=False))):  # the first epoch on top
-        left, top, right, bottom = (round(v * scale) for v in corners)
-        pen.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=color, width=2)
-    return Cell(image, "original")
+    crops = reversed(list(zip(sample.boxes, COLORS, strict=False)))  # the first epoch on top
+    image = drawn(sample.original, scale, sample.annotated, style, crops=crops)
+    return Cell(image, f"original{_count(sample.annotated)}")
 
 
 def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Sequence[int]) -> list[list[Tensor]]:
     """Center crops of each image at each view's size: per view and sample, uint8 [H, W, 3] on the loader's device."""
-    originals = _originals(loader, decode, indices)
+    originals = [image for image, _ in _originals(loader, decode, read(loader, indices))]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
             raise ConfigError(
@@ -274,16 +305,17 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
 
 def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
     """The sample whose channels differ most, because half of the operations do not change a gray image."""
-    images = _originals(loader, decode, indices)
-    spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image in images]
+    images = _originals(loader, decode, read(loader, indices))
+    spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image, _ in images]
     return indices[int(np.argmax(spread))]
 
 
-def _originals(loader: Loader, decode: Decode, indices: Sequence[int]) -> list[Any]:
-    """Whole images, uint8 [H, W, 3] on the CPU; an empty array for a bad sample."""
-    number = torch.tensor(list(indices))
-    encoded = next(Reader(loader.source).batches([(number, number * 0, number == number)]))
+def _originals(
+    loader: Loader, decode: Decode, encoded: EncodedBatch, *, annotate: bool = False
+) -> list[tuple[Any, BatchTargets | None]]:
+    """Whole images, uint8 [H, W, 3] on the CPU, an empty array for a bad sample; with ``annotate`` their targets."""
     decoder = decode.open("cpu")
     images = [image.numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
+    known = [upright_targets(loader, decoder, index) if annotate else None for index in encoded.indices.tolist()]
     decoder.close()
-    return images
+    return list(zip(images, known, strict=True))

@@ -20,12 +20,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuaug.files import format_bytes
-
-if TYPE_CHECKING:
-    from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
 GAIN = 1.07  # the smallest predicted speedup that is proposed: noise is as large
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
@@ -38,54 +36,11 @@ TITLES = {
     "workers": "workers: the reading processes are busy",
     "inter-process copy": "inter-process copy: copying bytes from the workers to this process is slow",
     "decode": "decode",
+    "masks": "masks: decoding, cropping and moving them is slow",
     "augment": "augment",
     "host overhead": "host overhead: Python on the host, between the stages",
     "model": "the model is the limit",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds per image of one stage: wall time (median of the rounds), and CPU time of all threads."""
-
-    wall: float
-    cpu: float
-
-    @property
-    def rate(self) -> float:
-        """Images per second."""
-        return 1.0 / max(self.wall, 1e-9)
-
-    def scaled(self, wall: float, cpu: float) -> Cost:
-        """This cost multiplied by factors."""
-        return Cost(self.wall * wall, self.cpu * cpu)
-
-
-FREE = Cost(0.0, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The measurements. Each stage is measured alone, in seconds per image."""
-
-    batch_size: int
-    workers: int
-    prefetch: int
-    main_thread: bool  # augmentation runs in the training thread
-    device_type: str
-    source: Cost  # reading samples in one process
-    read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None  # the same with bytes already in memory: packing and copying to this process. None: no workers
-    take: float  # CPU time of the thread that receives the batches from the workers
-    decode: Cost
-    augment: Cost
-    host: Cost  # headers, random values, crops and mix
-    host_parts: Mapping[str, float]
-    step: Cost | None  # the training step on cached batches, as with an ideal loader; None without a model
-    whole: Cost | None  # the complete loader and the step, as in training; None: not measured
-    cores: float  # cores this process gets, after affinity, quota and other processes
-    busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
-    bytes_per_image: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +94,10 @@ def predict(m: Measured) -> Prediction:
     step = m.step or FREE
     mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
     taken = ("receive", m.take) if m.workers else ("read", m.read.wall)
-    augment, training = [("augment", m.augment.wall), ("mix", mix)], [("model", step.wall)]
-    threads = {"headers": [taken, ("host", m.host.wall - mix)], "decoding": [("decode", m.decode.wall)]}
+    finish = [] if m.masks is None else [("targets", m.finish.wall)]
+    augment, training = [("augment", m.augment.wall), *finish, ("mix", mix)], [("model", step.wall)]
+    masks = [] if m.masks is None else [("masks", m.masks.wall)]
+    threads = {"headers": [taken, ("host", m.host.wall - mix)], "decoding": [("decode", m.decode.wall), *masks]}
     if m.main_thread:  # augmentation runs in the training thread
         training = augment + training
     else:
@@ -155,7 +112,7 @@ def predict(m: Measured) -> Prediction:
             ways["model"] = [*augment[:on_device], *training]
     terms = {name: sum(value for _, value in parts) for name, parts in ways.items()}
     lines = [f"{name} {_sum(parts)}" for name, parts in ways.items()]
-    cpu = m.read.cpu + m.decode.cpu + m.augment.cpu + m.host.cpu + step.cpu
+    cpu = m.loader_cpu + step.cpu
     terms["cores"] = cpu / m.cores
     lines.append(f"CPU {cpu * 1e3:.3g} ms / {m.cores:.2g} cores = {_ms(cpu / m.cores)}")
     seconds = max(terms.values())
@@ -186,11 +143,15 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
     """The stage whose removal would give the largest speedup, and the evidence in numbers."""
     now = predict(m)
     stages = ["reading", "decode", "augment", "host", *(["step"] if m.step is not None else [])]
+    stages += [] if m.masks is None else ["masks"]
     free: dict[str, dict[str, Any]] = {stage: {stage: FREE} for stage in stages}
+    free["masks"] = {"masks": FREE, "finish": FREE}
     free["reading"] = {"read": FREE, "take": 0.0}
     gains = {stage: now.seconds / max(predict(replace(m, **free[stage])).seconds, 1e-9) for stage in stages}
     evidence = [now.text]
     own = {"reading": m.read, "decode": m.decode, "augment": m.augment, "host": m.host, "step": m.step or FREE}
+    masks = m.masks or FREE
+    own["masks"] = Cost(masks.wall + m.finish.wall, masks.cpu + m.finish.cpu)
     # if two paths take equally long, removing one stage gains nothing: then choose the slowest stage
     first = max(stages, key=lambda stage: (round(gains[stage], 2), own[stage].wall))
     if m.prefetch == 0 and m.step is not None:
@@ -214,6 +175,9 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         part = max(m.host_parts, key=lambda name: m.host_parts[name])
         evidence.append(f"Most of the host time is {part}: {_ms(m.host_parts[part])} per image.")
         return "host overhead", evidence
+    if first == "masks":
+        text = f"{_ms(masks.wall)} per image to decode, crop and move them, and {_ms(m.finish.wall)} to finish targets."
+        evidence.append(f"Masks take {text}")
     if first != "reading":
         return ("model" if first == "step" else first), evidence
     if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
@@ -280,14 +244,14 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
         if stage == "inter-process copy":
             then = trials.with_workers(m, 0)
             yield then, "num_workers=0", f"this process reads, without a copy: {then.read.rate:.0f} images/s read"
-    elif stage == "decode":
+    elif stage in ("decode", "masks"):
         threads = trials.threads
         if threads is not None and threads < trials.cores:
             for count in sorted({min(trials.cores, factor * threads) for factor in (2, 4)} | {min(8, trials.cores)}):
                 if count > threads:
                     then = trials.with_decoder(m, num_threads=count)
                     yield then, f"decode.num_threads={count}", f"{count} decoding threads instead of {threads}"
-        if m.workers == 0:
+        if m.workers == 0 and stage == "decode":
             yield trials.with_workers(m, 1), "num_workers=1", "a worker reads while this process decodes"
     elif stage == "augment" and trials.kornia:
         yield trials.with_fused(m), "augment.backend=fused", "the fused backend gives the same result in one pass"
@@ -321,14 +285,23 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage == "decode" and trials.pillow:
         then = trials.with_decoder(current, backend="dali")
         propose(then, (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
-    if stage in ("decode", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
+    if stage == "masks":
+        if (small := trials.with_small_masks(current)) is not None:
+            text = "if no class number is above 255; `masks.long()` on the device gives what losses take"
+            propose(small, (_key(at, "targets.masks.dtype=uint8"),), text)
+        if trials.packed() is None and (stored := trials.with_runs(current)) is not None:
+            text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "
+            text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+            propose(replace(stored, decode=FREE), (), text)
+    if stage in ("decode", "masks", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
         side, fewer = packed  # the times of decoding and copying are proportional to pixels and bytes
         decode = current.decode.scaled(fewer, fewer)
-        read = current.read if stage == "decode" else current.read.scaled(max(fewer, 0.05), max(fewer, 0.05))
+        masks = None if current.masks is None else current.masks.scaled(fewer, fewer)
+        read = current.read if stage in ("decode", "masks") else current.read.scaled(max(fewer, 0.05), max(fewer, 0.05))
         text = "if bandwidth, not latency, limits the storage: " if stage == "storage" else ""
         text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
         text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
-        propose(replace(current, decode=decode, read=read), (), text)
+        propose(replace(current, decode=decode, masks=masks, read=read), (), text)
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
         propose(replace(current, host=Cost(left, left)), (_group(at, "mix", "none"),), "without mix")

@@ -24,8 +24,8 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
-from gpuaug.tools.profile.bottleneck import Change, Cost, Measured, Verdict
-from gpuaug.tools.profile.measure import Profiler, Step
+from gpuaug.tools.profile.bottleneck import Change, Verdict
+from gpuaug.tools.profile.measure import Cost, Measured, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.sheet import PAPER, Cell, Row, sheet
@@ -47,6 +47,7 @@ STAGES = {
     "workers": "read",
     "inter-process copy": "copy",
     "decode": "decode",
+    "masks": "masks",
     "augment": "augment",
     "host overhead": "host",
     "model": "step",
@@ -180,7 +181,9 @@ def rows(m: Measured) -> list[tuple[str, str, Cost]]:
         ("read", f"read, {workers}" if m.workers else "read, this process", m.read),
         ("copy", f"  copying only, {workers}", m.copy),
         ("decode", "decode", m.decode),
+        ("masks", "masks (decode, crop, move)", m.masks),
         ("augment", "augment", m.augment),
+        ("finish", "targets (dtype, device)", None if m.masks is None else m.finish),
         ("host", "host (headers, random values, crops, mix)", m.host),
         ("step", "training step (ideal loader)", m.step),
         ("whole", "the whole", m.whole),
@@ -197,6 +200,12 @@ def _say(report: Report, m: Measured, verdict: Verdict) -> None:
     report.add("stages", values, "\n".join(["", *lines]))
     report.add("batch_size", m.batch_size, f"{m.batch_size}, {m.bytes_per_image / 1024:.0f} KiB per image")
     report.add("cores", m.cores, f"{m.cores:.2g} of {machine.usable_cpus()} were free")
+    if m.masks is not None:
+        objects = m.host_parts.get("targets", 0.0)
+        share = (m.masks.cpu + m.finish.cpu + objects) / max(m.loader_cpu, 1e-9)
+        spent = (("masks", m.masks.cpu), ("objects", objects), ("dtype and device", m.finish.cpu))
+        text = ", ".join(f"{name} {cpu * 1e3:.3g} ms" for name, cpu in spent)
+        report.add("targets", share, f"{share:.0%} of the loader's CPU time; per image: {text}")
     predicted = verdict.prediction
     report.add("model_of_it", {"seconds": predicted.seconds, **predicted.terms}, predicted.text)
     report.add("bottleneck", verdict.bottleneck, verdict.text)

@@ -8,16 +8,14 @@ scheduler statistics separate waiting for bytes from waiting for a core.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import math
 import statistics
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -32,11 +30,12 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.pipeline import Pass, Pipeline, Task
-from gpuaug.loader.stages import LiveStage, Stage
+from gpuaug.loader.stages import LiveStage
 from gpuaug.read.reader import Reader
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
-from gpuaug.tools.profile.bottleneck import FREE, Cost, Measured
+from gpuaug.tools.profile import targets
+from gpuaug.tools.profile.clock import free_cores, now, waited_for_a_core
 
 log = logging.getLogger("gpuaug")
 
@@ -48,6 +47,58 @@ IMAGES = 64  # smallest number of images kept: more batches if batches are small
 CACHE_BYTES = 2**28  # limit of the bytes kept; the first batch is always kept
 LONGEST_S = 6.0  # of one measurement; slow stages are measured on fewer batches
 FEW = 16  # images for testing changes of a recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds per image of one stage: wall time (median of the rounds), and CPU time of all threads."""
+
+    wall: float
+    cpu: float
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return 1.0 / max(self.wall, 1e-9)
+
+    def scaled(self, wall: float, cpu: float) -> Cost:
+        """This cost multiplied by factors."""
+        return Cost(self.wall * wall, self.cpu * cpu)
+
+
+FREE = Cost(0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The measurements. Each stage is measured alone, in seconds per image."""
+
+    batch_size: int
+    workers: int
+    prefetch: int
+    main_thread: bool  # augmentation runs in the training thread
+    device_type: str
+    source: Cost  # reading samples in one process
+    read: Cost  # reading batches with the configured workers; without workers, in this process
+    copy: Cost | None  # the same with bytes already in memory: packing and copying to this process. None: no workers
+    take: float  # CPU time of the thread that receives the batches from the workers
+    decode: Cost
+    augment: Cost
+    host: Cost  # headers, random values, crops and mix
+    host_parts: Mapping[str, float]
+    step: Cost | None  # the training step on cached batches, as with an ideal loader; None without a model
+    whole: Cost | None  # the complete loader and the step, as in training; None: not measured
+    cores: float  # cores this process gets, after affinity, quota and other processes
+    busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
+    bytes_per_image: float = 0.0
+    masks: Cost | None = None  # decoding masks, cropping and moving them, after decoding; None: the run has no targets
+    finish: Cost = FREE  # targets to the device and to their dtype, after augmentation
+
+    @property
+    def loader_cpu(self) -> float:
+        """CPU-seconds per image of the whole loader."""
+        masks = self.masks or FREE
+        return sum(cost.cpu for cost in (self.read, self.decode, masks, self.augment, self.finish, self.host))
 
 
 class Notes:
@@ -66,11 +117,6 @@ class Notes:
     def own_cpu(self) -> float:
         """CPU-seconds per image of this process, without its workers."""
         return float(sum(spent[1] for spent, _ in self.rounds)) / max(1, sum(images for _, images in self.rounds))
-
-
-def now(pids: Sequence[int] = ()) -> Any:
-    """Seconds so far, float64 [3]: wall time, CPU time of this process, CPU time of the processes ``pids``."""
-    return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
 
 
 class Profiler(contextlib.ExitStack):
@@ -141,6 +187,7 @@ class Profiler(contextlib.ExitStack):
         """Measure every stage alone, and the whole, in rounds."""
         loader, workers = self.loader, self.loader.num_workers
         notes: dict[str, Notes] = {}
+        also: dict[str, Notes] = {}
         parts: dict[str, list[float]] = {}
         busy: list[float] = []
         free: list[float] = []
@@ -154,9 +201,11 @@ class Profiler(contextlib.ExitStack):
             parts_of = torch.arange(len(in_memory.source)).split([len(batch) for batch in self.encoded])
             again = itertools.cycle([(part, part * 0, part >= 0) for part in parts_of])
             stages["copy"] = lambda notes: self._read(notes, in_memory, again)
-        stages["decode"] = lambda notes: self._decode(notes, parts)
+        stages["decode"] = lambda notes: self._decode(notes, parts, also.setdefault("masks", Notes()))
         decoded, ready = [(d, len(d.encoded)) for d in self.decoded], [(batch, len(batch)) for batch in self.ready]
         stages["augment"] = lambda notes: self._again(notes, self._augmented, decoded)
+        if loader.targets is not None:
+            stages["finish"] = lambda notes: self._again(notes, self._finished, decoded)
         stages["mix"] = lambda notes: self._mix(notes, parts)
         if (step := self.step) is not None:
             stages["step"] = lambda notes: self._again(notes, step, ready)
@@ -165,7 +214,7 @@ class Profiler(contextlib.ExitStack):
         stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, self.step, **how)
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
             if number == 0:
-                for values in (notes, parts, busy, free):
+                for values in (notes, also, parts, busy, free):
                     values.clear()
             free.append(free_cores())
             for k, (name, run) in enumerate(stages.items()):
@@ -189,6 +238,8 @@ class Profiler(contextlib.ExitStack):
             # one Python thread, so its CPU time is its wall time; only mix may wait
             host=Cost(on_host, on_host - host_parts.get("mix", 0.0) + costs["mix"].cpu),
             host_parts=host_parts,
+            masks=None if loader.targets is None else also["masks"].cost(),
+            finish=costs.get("finish", FREE),
             step=costs.get("step"),
             whole=costs["whole"],
             cores=statistics.median(free),
@@ -203,7 +254,7 @@ class Profiler(contextlib.ExitStack):
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
         began, count, size = now(), 0, 8 if many is None else CHUNK
-        worked, waited = time.thread_time(), _waited_for_a_core()
+        worked, waited = time.thread_time(), waited_for_a_core()
         while not count or time.perf_counter() - began[0] < self.seconds:
             indices, repeats, valid = _head(next(self.tasks), size)
             numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
@@ -211,7 +262,7 @@ class Profiler(contextlib.ExitStack):
                 with contextlib.suppress(OSError, GpuaugError):  # the measurement of `read` reports faults
                     list(many(part)) if many is not None else source[part[0]]
             count += len(numbers)
-        worked, waited = time.thread_time() - worked, _waited_for_a_core() - waited
+        worked, waited = time.thread_time() - worked, waited_for_a_core() - waited
         notes.rounds.append((spent := now() - began, count))
         wall, own, _ = spent.tolist()
         if many is not None:  # such a source may use its own threads
@@ -235,23 +286,41 @@ class Profiler(contextlib.ExitStack):
         notes.rounds.append((now(reader.pids) - began, count))
         batches.close()  # type: ignore[attr-defined]
 
-    def _decode(self, notes: Notes, parts: dict[str, list[float]], stage: Stage | None = None) -> None:
-        stage, epoch, encoded = stage or self.stage, self.loader.epoch, itertools.cycle(self.encoded)
-        began, pixels, on_host, count = time.perf_counter(), np.zeros(3), 0.0, 0
+    def _decode(
+        self, notes: Notes, parts: dict[str, list[float]], masks: Notes, stage: Any = None, encoded: Any = None
+    ) -> None:
+        """Measure headers, decoding, and the masks."""
+        stage, epoch, batches = stage or self.stage, self.loader.epoch, itertools.cycle(encoded or self.encoded)
+        began, pixels, moved, on_host, objects, count = time.perf_counter(), np.zeros(3), np.zeros(3), 0.0, 0.0, 0
         while not count or time.perf_counter() - began < self.seconds:
-            batch = next(encoded)
+            batch = next(batches)
             with self.pipeline.streams.on():
                 worked = time.thread_time()
                 headers = stage.read_headers(batch, epoch)
                 on_host += time.thread_time() - worked
                 self.sync()
                 before = now()
-                stage.decode(headers)
+                if self.loader.targets is None:
+                    stage.decode(headers)
+                else:
+                    stage.decoder.pixels(batch, headers.info, headers.windows)
                 self.sync()
-                pixels += now() - before
+                between = now()
+                pixels += between - before
+                if self.loader.targets is not None:
+                    stage.targets.decode(headers.targets, batch, headers.info, stage.decoder)
+                    moved += now() - between
+                    objects += targets.object_seconds(stage, headers)
             count += len(batch)
         notes.rounds.append((pixels, count))
-        parts.setdefault("headers, draws and crops", []).append(on_host / count)
+        masks.rounds.append((moved, count))
+        parts.setdefault("headers, draws and crops", []).append(max(0.0, on_host - objects) / count)
+        if self.loader.targets is not None:
+            parts.setdefault("targets", []).append(objects / count)
+
+    def _finished(self, item: Any, stage: Any = None) -> Any:
+        with self.pipeline.streams.on():
+            return (stage or self.stage).finish_targets(item, bad=[fault.row for fault in item.faults], keep=None)
 
     def _augmented(self, item: Any) -> Any:
         with self.pipeline.streams.on():
@@ -289,8 +358,9 @@ class Profiler(contextlib.ExitStack):
         spent, count = notes.rounds[-1]
         parts.setdefault("mix", []).append(float(spent[0]) / count)
 
-    def _reader(self, source: Any, workers: int) -> Reader:
-        return Reader(source, num_workers=workers, timeout=self.reader.timeout, start_method=self.reader.start_method)
+    def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
+        how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
+        return Reader(source, num_workers=workers, targets=targets, **how)
 
     # -- the effect of a change --
 
@@ -313,7 +383,10 @@ class Profiler(contextlib.ExitStack):
     def with_workers(self, m: Measured, count: int) -> Measured:
         """The measurements with ``count`` workers."""
         before, then = Notes(), Notes()
-        with warnings.catch_warnings(), contextlib.closing(self._reader(self.reader.source, count)) as reader:
+        with (
+            warnings.catch_warnings(),
+            contextlib.closing(self._reader(self.reader.source, count, self.reader.targets)) as reader,
+        ):
             warnings.simplefilter("ignore", UserWarning)  # torch warns of more workers than cores
             for notes, which in ((then, reader), (before, self.reader), (then, reader)):
                 self._read(notes, which, self.tasks, numbers=self._numbers)
@@ -323,14 +396,36 @@ class Profiler(contextlib.ExitStack):
 
     def with_decoder(self, m: Measured, **changed: Any) -> Measured:
         """The measurements with other decoder settings, such as ``num_threads``."""
-        stage, before, then = self.stage, Notes(), Notes()
-        same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated")}
+        stage, before, then, masks, masks_then = self.stage, *(Notes() for _ in range(4))
+        same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated", "targets")}
         with contextlib.closing(LiveStage(stage.recipe, replace(stage.settings, **changed), **same)) as other:
-            self._decode(Notes(), {}, other)
+            self._decode(Notes(), {}, Notes(), other)
             for _ in range(3):
-                self._decode(before, {})
-                self._decode(then, {}, other)
-        return replace(m, decode=m.decode.scaled(*_ratios(then, before)))
+                self._decode(before, {}, masks)
+                self._decode(then, {}, masks_then, other)
+        scaled = None if m.masks is None else m.masks.scaled(*_ratios(masks_then, masks))
+        return replace(m, decode=m.decode.scaled(*_ratios(then, before)), masks=scaled)
+
+    def with_small_masks(self, m: Measured) -> Measured | None:
+        """The measurements with masks of dtype uint8; None if this changes nothing."""
+        if self.stage.decoder is None or (other := targets.with_dtype(self.stage, "uint8")) is None:
+            return None
+        before, then, items = Notes(), Notes(), [(item, len(item.encoded)) for item in self.decoded]
+        for _ in range(3):
+            self._again(before, self._finished, items)
+            self._again(then, partial(self._finished, stage=other), items)
+        return replace(m, finish=m.finish.scaled(*_ratios(then, before)))
+
+    def with_runs(self, m: Measured) -> Measured | None:
+        """The measurements with masks as `gpuaug pack format=uint8` writes them; None without masks."""
+        if m.masks is None or self.loader.targets is None or self.loader.targets.masks is None:
+            return None
+        before, then = Notes(), Notes()
+        encoded = [targets.as_runs(batch, self.stage) for batch in self.encoded[: len(self.decoded)]]
+        for _ in range(3):
+            self._decode(Notes(), {}, before)
+            self._decode(Notes(), {}, then, encoded=encoded)
+        return replace(m, masks=m.masks.scaled(*_ratios(then, before)))
 
     def cache_bytes(self) -> tuple[float, float] | None:
         """Bytes of all encoded images, and how many a cache would hold; None if a cache is impossible or useless."""
@@ -458,7 +553,9 @@ class _InMemory:
     """A source whose bytes are in shared memory, so reading is only packing and copying to this process."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
-        self.offsets = np.concatenate([[0], np.cumsum([b.encoded(k).numel() for b in batches for k in range(len(b))])])
+        # a mask is as many bytes as its sample has more
+        lengths = [np.diff(b.offsets.numpy()).reshape(-1, len(b)).sum(axis=0) for b in batches]
+        self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         self.data = share(torch.cat([b.data for b in batches]))
 
     def __len__(self) -> int:
@@ -474,42 +571,6 @@ class _InMemory:
     def key(self, index: int) -> str:
         """The index. Without this method the log would warn about this internal source."""
         return str(index)
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU-seconds of a process so far; 0 if the system does not report them."""
-    try:
-        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid on Linux; /proc has steps of 10 ms
-    except (OSError, OverflowError, AttributeError):
-        return 0.0
-
-
-def _waited_for_a_core() -> float:
-    """Seconds so far in which this thread was ready to run, but waited for a core."""
-    try:
-        return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # a kernel without this count: a busy machine then looks like slow storage
-        return 0.0
-
-
-def free_cores(seconds: float = 0.08) -> float:
-    """The number of cores that this process really gets, after affinity, quota and other processes."""
-    count, quota, block = machine.usable_cpus(), machine.cgroup_cpus(), bytes(1 << 18)
-    began = now()
-
-    def busy() -> None:
-        while time.perf_counter() < began[0] + seconds:
-            hashlib.sha256(block)  # releases the global interpreter lock
-
-    others = [threading.Thread(target=busy) for _ in range(count - 1)]
-    for thread in others:
-        thread.start()
-    busy()
-    for thread in others:
-        thread.join()
-    wall, own, _ = (now() - began).tolist()
-    most = float(count) if quota is None else min(float(count), quota)  # a quota allows short bursts above it
-    return max(0.25, min(most, own / wall))
 
 
 def endless(loader: Loader) -> Iterator[Task]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gpuaug.batch import Target
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.plan.command import Run, check, upper_bound
@@ -35,6 +37,7 @@ def main(request: Request) -> int:
         loader: Loader = stack.enter_context(request.build(train))
         if loader.device.type == "cuda":  # before any CUDA call, because the default device belongs to another rank
             torch.cuda.set_device(loader.device)
+        _refuse_targets(loader, "targets")
         if loader.num_classes is None:
             raise ConfigError("`gpuaug train` needs labels, but this source has none.")
         model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
@@ -45,6 +48,7 @@ def main(request: Request) -> int:
             log.info("no held-out accuracy, because val.source.root is not set")
         else:
             val = stack.enter_context(request.build_held_out(held_out, classes=classes))
+            _refuse_targets(val, f"{settings.val or 'val'}.targets")
             if val.source.classes != loader.source.classes:
                 raise ConfigError(
                     f"the held-out images must have the training classes {loader.source.classes}. "
@@ -65,3 +69,19 @@ def main(request: Request) -> int:
             stack.callback(dist.destroy_process_group)
         training = Training(loader, model=model, val=val, settings=settings, stop=stop)
         return training.run(Report(file=settings.json, quiet=not training.first))
+
+
+def _refuse_targets(loader: Loader, key: str) -> None:
+    if loader.targets is not None:
+        raise ConfigError(
+            f"`{key}` must be null, because `gpuaug train` trains image classification. Set {key}=none, or use "
+            "gpuaug.Loader in a training loop of your own."
+        )
+    source: Any = loader.source
+    label = getattr(source, "label", None)
+    known = label(0 if source.indices is None else int(source.indices[0])) if callable(label) else None
+    if isinstance(known, Target) and known.label is None:
+        raise ConfigError(
+            f"`gpuaug train` needs a label for each image, but {type(source).__name__} has only "
+            f"{', '.join(sorted(source.target_kinds))}. Use gpuaug.Loader in a training loop of your own."
+        )

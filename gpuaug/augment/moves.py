@@ -1,0 +1,191 @@
+"""How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
+
+takes: prepared operations, and the choices for each sample (numpy, on the host).
+does: looks up the matrix of each chosen module in its entry (augment/ops) and multiplies the matrices of a sample.
+gives: one float64 matrix per sample from the canvas to itself, in continuous pixel edges: an image spans 0..W x 0..H.
+Between the matrices stand the fields of elastic transforms, which only masks can follow.
+
+Kornia's matrices map pixel indices, with ``align_corners`` or without: it only decides how padding by reflection works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gpuaug.augment.ops import entry_of, noise
+from gpuaug.augment.ops.entry import Matrix
+from gpuaug.augment.ops.geometry import pixel_matrices
+from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
+from gpuaug.augment.reference import exact_products
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Int
+from gpuaug.targets.geometry import from_indices
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """An elastic transform of some samples: each output pixel takes the value at its own offset.
+
+    Attributes:
+        module: Kornia's RandomElasticTransform.
+        rows: int64 [n], the samples that it transforms, ascending.
+        keys: int64 [n, 2], the keys of their noise.
+    """
+
+    module: Any
+    rows: Int
+    keys: Int
+
+    def apply(self, masks: Tensor, fill: int) -> Tensor:
+        """Move the labels of the transformed samples by the field that moves their images; others are unchanged.
+
+        Args:
+            masks: integers [B, H, W] up to 2**24 on any device; not modified.
+            fill: value of pixels from outside the mask, 0 to 2**24.
+
+        Returns:
+            [B, H, W], same dtype and device.
+        """
+        from kornia.geometry.transform import elastic_transform2d
+
+        size = (masks.shape[1], masks.shape[2])
+        # as the image: the last bits of one row alone would differ, and with them the labels of a few pixels
+        group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
+        at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
+        labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
+        flags = self.module.flags
+        settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
+        device = masks.device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products(device):
+            field = noise(self.module, keys, size)["noise"]
+            moved = elastic_transform2d(labels, field, *settings, mode="nearest", padding_mode="zeros")
+        moved = moved[: len(self.rows), 0].long().add_(fill).to(masks.dtype)
+        return masks.index_copy(0, at[: len(self.rows)], moved)
+
+
+class _Step(NamedTuple):
+    """The matrices of one alternative of one slot, for the rows that take it."""
+
+    matrix: Matrix
+    rows: Int
+    params: Params
+
+
+def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list[Float64 | Field]:
+    """How the pixels of each sample move, in the order of the operations.
+
+    Args:
+        ops: the recipe's operations; :func:`check_carried` accepts them.
+        chosen: their choices for B samples.
+        size: (H, W) of the canvas.
+
+    Returns:
+        Matrices float64 [B, 3, 3] that map (x, y, 1), in pixel edges of the canvas, to the place after the
+        operations; the identity for a sample that no operation moves. A :class:`Field` for each elastic transform,
+        at its place between the matrices. Without fields that is one matrix. Empty if no sample moves.
+    """
+    parts: list[list[_Step] | Field] = []
+    for op, c in zip(ops, chosen, strict=True):
+        for slot, modules in enumerate(op.slots):
+            steps, fields = _taken(modules, c, slot)
+            if steps and parts and isinstance(parts[-1], list):
+                parts[-1] += steps
+            elif steps:
+                parts.append(steps)
+            parts += fields
+    products = [part for part in parts if isinstance(part, list)]
+    matrices = iter(_matrices(products, size, len(chosen[0].choice)) if products else ())
+    return [part if isinstance(part, Field) else next(matrices) for part in parts]
+
+
+def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> tuple[list[_Step], list[Field]]:
+    """What the alternatives of a slot do to the samples that take them. No sample takes two of them."""
+    steps, fields = [], []
+    choice = chosen.choice[:, slot]
+    for alternative, module in enumerate(modules):
+        entry = entry_of(module)
+        if entry is None or entry.affects == "pixels" or not len(rows := np.flatnonzero(choice == alternative)):
+            continue
+        if entry.matrix is not None:
+            params = {name: values[rows] for name, values in chosen.params[slot][alternative].items()}
+            steps.append(_Step(entry.matrix, rows, params))
+        else:
+            assert chosen.keys is not None
+            fields.append(Field(module, rows, chosen.keys[rows]))
+    return steps, fields
+
+
+def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float64]:
+    """For each list of steps, the product of each sample's matrices, float64 [batch, 3, 3] in pixel edges."""
+    steps = [step for product in products for step in product]
+    ends = np.cumsum([0] + [len(step.rows) for step in steps])
+    values = np.zeros((ends[-1], 9), dtype=np.float32)
+    for step, start, end in zip(steps, ends[:-1], ends[1:], strict=True):
+        step.matrix.write(values[start:end], step.params, size)
+    elements = np.repeat([step.matrix.elements for step in steps], np.diff(ends))
+    pixels = np.empty((ends[-1], 3, 3))
+    for kind in set(elements.tolist()):  # one call per kind
+        own = np.flatnonzero(elements == kind)
+        pixels[own] = pixel_matrices(torch.from_numpy(values[own]), size, elements=kind).numpy()
+    made, number = [], 0
+    for product in products:
+        composed = np.broadcast_to(np.eye(3), (batch, 3, 3)).copy()
+        for step in product:
+            own = pixels[ends[number] : ends[number + 1]]
+            composed[step.rows] = own @ composed[step.rows]
+            number += 1
+        made.append(from_indices(composed))
+    return made
+
+
+# --- what targets can follow
+
+
+def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
+    """Check that targets can follow all operations.
+
+    Args:
+        ops: the recipe's operations.
+        names: the targets: ``masks``, ``boxes``, ``keypoints``.
+        path: the key of the operations, for messages.
+
+    Raises:
+        ConfigError: gpuaug does not know where an operation moves pixels, or a target cannot follow it.
+    """
+    for op in ops if names else ():
+        key = f"{path}.{op.name}"
+        if op.members:
+            check_carried(op.members, names, path=f"{key}.ops")
+            continue
+        for module in {type(module): module for modules in op.slots for module in modules}.values():
+            _check_module(module, names, key)
+
+
+def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
+    from kornia.augmentation import IntensityAugmentationBase2D
+
+    kind, entry = type(module), entry_of(module)
+    kornias = kind.__module__.startswith("kornia.augmentation.")
+    points = [name for name in names if name != "masks"]
+    if entry is not None and entry.affects == "field" and points:
+        raise ConfigError(
+            f"`{key}` must move pixels by a matrix, because {' and '.join(points)} cannot follow an offset per pixel. "
+            f"Found: {kind.__name__}. Remove `{key}`, or use masks as the only target."
+        )
+    changes_values = kornias and isinstance(module, IntensityAugmentationBase2D)
+    if entry is not None or changes_values or getattr(module, "affects", None) == "pixels":
+        return
+    remedy = "." if kornias else ', or, if it moves no pixels, give its class the attribute `affects = "pixels"`.'
+    raise ConfigError(
+        f"`{key}` must be an operation whose movement of pixels gpuaug knows, because {' and '.join(names)} have to "
+        f"follow it. Found: {kind.__name__}. Remove `{key}`{remedy}"
+    )

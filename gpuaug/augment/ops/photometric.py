@@ -1,0 +1,142 @@
+"""Photometric distortion of SSD: several colour changes, each with its own gate. Kornia has no such operation.
+
+It is prepared as six slots of Kornia's modules, so both backends run it with the steps that they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from gpuaug import checks
+from gpuaug.augment.ops.entry import Entry
+from gpuaug.augment.parameters import Alternatives, Prepared, Size
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, Int, scale
+
+Range = tuple[float, float]
+_GATES = 6  # uniforms: brightness, contrast, saturation, hue, channels, and whether contrast comes early
+_NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
+
+
+class PhotometricDistort(nn.Module):
+    """Changes brightness, contrast, saturation, hue and the order of channels, each with its own probability.
+
+    The order is: brightness, contrast (in half of the samples), saturation, hue, contrast (in the other half),
+    channels. Pixels are clamped to 0..1 after each change. ``style`` selects the formulas:
+
+    - ``torchvision``: equals torchvision's ``RandomPhotometricDistort``. Brightness multiplies, contrast blends with
+      the mean gray of the image, saturation blends with the gray of the pixel.
+    - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats. Brightness is added, contrast multiplies,
+      saturation multiplies the S of HSV. mmsegmentation rounds hue to steps of 1/180. For mmdetection's use
+      ``hue=(-0.05, 0.05), channels=0.5``.
+
+    Use it as an entry of a recipe's ``ops``.
+
+    Args:
+        style: ``torchvision`` or ``mmseg``.
+        brightness: range of the factor >= 0, or of the addition in -1..1. None: (0.875, 1.125), or
+            (-32/255, 32/255) for ``mmseg``.
+        contrast: range of the factor, >= 0.
+        saturation: range of the factor, >= 0.
+        hue: range of the shift in turns, -0.5..0.5. None: (-0.05, 0.05), or (-0.1, 0.1) for ``mmseg``.
+        channels: probability of a random order of channels. None: ``p``, or 0 for ``mmseg``.
+        p: probability of each of the other changes.
+
+    >>> PhotometricDistort(style="mmseg").hue
+    (-0.1, 0.1)
+    """
+
+    affects = "pixels"
+
+    def __init__(
+        self,
+        *,
+        style: str = "torchvision",
+        brightness: Sequence[float] | None = None,
+        contrast: Sequence[float] = (0.5, 1.5),
+        saturation: Sequence[float] = (0.5, 1.5),
+        hue: Sequence[float] | None = None,
+        channels: float | None = None,
+        p: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.style = checks.one_of("style", style, ("torchvision", "mmseg"))
+        added = style == "mmseg"
+        brightness = ((-32 / 255, 32 / 255) if added else (0.875, 1.125)) if brightness is None else brightness
+        self.brightness = _range("brightness", brightness, *((-1, 1) if added else (0, math.inf)))
+        self.contrast = _range("contrast", contrast, 0, math.inf)
+        self.saturation = _range("saturation", saturation, 0, math.inf)
+        self.hue = _range("hue", ((-0.1, 0.1) if added else (-0.05, 0.05)) if hue is None else hue, -0.5, 0.5)
+        self.p = float(checks.number("p", p, 0, 1))
+        self.channels = float(checks.number("channels", (0 if added else p) if channels is None else channels, 0, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Not possible: the recipe draws the random numbers of each sample, and the operation has none of its own.
+
+        Args:
+            images: float [B, 3, H, W]; not used.
+
+        Raises:
+            ConfigError: always. Use a recipe, such as ``gpuaug.Augment(ops={"distort": PhotometricDistort()})``.
+        """
+        raise ConfigError(
+            "`PhotometricDistort` must be an entry of a recipe's `ops`. Found: a direct call. "
+            'Use gpuaug.Augment(ops={"distort": gpuaug.PhotometricDistort()}).'
+        )
+
+    def extra_repr(self) -> str:
+        """All settings."""
+        names = ("style", "brightness", "contrast", "saturation", "hue", "channels", "p")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _range(name: str, value: Any, low: float, high: float) -> Range:
+    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    if len(pair) != 2:
+        raise ConfigError(f"`{name}` must be two numbers (min, max). Found: {value!r:.200}.")
+    first, last = (float(checks.number(name, v, low, high)) for v in pair)
+    if first > last or last > 1e30:
+        raise ConfigError(f"`{name}` must satisfy {low:g} <= min <= max <= {high:g}. Found: {value!r}.")
+    return first, last
+
+
+def _prepare(name: str, op: PhotometricDistort) -> Prepared:
+    import kornia.augmentation as K
+
+    # The ranges of these modules only have to be wider than one value, because the recipe draws the factors.
+    three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
+    if op.style == "mmseg":
+        three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
+    brightness, contrast, saturation = three
+    hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
+    modules = (brightness, contrast, saturation, hue, contrast, channels)
+    shift = np.float32(op.style == "mmseg")  # Kornia's additive brightness adds `factor - 1`
+    rule = partial(
+        _drawn,
+        ranges=(op.brightness, op.contrast, op.saturation, op.hue),
+        gates=np.array([op.p, op.p, op.p, op.p, op.channels], dtype=np.float32),
+        shift=shift,
+    )
+    return Prepared(name, op, tuple((module,) for module in modules), _GATES + 7, rule)
+
+
+def _drawn(
+    u: Float, size: Size, *, ranges: Sequence[Range], gates: Float, shift: np.float32
+) -> tuple[Int, tuple[Alternatives, ...]]:
+    """Six gates, one column per slot, and the parameters, which the first five slots share."""
+    on, early = u[:, :5] < gates, u[:, 5] < np.float32(0.5)
+    slots = (on[:, 0], on[:, 1] & early, on[:, 2], on[:, 3], on[:, 1] & ~early, on[:, 4])
+    values = [scale(u[:, _GATES + k], *ranges[k]) for k in range(4)]
+    values[0] = values[0] + shift
+    factors = (dict(zip(_NAMES, values, strict=True)),)
+    channels = ({"channels": np.argsort(u[:, _GATES + 4 :], axis=1, kind="stable")},)
+    return np.stack(slots, axis=1).astype(np.int64) - 1, (factors,) * 5 + (channels,)
+
+
+ENTRY = Entry("pixels", prepare=_prepare)

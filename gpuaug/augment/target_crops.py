@@ -1,0 +1,504 @@
+"""Crops for segmentation and detection: random scale, letterbox, and the IoU crop of SSD.
+
+takes: uniforms float32 [B, count], heights and widths int64 [B] after EXIF orientation; some also boxes or masks.
+does: the algorithms of torchvision, mmsegmentation and YOLO, vectorized over the batch.
+gives: :class:`CropWindows`, as the crops of crop.py. The matrix of a row's integers maps boxes and keypoints exactly.
+
+Where a formula is torchvision's, it is computed in float32, as torchvision computes it. So the same uniforms give the
+same integers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug import checks
+from gpuaug.augment.crop import (
+    LARGEST_SIDE,
+    BoxTable,
+    Crop,
+    Float64,
+    Redraw,
+    color,
+    integers,
+    pair,
+    positive_range,
+    resized_sides,
+    stack_rows,
+)
+from gpuaug.batch import CropWindows, Int64, Interpolation
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, scale
+
+LARGEST_SCALE = 100.0  # of a random scale or a zoom; a larger value is a mistake
+_INT32_MAX = int(np.iinfo(np.int32).max)
+_Mask = NDArray[Any] | None
+
+
+def _missing(crop: Crop, target: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"`augment.crop` ({type(crop).__name__}) needs the {target} of the images. Found: a run without {target}. "
+        f"{remedy}"
+    )
+
+
+# --- random scale
+
+
+class RandomScaleCrop(Crop):
+    """Resizes the image by a random factor and crops it at a random position; the aspect ratio is kept.
+
+    A side that is smaller than ``size`` is padded with ``fill`` at the right or at the bottom. Three recipes:
+
+    - torchvision's segmentation references: ``RandomScaleCrop(480, base=520)``. The shorter side is a random whole
+      number from ``int(scale[0] * base)`` to ``int(scale[1] * base)``; the longer side is rounded down.
+    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. The image is made as large as
+      ``base`` times a random factor allows (longer and shorter side, rounded down); its sides are rounded to nearest.
+    - large scale jitter (arXiv:2012.07177; torchvision's ``ScaleJitter`` and ``FixedSizeCrop``):
+      ``RandomScaleCrop(1024, scale=(0.1, 2.0), base=None, anchor="diagonal")``. The image is fitted into ``size``
+      and multiplied by a random factor; its sides are rounded down.
+
+    Args:
+        size: output (H, W); an int is a square.
+        scale: smallest and largest random factor, 0 < min <= max <= 100; its distribution is uniform.
+        base: size at a factor of 1. An int: the shorter side. Two ints: limits of the longer and the shorter side.
+            None: the largest size that fits into ``size``.
+        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
+        anchor: position of the crop. ``random``: row and column are independent. ``diagonal``: both are the same
+            fraction of the free pixels.
+        cat_max_ratio: mmsegmentation's rule, 0 < cat_max_ratio <= 1. If a class covers at least this share of the
+            crop (without ``ignore``), or if the crop has only one class, another position is drawn, up to 10 times.
+            1: no rule, and the crop needs no masks.
+        ignore: label that the rule does not count.
+        interpolation: ``bilinear`` or ``bicubic``.
+
+    >>> RandomScaleCrop(480, base=520).size
+    (480, 480)
+    """
+
+    REDRAWS = 10  # of mmsegmentation; the last position is taken without a check
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        *,
+        scale: Sequence[float] = (0.5, 2.0),
+        base: int | Sequence[int] | None = 520,
+        fill: int | Sequence[int] = 0,
+        anchor: str = "random",
+        cat_max_ratio: float = 1.0,
+        ignore: int = 255,
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        self.size = pair("size", size)
+        self.scale = positive_range("scale", scale, high=LARGEST_SCALE)
+        self.base = _base(base, self.scale)
+        self.fill = color(fill)
+        self.anchor = checks.one_of("anchor", anchor, ("random", "diagonal"))
+        self.cat_max_ratio = float(checks.number("cat_max_ratio", cat_max_ratio, 0, 1))
+        if not self.cat_max_ratio:
+            raise ConfigError("`cat_max_ratio` must be above 0. Found: 0. Use 1 to switch the rule off.")
+        self.ignore = checks.whole_number("ignore", ignore, None)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Number of uniforms: the factor, then row and column of each position."""
+        return 3 + 2 * self.REDRAWS * (self.cat_max_ratio < 1)
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """``masks`` if ``cat_max_ratio`` is below 1."""
+        return frozenset({"masks"} if self.cat_max_ratio < 1 else ())
+
+    def windows(
+        self,
+        u: Float | None,
+        heights: Int64,
+        widths: Int64,
+        *,
+        objects: BoxTable | None = None,
+        masks: Sequence[_Mask] | None = None,
+        redraw: Redraw | None = None,
+    ) -> CropWindows:
+        """Compute the windows of a batch.
+
+        Args:
+            u: float32 [B, count] in [0, 1).
+            heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
+            objects: not used.
+            masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
+                ``cat_max_ratio`` is below 1.
+            redraw: not used.
+
+        Raises:
+            ConfigError: ``u`` has another shape, or ``masks`` are needed and missing.
+        """
+        draws, heights, widths, known = self._arrays(u, heights, widths)
+        sides = self._sides(draws[:, 0], heights, widths)  # [B, 2]
+        free = np.maximum(sides - self.size, 0)
+        corner = self._corner(draws[:, 1:3], free)
+        if self.cat_max_ratio < 1:
+            if masks is None:
+                raise _missing(self, "masks", "Use a source with masks, or `cat_max_ratio: 1`.")
+            again = np.stack([self._corner(p, free) for p in np.split(draws[:, 3:], self.REDRAWS, axis=1)], axis=1)
+            for row in np.flatnonzero(known & free.any(axis=1)).tolist():
+                if (mask := masks[row]) is not None:
+                    corner[row] = self._mixed(mask, sides[row].tolist(), [corner[row], *again[row]])
+        whole = stack_rows(len(corner), 0, 0, heights, widths)
+        offset = (-corner).astype(np.int32)
+        return CropWindows(whole, sides.astype(np.int32), offset, self.size, self.interpolation, self.fill)
+
+    def _sides(self, u: Float64, heights: Int64, widths: Int64) -> Int64:
+        """Height and width after resizing, int64 [B, 2]."""
+        low, high = self.scale
+        if isinstance(self.base, int):
+            first, last = int(low * self.base), int(high * self.base)
+            h, w = resized_sides(first + integers(u, np.full_like(heights, last - first)), heights, widths)
+        elif self.base is None:
+            fit = np.minimum(self.size[0] / heights, self.size[1] / widths).astype(np.float32)
+            factor = fit * scale(u.astype(np.float32), low, high)
+            h, w = (n.astype(np.float32) * factor for n in (heights, widths))
+        else:
+            longer, shorter = (np.floor(side * (u * (high - low) + low)) for side in self.base)
+            factor = np.minimum(longer / np.maximum(heights, widths), shorter / np.minimum(heights, widths))
+            h, w = heights * factor + 0.5, widths * factor + 0.5
+        return np.clip(np.stack([h, w], axis=1), 1, _INT32_MAX).astype(np.int64)
+
+    def _corner(self, u: Float64, free: Int64) -> Int64:
+        """Top left corner of the crop in the resized image, int64 [B, 2]."""
+        if self.anchor == "random":
+            return integers(u, free)
+        return (free.astype(np.float32) * u[:, :1].astype(np.float32)).astype(np.int64)  # as FixedSizeCrop
+
+    def _mixed(self, mask: NDArray[Any], sides: list[int], corners: list[Int64]) -> Int64:
+        """The first corner whose crop satisfies ``cat_max_ratio``; if there is none, the last."""
+        for corner in corners[:-1]:
+            rows, columns = (
+                ((2 * np.arange(first, min(first + extent, side)) + 1) * given) // (2 * side)  # the nearest pixel
+                for first, extent, side, given in zip(corner.tolist(), self.size, sides, mask.shape, strict=True)
+            )
+            part = mask[rows[0] : rows[-1] + 1].take(columns, axis=1).take(rows - rows[0], axis=0)
+            labels, counts = _labels(part)
+            counts = counts[labels != self.ignore]
+            if len(counts) > 1 and counts.max() / counts.sum() < self.cat_max_ratio:
+                return corner
+        return corners[-1]
+
+
+def _labels(part: NDArray[Any]) -> tuple[NDArray[Any], Int64]:
+    """Labels of a part of a mask, and how many pixels have each of them."""
+    flat = part.reshape(-1)
+    start = np.concatenate([[0], np.flatnonzero(flat[1:] != flat[:-1]) + 1])  # of runs: counting pixels takes longer
+    labels, which = np.unique(flat[start], return_inverse=True)
+    return labels, np.bincount(which, weights=np.diff(start, append=len(flat))).astype(np.int64)
+
+
+def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | None:
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    sides = [] if value is None else list(value) if several else [value]
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST_SIDE for n in sides)
+    if not whole or len(sides) > 2 or (several and len(sides) != 2):
+        raise ConfigError(
+            f"`base` must be the shorter side, two ints (longer and shorter side), or null; from 1 to {LARGEST_SIDE}. "
+            f"Found: {value!r}."
+        )
+    if sides and not (scales[0] * min(sides) >= 1 and scales[1] * max(sides) <= LARGEST_SIDE):
+        raise ConfigError(
+            f"`base` times `scale` must be from 1 to {LARGEST_SIDE} pixels. Found: base {value!r}, scale {scales}."
+        )
+    return (max(sides), min(sides)) if several else value
+
+
+# --- letterbox
+
+
+class Letterbox(Crop):
+    """Fits the whole image into ``size``, keeps its aspect ratio and pads the rest, as YOLO does.
+
+    The image is resized by ``r = min(H / h, W / w)`` to ``round(h * r)`` and ``round(w * r)`` pixels (half to even, at
+    least 1). If it is centred and the padding is odd, the pixel more is at the bottom or at the right.
+
+    With ``shorter`` it equals the resizing inside torchvision's detectors: both sides are rounded down, and
+    ``r = min(shorter / min(h, w), H / h, W / w)``.
+
+    Args:
+        size: output (H, W); an int is a square.
+        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
+        centre: whether the image lies in the middle. False: at the top left.
+        upscale: whether an image that is smaller than ``size`` is enlarged.
+        shorter: the shorter side after resizing, unless the image would not fit into ``size``. Several values: one is
+            drawn for each sample. None: the image is as large as fits.
+        interpolation: ``bilinear`` or ``bicubic``.
+
+    >>> Letterbox(640)
+    Letterbox((640, 640), fill=114, centre=True, upscale=True, shorter=None, interpolation='bilinear')
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        *,
+        fill: int | Sequence[int] = 114,
+        centre: bool = True,
+        upscale: bool = True,
+        shorter: int | Sequence[int] | None = None,
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        self.size = pair("size", size)
+        self.fill = color(fill)
+        self.centre = checks.flag("centre", centre)
+        self.upscale = checks.flag("upscale", upscale)
+        self.shorter = _shorter(shorter)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Number of uniforms: one if ``shorter`` has several values."""
+        return int(isinstance(self.shorter, tuple))
+
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+        given = np.stack([heights, widths], axis=1)
+        factor = (np.array(self.size) / given).min(axis=1, keepdims=True)
+        if self.shorter is not None:
+            values = np.array(self.shorter if self.count else [self.shorter])
+            drawn = values[integers(u, np.array(len(values) - 1))] if self.count else values
+            factor = np.minimum(factor, drawn / given.min(axis=1, keepdims=True))
+        factor = factor if self.upscale else np.minimum(factor, 1.0)
+        sides = given * factor
+        sides = np.maximum(np.rint(sides) if self.shorter is None else np.floor(sides), 1).astype(np.int32)
+        offset = (np.array(self.size, dtype=np.int32) - sides) // 2 if self.centre else np.zeros_like(sides)
+        whole = stack_rows(len(sides), 0, 0, heights, widths)
+        return CropWindows(whole, sides, offset, self.size, self.interpolation, self.fill)
+
+
+def _shorter(value: Any) -> int | tuple[int, ...] | None:
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    sides: list[Any] = list(value) if several else [1 if value is None else value]
+    if not 1 <= len(sides) <= 1000 or any(type(n) is not int or not 1 <= n <= LARGEST_SIDE for n in sides):
+        raise ConfigError(
+            f"`shorter` must be a whole number from 1 to {LARGEST_SIDE}, a list of them, or null. Found: {value!r:.99}."
+        )
+    return tuple(sides) if several else value
+
+
+# --- IoU crop
+
+
+class RandomIoUCrop(Crop):
+    """Zooms out, crops a part that overlaps an object, and resizes it, as SSD does (arXiv:1512.02325).
+
+    Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``. The aspect ratio is not kept.
+    Objects whose centre is outside the crop do not count: ``centres`` tells the next stage to remove them.
+
+    torchvision repeats until a crop is found. Here a sample has up to 16 rounds of ``trials``; then its image is not
+    cropped (0.03 % of images). An image without boxes is not cropped.
+
+    If the crop contains parts of the zoomed-out border, both edges of the image on the canvas are rounded to nearest,
+    so it is at most half a pixel (or, if it is smaller than a pixel, one pixel) off torchvision's.
+
+    Args:
+        size: output (H, W); an int is a square.
+        min_scale: smallest height and width of the crop, as a fraction of the image's, 0 < min_scale <= max_scale.
+        max_scale: largest height and width of the crop, at most 1.
+        min_aspect_ratio: smallest width / height of the crop in pixels.
+        max_aspect_ratio: largest width / height of the crop in pixels.
+        sampler_options: minimum IoU of the crop and one object; one of these is drawn per round. 1 or more: no crop.
+            None: 0, 0.1, 0.3, 0.5, 0.7, 0.9 and 1.
+        trials: number of crops per round, 1..1000.
+        zoom_out: smallest and largest height and width of the zoomed-out image, as a factor from 1 to 100. None: no
+            zoom.
+        zoom_p: probability of the zoom.
+        fill: value of the zoomed-out border, 0..255; a list of three is (red, green, blue).
+        p: probability of the IoU crop.
+        interpolation: ``bilinear`` or ``bicubic``.
+
+    >>> RandomIoUCrop(300, fill=118).needs
+    frozenset({'boxes'})
+    """
+
+    ROUNDS = 16
+    needs = frozenset({"boxes"})
+    centres = True  # remove objects whose centre is outside the window
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        *,
+        min_scale: float = 0.3,
+        max_scale: float = 1.0,
+        min_aspect_ratio: float = 0.5,
+        max_aspect_ratio: float = 2.0,
+        sampler_options: Sequence[float] | None = None,
+        trials: int = 40,
+        zoom_out: Sequence[float] | None = (1.0, 4.0),
+        zoom_p: float = 0.5,
+        fill: int | Sequence[int] = 0,
+        p: float = 1.0,
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        self.size = pair("size", size)
+        self.min_scale, self.max_scale = _limits("scale", min_scale, max_scale, high=1.0)
+        self.min_aspect_ratio, self.max_aspect_ratio = _limits(
+            "aspect_ratio", min_aspect_ratio, max_aspect_ratio, high=math.inf
+        )
+        self.sampler_options = _options(sampler_options)
+        self.trials = checks.whole_number("trials", trials, 1, 1000)
+        self.zoom_out = None if zoom_out is None else positive_range("zoom_out", zoom_out, high=LARGEST_SCALE)
+        if self.zoom_out is not None and self.zoom_out[0] < 1:
+            raise ConfigError(f"`zoom_out` must be at least 1, because it enlarges the canvas. Found: {zoom_out!r}.")
+        self.zoom_p = float(checks.number("zoom_p", zoom_p, 0, 1))
+        self.fill = color(fill)
+        self.p = float(checks.number("p", p, 0, 1))
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Number of uniforms of a round: two gates, zoom, its column and row, option, and four of each trial."""
+        return 6 + 4 * self.trials
+
+    def windows(
+        self,
+        u: Float | None,
+        heights: Int64,
+        widths: Int64,
+        *,
+        objects: BoxTable | None = None,
+        masks: Sequence[_Mask] | None = None,
+        redraw: Redraw | None = None,
+    ) -> CropWindows:
+        """Compute the windows of a batch.
+
+        Args:
+            u: float32 [B, count] in [0, 1).
+            heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
+            objects: the boxes of all samples, in any order.
+            masks: not used.
+            redraw: (round >= 1, rows int64 [n]) to further uniforms float32 [n, count]. None: one round.
+
+        Raises:
+            ConfigError: ``u`` has another shape, or ``objects`` are missing.
+        """
+        wide, heights, widths, known = self._arrays(u, heights, widths)
+        if objects is None:
+            raise _missing(self, "boxes", "Use a source with boxes, or gpuaug.Resize.")
+        draws = wide.astype(np.float32)
+        corner, canvas = self._zoomed(draws, np.stack([heights, widths], axis=1))
+        crop = np.concatenate([np.zeros_like(canvas), canvas], axis=1)
+        order = np.argsort(objects.sample, kind="stable")
+        sample = np.asarray(objects.sample)[order]
+        boxes = np.asarray(objects.boxes, dtype=np.float64)[order] + np.tile(corner[sample, ::-1], 2)
+        first = np.searchsorted(sample, np.arange(len(crop) + 1))
+        waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
+        start, rounds = 0, 1 if redraw is None else self.ROUNDS
+        while len(waiting) and start < rounds:
+            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, because few rows are left
+            stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
+            rows = np.tile(waiting, len(stack))
+            done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
+            done = done.reshape(len(stack), -1)
+            at, any_done = done.argmax(axis=0), done.any(axis=0)  # the first round that is done
+            crop[waiting[any_done]] = found.reshape(len(stack), -1, 4)[at, np.arange(len(at))][any_done]
+            waiting, start = waiting[~any_done], numbers.stop
+        return self._placed(crop, corner, np.stack([heights, widths], axis=1))
+
+    def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
+        """Position (top, left) of the image on the zoomed-out canvas, and the canvas' size; int64 [B, 2] each."""
+        if self.zoom_out is None:
+            return np.zeros_like(sizes), sizes
+        factor = scale(u[:, 2:3], *self.zoom_out)
+        canvas = (sizes.astype(np.float32) * factor).astype(np.int64)
+        corner = ((canvas - sizes).astype(np.float32) * u[:, [4, 3]]).astype(np.int64)
+        zoomed = u[:, 1:2] < np.float32(self.zoom_p)
+        return np.where(zoomed, corner, 0), np.where(zoomed, canvas, sizes)
+
+    def _rounds(
+        self, u: Float, canvas: Int64, boxes: Float64, first: Int64, last: Int64
+    ) -> tuple[NDArray[np.bool_], Int64]:
+        """:meth:`_round` for rows that have the boxes ``first`` to ``last``, a few rows at a time to limit memory."""
+        counts = last - first
+        group = np.cumsum(counts) * self.trials // 2**18  # 2 MB per matrix of boxes and trials, or a single row
+        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(counts)]
+        made = []
+        for part in itertools.starmap(slice, itertools.pairwise(edges)):
+            n = counts[part]
+            own = np.arange(n.sum()) + np.repeat(first[part] - (np.cumsum(n) - n), n)
+            made.append(self._round(u[part], canvas[part], boxes[own], n))
+        done, crops = zip(*made, strict=True)
+        return np.concatenate(done), np.concatenate(crops)
+
+    def _round(self, u: Float, canvas: Int64, boxes: Float64, counts: Int64) -> tuple[NDArray[np.bool_], Int64]:
+        """One round: whether each row is done, bool [n], and its crop (top, left, height, width), int64 [n, 4].
+
+        ``u`` is float32 [n, 1 + 4 * trials], ``boxes`` [m, 4] are on the canvas, and each row has ``counts >= 1``.
+        """
+        options = np.array(self.sampler_options)
+        least = options[np.minimum((u[:, 0] * np.float32(len(options))).astype(np.int64), len(options) - 1)]
+        trial = u[:, 1:].reshape(len(u), self.trials, 4)  # width, height, left, top
+        shape = np.tile(canvas[:, None, ::-1], (1, self.trials, 1))  # width, height
+        span = np.float32(self.max_scale - self.min_scale)
+        extent = (shape.astype(np.float32) * (np.float32(self.min_scale) + span * trial[..., :2])).astype(np.int64)
+        start = ((shape - extent).astype(np.float32) * trial[..., 2:]).astype(np.int64)
+        ratio = extent[..., 0] / np.maximum(extent[..., 1], 1)
+        fits = (extent > 0).all(axis=2) & (self.min_aspect_ratio <= ratio) & (ratio <= self.max_aspect_ratio)
+        iou = _overlaps(boxes, np.repeat(start, counts, axis=0), np.repeat(start + extent, counts, axis=0))
+        best = np.maximum.reduceat(iou, np.cumsum(counts) - counts, axis=0)  # [n, trials]
+        good = fits & (best >= least[:, None])
+        at = np.arange(len(u)), good.argmax(axis=1)
+        crop = np.concatenate([start[at][:, ::-1], extent[at][:, ::-1]], axis=1)
+        whole = least >= 1
+        crop[whole] = np.concatenate([np.zeros_like(canvas), canvas], axis=1)[whole]
+        return whole | good.any(axis=1), crop
+
+    def _placed(self, crop: Int64, corner: Int64, sizes: Int64) -> CropWindows:
+        """Windows from crops (top, left, height, width) of canvases whose image begins at ``corner``."""
+        origin, extent, size = crop[:, :2] - corner, crop[:, 2:], np.array(self.size)
+        start = np.clip(origin, 0, sizes - 1)
+        stop = np.clip(origin + extent, start + 1, sizes)
+        low, high = (np.rint((edge - origin) * size / extent).astype(np.int64) for edge in (start, stop))
+        low = np.minimum(low, size - 1)
+        missed = ((origin >= sizes) | (origin + extent <= 0)).any(axis=1, keepdims=True)
+        low = np.where(missed, size, low)  # no pixel of the image is in the crop
+        window, resized = np.concatenate([start, stop - start], axis=1), np.maximum(high - low, 1)
+        made = (window.astype(np.int32), resized.astype(np.int32), low.astype(np.int32))
+        return CropWindows(*made, self.size, self.interpolation, self.fill)
+
+
+def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
+    """IoU of boxes [m, 4] with crops [m, trials, 2]: float64 [m, trials], -1 if the box's centre is outside."""
+    inside = np.ones(start.shape[:2], dtype=bool)
+    shared, box, crop = np.ones(start.shape[:2]), np.ones((len(boxes), 1)), np.ones(start.shape[:2])
+    with np.errstate(invalid="ignore", over="ignore"):  # annotations may hold NaN or infinity
+        for axis in range(2):
+            low, high = boxes[:, axis, None], boxes[:, 2 + axis, None]
+            first, last = start[..., axis].astype(np.float64), stop[..., axis].astype(np.float64)
+            centre = 0.5 * (low + high)
+            inside &= (first < centre) & (centre < last)
+            shared *= np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+            box *= high - low
+            crop *= last - first
+        union = box + crop - shared
+        iou = shared / np.where(union > 0, union, 1.0)
+    return np.where(inside, np.nan_to_num(iou, nan=0.0), -1.0)
+
+
+def _limits(name: str, low: Any, high_value: Any, *, high: float) -> tuple[float, float]:
+    return positive_range(f"min_{name}` and `max_{name}", (low, high_value), high=high)
+
+
+def _options(value: Any) -> tuple[float, ...]:
+    if value is None:
+        return (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not several or not 1 <= len(value) <= 1000:
+        raise ConfigError(f"`sampler_options` must be a list of minimum IoUs, or null. Found: {value!r:.200}.")
+    return tuple(float(checks.number("sampler_options", v, 0, LARGEST_SCALE)) for v in value)
+
+
+TARGET_CROPS = (RandomScaleCrop, Letterbox, RandomIoUCrop)

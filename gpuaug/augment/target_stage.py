@@ -1,0 +1,540 @@
+"""Moves the targets of a batch with its images: objects on the host, masks on the host and then on the device.
+
+takes: :class:`EncodedBatch` with targets, headers, crop windows and the choices of every operation.
+does: composes one matrix per sample, from the annotated image to the output. Moves objects by it in float64. Decodes
+masks, and samples each once.
+gives: one :class:`BatchTargets` per view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug import checks
+from gpuaug.augment.moves import Field, check_carried, moves
+from gpuaug.augment.parameters import Chosen
+from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
+from gpuaug.decode.decoder import Decoder
+from gpuaug.decode.header import HeaderError
+from gpuaug.decode.plan import HeaderInfo, decode_fault
+from gpuaug.decode.resize import one_by_one
+from gpuaug.errors import ConfigError
+from gpuaug.native import buffers
+from gpuaug.read.targets import collect
+from gpuaug.targets import geometry, masks
+from gpuaug.targets.batch import BatchTargets, upload
+from gpuaug.targets.objects import Objects, carry
+from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+
+Float64 = NDArray[np.float64]
+_DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
+_LARGEST_BYTE = 255
+_LARGEST_FRACTION = 2  # of a box in fractions of the image; above it, they are pixels
+_NORMALIZED = (1, 1)  # size of annotations whose coordinates are fractions of the upright image
+
+
+class Recipe(Protocol):
+    """What is needed of the recipe of the images, an Augment or MultiView."""
+
+    @property
+    def views(self) -> Sequence[Any]:
+        """One view per output image."""
+        ...
+
+    def windows(self, drawn: Any, heights: Any, widths: Any, *, objects: Any, masks: Any) -> list[CropWindows]:
+        """The crop windows of each view."""
+        ...
+
+    def choose(self, drawn: Any, sizes: Sequence[tuple[int, int]]) -> list[list[Chosen]]:
+        """The choices of every operation, per view."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Upright:
+    """Targets of a batch on upright images, before the crop.
+
+    Attributes:
+        table: as the worker sent it, in pixels.
+        objects: in pixels of the annotated images; ``ids`` are rows of ``table``.
+        boxed: the same objects in pixels of the upright images, for crops.
+        matrices: float64 [B, 3, 3], from the annotated to the upright image.
+        sizes: int64 [B, 2], (height, width) of the upright images; 0 for a sample with a fault.
+        masks: the decoded masks, if a crop needs them; None in a row with a fault.
+        faults: samples whose targets cannot be used.
+    """
+
+    table: EncodedTargets
+    objects: Objects
+    boxed: Objects
+    matrices: Float64
+    sizes: Int64
+    masks: list[NDArray[Any] | None] | None
+    faults: list[Fault]
+
+
+@dataclass(slots=True)
+class Placed:
+    """Targets of one view on the host.
+
+    Attributes:
+        objects: in pixels of the output; ``ids`` are rows of the batch's table.
+        matrices: float64 [B, 3, 3], from the annotated image to the output.
+        windows: the crop.
+        moves: matrices and fields of the operations, in order.
+        masks: [B, H, W], set by :meth:`TargetStage.decode`.
+    """
+
+    objects: Objects
+    matrices: Float64
+    windows: CropWindows
+    moves: list[Float64 | Field]
+    masks: Tensor | None = None
+
+
+@dataclass(slots=True)
+class TargetBatch:
+    """Targets of a batch between two stages: one :class:`Placed` per view."""
+
+    upright: Upright
+    views: list[Placed] = field(default_factory=list)
+
+
+class TargetStage:
+    """Moves targets as ``recipe`` moves the images.
+
+    Args:
+        rules: what the run asks for.
+        recipe: the recipe of the images.
+        flip: for each keypoint, the number of its mirror image; None: points keep their places.
+        panoptic: whether masks hold annotation numbers in three channels, as COCO's panoptic files.
+    """
+
+    def __init__(
+        self,
+        rules: Targets,
+        recipe: Recipe,
+        *,
+        flip: Sequence[int] | None = None,
+        panoptic: bool = False,
+    ) -> None:
+        self.rules, self.recipe, self.panoptic = rules, recipe, panoptic
+        self.flip = None if flip is None else tuple(flip)
+        self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in recipe.views)
+        self._instances = rules.masks is not None and rules.masks.kind == "instances"
+        self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
+
+    @property
+    def fill(self) -> int:
+        """Value of mask pixels outside the image."""
+        rules = self.rules.masks
+        return 0 if rules is None else rules.fill
+
+    def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
+        """Check the targets against the headers, and convert them to pixels of the upright images."""
+        table = encoded.targets
+        assert table is not None
+        sizes = np.stack([info.height, info.width], axis=1)
+        normalized = (table.sizes == _NORMALIZED).all(axis=1) & (sizes > 1).any(axis=1) & (sizes > 0).all(axis=1)
+        beyond = normalized & _beyond(table)
+        table = _in_pixels(table, sizes)
+        stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
+        annotated = table.sizes.astype(np.int64)
+        known: NDArray[Any] = np.asarray((sizes > 0).all(axis=1))
+        given = known & (annotated > 0).all(axis=1) & (annotated != _NORMALIZED).any(axis=1)
+        as_upright = (annotated == sizes).all(axis=1)
+        as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
+        faults = [
+            Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
+            for row in np.flatnonzero(np.asarray((given & ~as_upright & ~as_stored) | beyond)).tolist()
+        ]
+        matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
+        objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
+        if as_stored.any():
+            matrices[as_stored] = geometry.orientation(info.orientation[as_stored], stored[as_stored])
+            if objects.boxes is not None:
+                boxed = replace(objects, boxes=geometry.hulls(matrices[objects.sample], objects.boxes))
+        decoded = None
+        if self._needs_masks:
+            decoded, bad = self._decode(encoded, info, decoder)
+            faults += bad
+        sizes = np.where(known[:, None], sizes, 0)
+        return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
+
+    def place(
+        self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]]
+    ) -> TargetBatch:
+        """Move the objects of every view. ``chosen``: per view, the choices of its operations."""
+        views = []
+        for view, window, choices in zip(self.recipe.views, windows, chosen, strict=True):
+            crop = geometry.crop(window) @ upright.matrices
+            done = moves(view.augment.prepared, choices, window.size)
+            ops = np.tile(np.eye(3), (len(crop), 1, 1))
+            for move in done:
+                ops = ops if isinstance(move, Field) else move @ ops
+            objects = carry(
+                upright.objects,
+                crop=crop,
+                ops=ops,
+                size=window.size,
+                rules=self.rules,
+                flip=self.flip,
+                centres=bool(getattr(view.augment.crop, "centres", False)),
+                windows=window,
+            )
+            views.append(Placed(objects, ops @ crop, window, done))
+        return TargetBatch(upright, views)
+
+    def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
+        """Decode the masks and sample them for every view, in ``batch``. Return the faults."""
+        decoded, faults = batch.upright.masks, list[Fault]()
+        if decoded is None and self.rules.masks is not None:
+            decoded, faults = self._decode(encoded, info, decoder)
+        if decoded is not None:
+            self.sample(batch, decoded, decoder.device, threads=decoder.num_threads, each=decoder.each)
+        return faults
+
+    def sample(
+        self,
+        batch: TargetBatch,
+        decoded: Sequence[NDArray[Any] | None],
+        device: torch.device,
+        *,
+        threads: int = 1,
+        each: Callable[..., None] = one_by_one,
+    ) -> None:
+        """Crop and resize upright masks for every view, in ``batch``. On a CPU also move them by the operations."""
+        rules, small = self.rules.masks, self.fill <= 255 and all(m is None or m.dtype == np.uint8 for m in decoded)
+        narrow = torch.uint8 if small else torch.int32
+        on_host = device.type == "cpu" or self._instances
+        for view in batch.views:
+            first = view.moves[0] if view.moves and on_host else None
+            inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
+            left = view.moves if inverse is None else view.moves[1:]
+            # written once, if nothing else has to be done with them
+            last = device.type == "cpu" and not left and not self._instances and rules is not None
+            dtype = _DTYPES[rules.dtype] if last and rules is not None and (small or rules.dtype != "uint8") else narrow
+            made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
+            masks.place(
+                decoded,
+                view.windows,
+                made.numpy(),
+                inverse=inverse,
+                fill=self.fill,
+                threads=threads,
+                each=each,
+            )
+            view.masks = made
+            view.moves = left
+            if self._instances:
+                _drop_vanished(view, batch.upright.table)
+
+    def finish(
+        self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
+    ) -> list[BatchTargets]:
+        """Upload the targets of every view.
+
+        Args:
+            batch: decoded targets.
+            indices: int64 [B], sample numbers.
+            bad: rows with a fault. Their masks become ``fill``, and their objects are dropped.
+            keep: int64 [n], the rows to keep; None: all.
+            device: the device of the images.
+        """
+        rows = np.arange(len(indices)) if keep is None else keep.numpy()
+        return [self._finish(view, batch.upright, indices, bad=bad, rows=rows, device=device) for view in batch.views]
+
+    def _finish(
+        self, view: Placed, upright: Upright, indices: Tensor, *, bad: Sequence[int], rows: Int64, device: torch.device
+    ) -> BatchTargets:
+        objects = view.objects
+        if len(bad):
+            objects = objects.take(~np.isin(objects.sample, bad))
+        if len(rows) < len(indices):
+            objects = objects.rows(rows)
+        columns = (
+            None if objects.boxes is None else objects.boxes.astype(np.float32),
+            objects.labels,
+            objects.output_keypoints(self.rules),
+            objects.sample,
+        )
+        boxes, labels, keypoints, sample = upload(columns, device)
+        assert labels is not None
+        assert sample is not None
+        windows = view.windows
+        covered = np.clip(
+            np.concatenate([windows.offset, windows.offset + windows.resized], axis=1),
+            0,
+            [*windows.size, *windows.size],
+        )
+        return BatchTargets(
+            masks=self._finished_masks(view, bad=bad, rows=rows, device=device),
+            boxes=boxes,
+            labels=labels,
+            keypoints=keypoints,
+            sample=sample,
+            counts=torch.from_numpy(objects.counts(len(rows))),
+            ids=torch.from_numpy(upright.table.ids[objects.ids]),
+            crowd=torch.from_numpy(objects.crowd),
+            area=torch.from_numpy(objects.area),
+            indices=indices[rows],
+            sizes=torch.from_numpy(upright.sizes[rows]),
+            covered=torch.from_numpy(covered[rows].astype(np.int64)),
+            matrices=torch.from_numpy(view.matrices[rows]),
+            size=windows.size,
+            instances=self._instances,
+        )
+
+    def _finished_masks(self, view: Placed, *, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
+        """Masks on the device, after the moves that the host has not made."""
+        if self.rules.masks is None or view.masks is None:
+            return None
+        made = buffers.to_device(view.masks, device)
+        for move in view.moves:
+            if isinstance(move, Field):
+                made = move.apply(made, self.fill)
+                continue
+            moved = np.flatnonzero((move != np.eye(3)).any(axis=(1, 2)))
+            if len(moved):
+                at = buffers.to_device(torch.from_numpy(moved), device)
+                inverse = geometry.inverse(move[moved])
+                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), inverse, self.fill))
+        if len(bad):
+            made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
+        if len(rows) < len(made):
+            made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
+        dtype = _DTYPES[self.rules.masks.dtype]
+        if made.dtype == dtype:
+            return made
+        if device.type == "cpu":  # reused memory: fresh pages take longer than the conversion
+            return buffers.outputs.take((len(made), 1, *made.shape[1:]), dtype, False)[:, 0].copy_(made)
+        return made.to(dtype)
+
+    def _decode(
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
+    ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
+        """Upright masks [h, w] per sample, mapped; None for a sample with a fault."""
+        data = encoded.masks
+        found: list[NDArray[Any] | None] = [None] * len(data)
+        faults: list[Fault] = []
+
+        def one(row: int) -> None:
+            height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
+            try:
+                found[row] = masks.decode(
+                    data[row].tobytes(),
+                    stored=(width, height) if exif > 4 else (height, width),
+                    exif=exif,
+                    max_pixels=decoder.settings.max_pixels,
+                    table=None if self.panoptic else self._table,
+                    ids_in_rgb=self.panoptic,
+                )
+            except HeaderError as error:
+                faults.append(decode_fault(row, data[row], f"its mask: {error}"))
+
+        decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
+        if self.panoptic and encoded.targets is not None:
+            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
+            if self._table is not None:  # of the classes
+                found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
+        for row, largest in self._too_large(found):
+            reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+            faults.append(decode_fault(row, data[row], reason))
+            found[row] = None
+        return found, sorted(faults, key=lambda fault: fault.row)
+
+    def _too_large(self, found: list[NDArray[Any] | None]) -> list[tuple[int, int]]:
+        """Row and largest value of masks that the wanted dtype cannot hold."""
+        if self.rules.masks is None or self.rules.masks.dtype != "uint8":
+            return []
+        wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
+        return [(row, largest) for row, largest in wide if largest > _LARGEST_BYTE]
+
+
+def augment_targets(
+    recipe: Recipe,
+    drawn: Any,
+    given: Given,
+    *,
+    size: tuple[int, int],
+    indices: Int64,
+    device: torch.device,
+) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
+    """Move the targets of images that are already decoded; returns crop windows, choices and targets of every view.
+
+    Args:
+        recipe: the recipe of the images, an Augment or MultiView.
+        drawn: its random numbers.
+        given: the targets.
+        size: (H, W) of the images.
+        indices: int64 [B], sample numbers.
+        device: the device of the images.
+
+    Raises:
+        ConfigError: if an operation moves pixels in an unknown way, or the targets do not fit the images.
+    """
+    for view in (view for view in recipe.views if view.copy == 0):
+        check_carried(view.augment.prepared, given.rules.names)
+    table, decoded = given.encoded(len(indices), size)
+    for view in recipe.views:
+        for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(given.rules.names)):
+            kind = type(view.augment.crop).__name__
+            raise ConfigError(
+                f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(given.rules.names)}. Give `{name}`."
+            )
+    stage = TargetStage(given.rules, recipe, flip=None if given.rules.keypoints is None else given.rules.keypoints.flip)
+    objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), given.rules)
+    count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
+    upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
+    windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)
+    chosen = recipe.choose(drawn, [window.size for window in windows])
+    batch = stage.place(upright, windows, chosen)
+    if decoded is not None:
+        stage.sample(batch, decoded, device)
+    return windows, chosen, stage.finish(batch, torch.from_numpy(indices), bad=[], keep=None, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Targets that a caller gives with decoded images, and the rules for them."""
+
+    masks: Tensor | None
+    boxes: Sequence[Any] | None
+    labels: Sequence[Any] | None
+    keypoints: Sequence[Any] | None
+    targets: Targets | None
+
+    @property
+    def rules(self) -> Targets:
+        """The caller's rules, or the default rules for what was given."""
+        checks.instance("targets", self.targets, Targets, optional=True)
+        return self.targets or Targets(
+            masks=None if self.masks is None else Masks(),
+            boxes=None if self.boxes is None else Boxes(),
+            keypoints=None if self.keypoints is None else Keypoints(),
+        )
+
+    def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
+        """The objects of ``count`` images as one table, and the masks as arrays."""
+        names = [name for name in self.rules.names if name != "masks"]
+        columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
+        for name in dict.fromkeys([*self.rules.names, *columns]):
+            value = getattr(self, name)
+            if value is None and name not in self.rules.names:
+                continue
+            if (
+                not isinstance(value, Tensor | np.ndarray | Sequence)
+                or not getattr(value, "ndim", 1)
+                or len(value) != count
+            ):
+                found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
+                raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
+        samples = []
+        for row in range(count):
+            own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
+            samples.append(Target(**own))
+        table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
+        if faults:
+            raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {faults[0].row}: {faults[0].reason}.")
+        if self.masks is None or self.rules.masks is None:
+            return table, None
+        return table, self._label_maps(self.rules.masks, (count, *size))
+
+    def _label_maps(self, rules: Masks, shape: tuple[int, ...]) -> list[NDArray[Any] | None]:
+        """The masks as uint8 or int32 arrays, with the values that ``rules.map`` gives."""
+        assert self.masks is not None
+        values = _array(self.masks)
+        if values.shape != shape or values.dtype.kind not in "biu":
+            raise ConfigError(
+                f"`masks` must be integers {list(shape)}, as the images. Found: {values.dtype} {list(values.shape)}."
+            )
+        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+        if not 0 <= low <= high < 2**31:
+            raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
+        small = values.astype(
+            np.uint8 if values.dtype.kind == "b" or values.dtype == np.uint8 else np.int32, copy=False
+        )
+        table = masks.lookup(rules.map, rules.fill)
+        small = small if table is None else masks.mapped(small, table)
+        if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
+            raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
+        return list(small)
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """As an array; lists of several lengths become one of objects, which is refused later."""
+    try:
+        return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
+        raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error
+
+
+def _beyond(table: EncodedTargets) -> NDArray[np.bool_]:
+    """Whether a sample has a box that is no fraction of the image, bool [B]. YOLO allows a border."""
+    sample = np.repeat(np.arange(len(table.offsets) - 1), np.diff(table.offsets))
+    found = np.zeros(len(table.offsets) - 1, dtype=np.bool_)
+    if table.boxes is not None:
+        found[sample[(np.abs(table.boxes) > _LARGEST_FRACTION).any(axis=1)]] = True
+    return found
+
+
+def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
+    """Scale annotations that are fractions of the upright image, [B, 2] ``sizes``, to pixels."""
+    rows = (table.sizes == _NORMALIZED).all(axis=1)
+    if not rows.any():
+        return table
+    scale = np.where(rows[:, None], np.maximum(sizes, 1), 1).repeat(np.diff(table.offsets), axis=0)[:, ::-1]
+    boxes, keypoints = table.boxes, table.keypoints
+    if boxes is not None:
+        boxes = (boxes * np.concatenate([scale, scale], axis=1)).astype(np.float32)
+    if keypoints is not None:
+        keypoints = keypoints.copy()
+        keypoints[..., :2] *= scale[:, None].astype(np.float32)
+    return replace(table, boxes=boxes, keypoints=keypoints)
+
+
+def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
+    """Drop objects without a pixel in the view's object masks, and number the others 1, 2, ... in each mask."""
+    assert view.masks is not None
+    objects, made = view.objects, view.masks.numpy()
+    counts = objects.counts(len(made))
+    begins = np.cumsum([0, *counts])
+    keep = np.zeros(len(objects.labels), dtype=bool)
+    for row, mask in enumerate(made):
+        own = objects.ids[begins[row] : begins[row + 1]]
+        numbers = own - table.offsets[row] + 1  # values in the mask, ascending
+        present = np.zeros(max(int(mask.max(initial=0)), int(numbers.max(initial=0))) + 1, dtype=bool)
+        present[mask.reshape(-1)] = True
+        kept = present[numbers]
+        keep[begins[row] : begins[row + 1]] = kept
+        renumbered = np.zeros(len(present), dtype=mask.dtype)
+        renumbered[numbers[kept]] = np.arange(1, int(kept.sum()) + 1)
+        np.take(renumbered, mask, out=mask)
+    view.objects = objects.take(keep)
+
+
+def _number_segments(found: list[NDArray[Any] | None], table: EncodedTargets, *, as_objects: bool, fill: int) -> None:
+    """Replace annotation numbers in masks by object numbers (1, 2, ...; else 0) or by classes (else ``fill``)."""
+    for row, mask in enumerate(found):
+        if mask is None:
+            continue
+        begin, end = table.offsets[row : row + 2].tolist()
+        order = np.argsort(table.ids[begin:end])
+        ids = table.ids[begin:end][order]
+        values = order + 1 if as_objects else table.labels[begin:end][order]
+        if not len(ids):
+            found[row] = np.full(mask.shape, fill, dtype=np.int32)
+            continue
+        at = np.minimum(np.searchsorted(ids, mask), len(ids) - 1)
+        found[row] = np.where(ids[at] == mask, values[at], fill).astype(np.int32)
+
+
+def _size(size: NDArray[Any]) -> str:
+    return "x".join(map(str, size.tolist()))

@@ -1,0 +1,187 @@
+"""Collects the targets of a batch in a worker: checks each sample's :class:`Target` and joins them into one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.batch import EncodedTargets, Fault, Target
+from gpuaug.errors import SourceError
+
+_FIELDS = {field.name for field in fields(Target)}
+_NO_MASK = memoryview(b"")
+# name, dtype, shape of one object (-1: any), value if the source does not know it
+_COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
+    ("boxes", np.float32, (4,), None),
+    ("labels", np.int64, (), 0),
+    ("keypoints", np.float32, (-1, 3), None),
+    ("crowd", np.bool_, (), False),
+    ("area", np.float32, (), np.nan),
+    ("ids", np.int64, (), -1),
+)
+
+
+def as_target(label: Any, number: int) -> Target | None:
+    """The target of sample ``number``, if its label is a Target or a dictionary with the names of its fields."""
+    if isinstance(label, Target) or label is None:
+        return label
+    if not isinstance(label, Mapping):
+        return None
+    if unknown := [name for name in label if name not in _FIELDS]:
+        raise SourceError(
+            f"the target of sample {number} must have only the keys {', '.join(sorted(_FIELDS))}. Found: {unknown}."
+        )
+    return Target(**label)
+
+
+def collect(
+    targets: Sequence[Target | None], names: Sequence[str], *, skip: Sequence[int], num_keypoints: int | None
+) -> tuple[EncodedTargets, list[memoryview], list[Fault]]:
+    """Join the targets of a batch.
+
+    Args:
+        targets: one per sample.
+        names: the kinds of targets that the run needs: masks, boxes, keypoints.
+        skip: rows that already have a fault. They get no mask and no objects.
+        num_keypoints: number of keypoints of an object, if the source knows it.
+
+    Returns:
+        The table; the encoded masks, one per sample ([] if the run needs none); a fault of each row with bad targets.
+    """
+    bad = dict.fromkeys(skip, "")
+    masks: list[memoryview] = []
+    rows: list[dict[str, NDArray[Any]]] = []
+    sizes = np.zeros((len(targets), 2), dtype=np.int32)
+    for row, target in enumerate(targets):
+        columns: dict[str, NDArray[Any]] = {}
+        mask = _NO_MASK
+        if row not in bad:
+            try:
+                columns = _columns(target, names, num_keypoints)
+                mask = _mask(target) if "masks" in names else mask
+                if target is not None and target.size is not None:
+                    sizes[row] = target.size
+            except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch's are RuntimeErrors
+                bad[row] = str(error)
+        if "masks" in names:
+            masks.append(_NO_MASK if row in bad else mask)
+        rows.append(columns)
+    counts = [len(columns["labels"]) if columns else 0 for columns in rows]
+    table = _joined([columns for columns in rows if columns], names, num_keypoints)
+    sample = np.repeat(np.arange(len(rows)), counts)
+    for row, reason in _bad_values(table, sample, counts).items():
+        bad[row] = reason
+        if masks:
+            masks[row] = _NO_MASK
+    if bad:
+        keep = ~np.isin(sample, list(bad))
+        table = {name: column[keep] for name, column in table.items()}
+        counts = [0 if row in bad else count for row, count in enumerate(counts)]
+    faults = [Fault(row, "read", reason) for row, reason in bad.items() if reason]
+    encoded = EncodedTargets(
+        offsets=np.cumsum([0, *counts], dtype=np.int64),
+        boxes=table.get("boxes"),
+        labels=table["labels"],
+        keypoints=table.get("keypoints"),
+        crowd=table["crowd"],
+        area=table["area"],
+        ids=table["ids"],
+        sizes=sizes,
+        masks="masks" in names,
+    )
+    return encoded, masks, faults
+
+
+def _mask(target: Target | None) -> memoryview:
+    """The encoded mask."""
+    given = None if target is None else target.mask
+    if given is None:
+        raise ValueError("the source gave no mask for this sample")
+    try:
+        mask = memoryview(given).cast("B")
+    except TypeError:
+        raise ValueError(f"mask must be the bytes of a file. Found: a {type(given).__name__}") from None
+    if not len(mask):
+        raise ValueError("the source gave an empty mask for this sample")
+    return mask
+
+
+def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
+    """The columns that the target has, with their shapes checked; ValueError says what is wrong."""
+    if target is None:
+        raise ValueError("the source gave no target for this sample")
+    columns: dict[str, NDArray[Any]] = {}
+    for name, kind, shape, missing in _COLUMNS:
+        value = getattr(target, name)
+        if value is None or (missing is None and name not in names):
+            continue
+        array = np.asarray(value)
+        if not array.size:  # an empty list has no whole numbers, and no second axis
+            array = np.zeros((0, *(max(n, 0) for n in shape)), dtype=kind)
+        matches = array.ndim == 1 + len(shape) and all(
+            n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)
+        )
+        if not matches or array.dtype.kind not in ("biu" if np.dtype(kind).kind in "biu" else "biuf"):
+            wanted = ", ".join(["n", *("K" if n < 0 else str(n) for n in shape)])
+            raise ValueError(f"{name} must be numbers of shape [{wanted}]. Found: {array.dtype} {list(array.shape)}")
+        if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
+            raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
+        if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
+            raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
+        with np.errstate(over="ignore"):  # infinity is refused later
+            columns[name] = array.astype(kind)
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the columns of its objects differ in length: {lengths}")
+    if target.size is not None:
+        sides = np.asarray(target.size)
+        if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():
+            raise ValueError(f"size must be (height, width) above 0. Found: {target.size}")
+    count = next(iter(lengths.values()), 0)
+    for name in ("boxes", "keypoints"):
+        if name in names and name not in columns and count:
+            raise ValueError(f"the source gave no {name} for its {count} objects")
+    for name, kind, shape, missing in _COLUMNS:
+        if name not in columns and missing is not None:
+            columns[name] = np.full((count, *shape), missing, dtype=kind)
+    return columns
+
+
+def _joined(
+    rows: Sequence[dict[str, NDArray[Any]]], names: Sequence[str], num_keypoints: int | None
+) -> dict[str, NDArray[Any]]:
+    """All objects of the batch in one table. Boxes and keypoints are columns only if the run needs them."""
+    table = {}
+    for name, kind, shape, missing in _COLUMNS:
+        if missing is None and name not in names:
+            continue
+        parts = [columns[name] for columns in rows if len(columns.get(name, ()))]
+        numbers = {part.shape[1] for part in parts} if name == "keypoints" else set()
+        if len(numbers) > 1:
+            raise SourceError(f"all objects must have the same number of keypoints. Found: {sorted(numbers)}.")
+        empty = np.zeros((0, *((num_keypoints or 0) if n < 0 else n for n in shape)), dtype=kind)
+        table[name] = np.concatenate(parts) if parts else empty
+    return table
+
+
+def _bad_values(table: dict[str, NDArray[Any]], sample: NDArray[np.int64], counts: Sequence[int]) -> dict[int, str]:
+    """The reason why a row's objects cannot be used: numbers that are not finite, or inverted boxes."""
+    boxes = table.get("boxes", np.zeros((0, 4)))
+    points = table.get("keypoints", np.zeros((0, 0, 3)))
+    first = np.cumsum([0, *counts])
+    found: dict[int, str] = {}
+    with np.errstate(invalid="ignore"):
+        checks = (
+            (boxes, ~np.isfinite(boxes).all(axis=1), "boxes[{}] must be finite numbers"),
+            (boxes, (boxes[:, 2:] < boxes[:, :2]).any(axis=1), "boxes[{}] must be (x1, y1, x2, y2) with x1 <= x2"),
+            (points, ~np.isfinite(points).all(axis=(1, 2)), "keypoints[{}] must be finite numbers"),
+        )
+    for values, wrong, text in checks:
+        for k in np.flatnonzero(wrong).tolist():
+            row = int(sample[k])
+            found.setdefault(row, f"{text.format(k - int(first[row]))}. Found: {values[k].tolist()!r:.200}")
+    return found

@@ -1,0 +1,380 @@
+"""Reads COCO's JSON files into arrays: images, categories and objects, in the order of the images' numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.errors import SourceError
+from gpuaug.source.paths import is_safe, redact
+
+log = logging.getLogger("gpuaug")
+
+LARGE_JSON = 100_000_000  # bytes; parsing more with the standard library takes seconds and gigabytes
+BOM = b"\xef\xbb\xbf"
+
+Int64 = NDArray[np.int64]
+
+
+class Field(NamedTuple):
+    """A field of a record: the Python types that JSON gives, the type for msgspec, and the value where it is absent."""
+
+    types: tuple[type, ...]
+    kind: Any
+    default: Any = ...  # the field must be there
+
+
+WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str,), str)
+BOX = Field((list, tuple), tuple[float, float, float, float])
+OPTIONAL_NUMBER = Field((int, float, type(None)), float | None, None)
+CROWD = Field((int, bool), int | bool, 0)
+LATER = Field((object,), None, None)  # stays JSON text in msgspec, because its lists would take gigabytes
+
+IMAGE = {"id": WHOLE, "file_name": TEXT, "width": NUMBER, "height": NUMBER}
+CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ()), "skeleton": LATER}
+SEGMENT = {"id": WHOLE, "category_id": WHOLE, "bbox": BOX, "area": OPTIONAL_NUMBER, "iscrowd": CROWD}
+OBJECT = {
+    **SEGMENT,
+    "id": Field((int, type(None)), int | None, None),
+    "image_id": WHOLE,
+    "keypoints": LATER,
+}
+OUTLINE = {"segmentation": LATER}
+PANOPTIC = {"image_id": WHOLE, "file_name": TEXT, "segments_info": Field((list,), None)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotations:
+    """What a file of annotations says of N images and M objects.
+
+    Attributes:
+        names: paths of the images.
+        image_ids: int64 [N], ascending.
+        sizes: int32 [N, 2], (height, width).
+        counts: int64 [N], objects of each image.
+        boxes: float32 [M, 4], (x1, y1, x2, y2).
+        labels: int64 [M], numbers of categories.
+        crowd: bool [M].
+        area: float32 [M], or None.
+        ids: int64 [M], or None.
+        keypoints: float32 [M, K, 3], or None.
+        categories: names of the categories, by ascending id.
+        points: names of the K points; may be empty.
+        skeleton: numbers of the points that a line connects in drawings; () if the file does not say.
+        outlines: values of ``segmentation`` in the order of the objects; can be read once.
+        masks: paths of the panoptic masks, or None.
+    """
+
+    names: list[bytes]
+    image_ids: Int64
+    sizes: NDArray[np.int32]
+    counts: Int64
+    boxes: NDArray[np.float32]
+    labels: Int64
+    crowd: NDArray[np.bool_]
+    area: NDArray[np.float32] | None
+    ids: Int64 | None
+    keypoints: NDArray[np.float32] | None
+    categories: list[str]
+    points: list[str]
+    skeleton: tuple[tuple[int, int], ...]
+    outlines: Iterable[Any]
+    masks: list[bytes] | None
+
+
+def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotations:
+    """Parse the text of a file of annotations.
+
+    Args:
+        data: the JSON text: instances, person_keypoints, or panoptic.
+        masks: ``instances`` also reads outlines, ``panoptic`` reads a panoptic file.
+        place: path of the file, for messages.
+
+    Raises:
+        SourceError: if the file is damaged, is no such file, or contradicts itself. Names the first such record.
+    """
+    try:
+        return _annotations(data, masks)
+    except RecursionError as error:
+        raise refused(place, "its lists are nested too deeply") from error
+    except (ValueError, OverflowError, UnicodeError) as error:
+        raise refused(place, str(error)) from error
+
+
+def refused(place: str, reason: str) -> SourceError:
+    """The error for a file of annotations that cannot be used."""
+    return SourceError(
+        f"the annotations {redact(place)!r} cannot be used: {reason:.400}. Correct the file, or name another one in "
+        "`source.annotations`."
+    )
+
+
+def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
+    panoptic = kind == "panoptic"
+    fields = PANOPTIC if panoptic else OBJECT if kind is None else {**OBJECT, **OUTLINE}
+    document, later = _document(data, fields)
+    categories, categories_of = _by_id(document("categories", CATEGORY), "categories")
+    images, images_of = _by_id(document("images", IMAGE), "images")
+    if not len(images_of) or not len(categories_of):
+        raise ValueError(f"it has {len(images_of)} images and {len(categories_of)} categories")
+    if len(set(categories["name"])) < len(categories_of):
+        raise ValueError("two categories have the same name")
+    names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
+    masks = None
+    if panoptic:
+        rows, masks = _segments(document, images_of)
+    else:
+        rows = document("annotations", fields)
+    sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T
+    columns, owners = _objects(rows, images_of, panoptic)
+    order = np.argsort(owners, kind="stable")
+    labels = _find(columns["category_id"], categories_of, "category_id", "categories")
+    area, ids = columns["area"], columns["id"]
+    with np.errstate(over="ignore"):  # infinite boxes are a fault of their sample
+        boxes = columns["bbox"].astype(np.float32)
+    keypoints, points = (None, []) if panoptic else _keypoints(columns["keypoints"], later, categories, order)
+    outlines = columns.get("segmentation", [])
+    return Annotations(
+        names=names,
+        image_ids=images_of,
+        sizes=sizes,
+        counts=np.bincount(owners, minlength=len(images_of)),
+        boxes=boxes[order],
+        labels=labels[order],
+        crowd=columns["iscrowd"][order],
+        area=None if area is None else area[order],
+        ids=None if ids is None else ids[order],
+        keypoints=keypoints,
+        categories=categories["name"],
+        points=points,
+        skeleton=_skeleton(map(later, categories["skeleton"]), len(points)),
+        outlines=[] if not outlines else (later(outlines[i]) for i in order.tolist()),
+        masks=masks,
+    )
+
+
+# -- JSON: both parsers give columns, lists of plain values
+
+
+def _document(
+    data: bytes | bytearray, fields: Mapping[str, Field]
+) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
+    """A function from a list's name and fields to its columns, and one that parses a value of :data:`LATER`."""
+    text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
+    try:
+        import msgspec
+    except ImportError:
+        if len(text) > LARGE_JSON:
+            log.info("source: parsing %d MB of JSON with Python's json. msgspec is faster and needs less memory: "
+                     "pip install gpuaug[coco]", len(text) // 10**6)  # fmt: skip
+        content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object") from None
+        return partial(_columns_of_dicts, content), lambda value: value
+    if "segments_info" in fields:
+        fields = {**fields, "segments_info": Field((list,), list[_struct("segment", SEGMENT)])}  # type: ignore[misc]
+    lists = {"images": IMAGE, "categories": CATEGORY, "annotations": fields}
+    kinds = [(name, list[_struct(name, fields)]) for name, fields in lists.items()]  # type: ignore[misc]
+    parsed = msgspec.json.decode(text, type=msgspec.defstruct("file", kinds))
+    return partial(_columns_of_structs, parsed), msgspec.json.decode
+
+
+def _struct(name: str, fields: Mapping[str, Field]) -> Any:
+    import msgspec
+
+    kinds: list[Any] = []
+    for key, field in fields.items():
+        if field is LATER:
+            kinds.append((key, msgspec.Raw, msgspec.Raw(b"null")))
+        else:
+            kinds.append((key, field.kind) if field.default is ... else (key, field.kind, field.default))
+    return msgspec.defstruct(name, kinds, gc=False, kw_only=True)
+
+
+def _columns_of_structs(parsed: Any, name: str, fields: Mapping[str, Field]) -> dict[str, list[Any]]:
+    rows = name if not isinstance(name, str) else getattr(parsed, name)
+    return {key: list(map(attrgetter(key), rows)) for key in fields}
+
+
+def _columns_of_dicts(content: dict[str, Any], name: Any, fields: Mapping[str, Field]) -> dict[str, list[Any]]:
+    rows = content.get(name) if isinstance(name, str) else name
+    what = name if isinstance(name, str) else "segments_info"
+    if not isinstance(rows, list) or not set(map(type, rows)) <= {dict}:
+        raise ValueError(f"`{what}` must be a list of objects")
+    columns = {}
+    for key, field in fields.items():
+        values = columns[key] = [row.get(key, field.default) for row in rows]
+        if object not in field.types and not set(map(type, values)) <= set(field.types):
+            at = next(i for i, value in enumerate(values) if type(value) not in field.types)
+            found = "nothing" if values[at] is ... else type(values[at]).__name__
+            wanted = " or ".join(kind.__name__ for kind in field.types[:2])
+            raise ValueError(f"`{what}[{at}].{key}` must be {wanted}. Found: {found}")
+    return columns
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"it has {text}, which is not JSON")
+
+
+# -- records
+
+
+def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any]], Int64]:
+    """The columns in the order of their ids, and the ids, which must differ."""
+    ids = _ids(columns["id"], what)
+    order = np.argsort(ids, kind="stable")
+    _unique(ids, what)
+    places = order.tolist()
+    return {key: [values[i] for i in places] for key, values in columns.items()}, ids[order]
+
+
+def _ids(values: Sequence[Any], what: str, low: int = 0, high: int = 2**63 - 1) -> Int64:
+    if values and not low <= min(values) <= max(values) <= high:
+        at = next(i for i, value in enumerate(values) if not low <= value <= high)
+        raise ValueError(f"ids must be {low} .. {high}, but number {at} in `{what}` is not")
+    return np.array(values, dtype=np.int64)
+
+
+def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
+    """ValueError if an id occurs twice, or twice in a group."""
+    order = np.argsort(ids, kind="stable") if groups is None else np.lexsort((ids, groups))
+    same = ids[order][1:] == ids[order][:-1]
+    if groups is not None:
+        same &= groups[order][1:] == groups[order][:-1]
+    if same.any():
+        raise ValueError(f"ids in `{what}` must differ. Found twice: {ids[order][int(same.argmax())]}")
+
+
+def _find(values: Sequence[int], known: Int64, field: str, what: str) -> Int64:
+    """Positions of the values among the ascending ``known`` ids."""
+    numbers = _ids(values, f"annotations.{field}")
+    at = np.minimum(np.searchsorted(known, numbers), max(0, len(known) - 1))
+    wrong = known[at] != numbers if len(known) else np.ones(len(numbers), dtype=bool)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(f"`{field}` of object {first} is {numbers[first]}, but `{what}` has no such id")
+    return at
+
+
+def _path(name: str, what: str, number: int) -> bytes:
+    """The path as bytes; ValueError if it leads outside its folder."""
+    if not is_safe(name) or name.endswith("/"):
+        raise ValueError(
+            f"`file_name` must be relative and stay in its folder. Found in `{what}`, id {number}: {name!r:.200}"
+        )
+    return os.fsencode(name)
+
+
+def _side(values: Sequence[Any], ids: Int64) -> Int64:
+    sides = np.array(values, dtype=np.float64)
+    wrong = ~((sides >= 1) & (sides < 2**31) & (sides == np.floor(sides)))
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(
+            f"`width` and `height` must be whole numbers >= 1. Found in `images`, id {ids[first]}: {sides[first]:g}"
+        )
+    return sides.astype(np.int64)
+
+
+def _segments(document: Callable[..., Any], images: Int64) -> tuple[dict[str, list[Any]], list[bytes]]:
+    """Columns of all segments, and the path of each image's mask (b"": none)."""
+    rows = document("annotations", PANOPTIC)
+    owners = _find(rows["image_id"], images, "image_id", "images")
+    _unique(images[owners], "annotations.image_id")
+    masks = [b""] * len(images)
+    for name, owner in zip(rows["file_name"], owners.tolist(), strict=True):
+        masks[owner] = _path(name, "annotations", int(images[owner]))
+    columns = document(list(chain.from_iterable(rows["segments_info"])), SEGMENT)
+    counts = list(map(len, rows["segments_info"]))
+    columns["image_id"] = np.repeat(images[owners], counts).tolist()
+    return columns, masks
+
+
+def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[dict[str, Any], Int64]:
+    """Columns of all objects as arrays, and the position of each object's image."""
+    owners = _find(columns["image_id"], images, "image_id", "images")
+    boxes, ids, area = columns["bbox"], columns["id"], columns["area"]
+    if not set(map(len, boxes)) <= {4} or not set(map(type, chain.from_iterable(boxes))) <= {int, float}:
+        raise ValueError("`bbox` of every object must be [x, y, width, height]")
+    xywh = np.fromiter(chain.from_iterable(boxes), dtype=np.float64, count=4 * len(boxes)).reshape(-1, 4)
+    columns["bbox"] = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
+    columns["iscrowd"] = np.array(columns["iscrowd"], dtype=np.int64) != 0
+    missing = ids.count(None)
+    if 0 < missing < len(ids):
+        raise ValueError(f"{missing} of {len(ids)} objects have no `id`")
+    columns["id"] = None
+    if not missing:
+        columns["id"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
+        _unique(columns["id"], "annotations", owners if panoptic else None)  # segments: among those of an image
+    columns["area"] = None
+    if area.count(None) < len(area):
+        known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
+        with np.errstate(over="ignore"):
+            columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known).astype(np.float32)
+    return columns, owners
+
+
+def _keypoints(
+    values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
+) -> tuple[NDArray[np.float32] | None, list[str]]:
+    """Points of all objects in the order of the images, zeros where an object has none, and their names."""
+    lists = [list(names) for names in categories["keypoints"] if names]
+    if not lists:
+        return None, []
+    if lists.count(lists[0]) < len(lists):
+        raise ValueError("all categories with `keypoints` must have the same ones")
+    if set(map(type, lists[0])) != {str}:
+        raise ValueError("`categories.keypoints` must be names")
+    count = 3 * len(lists[0])
+    points = np.zeros((len(values), count), dtype=np.float32)
+    for row, at in enumerate(order.tolist()):
+        numbers = later(values[at])
+        if numbers in (None, []):
+            continue
+        if not isinstance(numbers, list) or len(numbers) != count or not set(map(type, numbers)) <= {int, float}:
+            raise ValueError(f"`keypoints` of object {at} must be {count} numbers: x, y and visibility of each point")
+        with np.errstate(over="ignore"):  # infinite points are a fault of their sample
+            points[row] = array("d", numbers)
+    return points.reshape(len(values), len(lists[0]), 3), lists[0]
+
+
+def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
+    """The first category's pairs of points, counted from 0; () if they are no such pairs, as they are only drawn."""
+    pairs: Any = next((value for value in lists if value), [])
+    known = range(1, count + 1)
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and set(pair) <= {*known}
+        for pair in pairs
+    ):
+        return ()
+    return tuple((a - 1, b - 1) for a, b in pairs)
+
+
+def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:
+    """For each point the number of its mirror image, by ``left`` and ``right`` in the names; None if not known.
+
+    >>> mirror_images(["nose", "left_eye", "right_eye"])
+    (0, 2, 1)
+    """
+    swap = {"left": "right", "right": "left", "Left": "Right", "Right": "Left", "LEFT": "RIGHT", "RIGHT": "LEFT"}
+    places = {name: i for i, name in enumerate(names)}
+    mirrored = [_replaced(name, swap) for name in names]
+    if len(places) < len(names) or mirrored == list(names) or any(name not in places for name in mirrored):
+        return None
+    return tuple(places[name] for name in mirrored)
+
+
+def _replaced(name: str, swap: Mapping[str, str]) -> str:
+    return re.sub("|".join(swap), lambda match: swap[match[0]], name)

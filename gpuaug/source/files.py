@@ -1,0 +1,301 @@
+"""Image files below a folder or a URL: lists them, and reads them by number."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpuaug.errors import GpuaugError, SourceError
+from gpuaug.source.base import ListedSource
+from gpuaug.source.classes import some
+from gpuaug.source.index import Names
+from gpuaug.source.local import LARGE, read_file
+from gpuaug.source.paths import is_url, join, redact
+from gpuaug.source.remote.storage import FileInfo, Range, Storage
+
+log = logging.getLogger("gpuaug")
+
+MOST_VISITS = 8  # of one folder, through links in linked folders: n folders that link to each other have n! paths
+TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
+LARGEST_TEXT = 1 << 24  # bytes of one annotation file
+URLS_AT_ONCE = 256  # annotation files that are read together
+
+
+def open_tree(
+    root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root"
+) -> LocalTree | UrlTree:
+    """The files below a folder or URL whose names end in one of ``endings``. ``key`` is the key that named it."""
+    return UrlTree(root, storage, endings, key=key) if is_url(root) else LocalTree(root, endings, key=key)
+
+
+class Files:
+    """Image files by number.
+
+    Args:
+        root: the folder or URL.
+        names: paths relative to it.
+        storage: reads URLs.
+        listing: sizes and versions of remote files by name, if they are known.
+    """
+
+    def __init__(
+        self, root: str, names: Names, storage: Storage, listing: Mapping[str, FileInfo] | None = None
+    ) -> None:
+        self.root, self.names = root, names
+        self._versions: Names | None = None  # of remote files, for the disk cache
+        self._large: dict[int, int] = {}  # sizes of large remote files, by number
+        if listing:  # keep only what reading needs
+            files = [listing[os.fsdecode(name)] for name in names]
+            self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
+            if storage.remote.cache is not None:
+                self._versions = Names.of([[file.version.encode() for file in files]])
+
+    def range(self, index: int) -> Range:
+        """Where the file lies."""
+        version = "" if self._versions is None else self._versions[index].decode()
+        path = join(self.root, os.fsdecode(self.names[index]))
+        return Range(path, version=version, image=self._large.get(index, 0))
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a local file; OSError if it cannot be read."""
+        return read_file(os.path.join(os.fsencode(self.root), self.names[index]), image=True)
+
+
+def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]:
+    """The bytes of each annotation file, or the exception that reading it raised. The disk cache is not used.
+
+    A file above 16 MiB gives an exception. The cache would return old bytes for a file that was changed.
+    """
+    if storage.remote.cache is not None:
+        storage = Storage(replace(storage.remote, cache=None))
+    urls: list[str] = []
+    for path in paths:
+        if not is_url(path):
+            try:
+                yield read_file(path, limit=LARGEST_TEXT)
+            except OSError as error:
+                yield error
+            continue
+        urls.append(path)
+        if len(urls) == URLS_AT_ONCE:
+            yield from _bounded(urls, storage)
+            urls = []
+    yield from _bounded(urls, storage)
+
+
+def _bounded(urls: list[str], storage: Storage) -> Iterator[bytes | Exception]:
+    for url, data in zip(urls, storage.read([Range(url) for url in urls]), strict=True):
+        big = isinstance(data, bytes) and len(data) > LARGEST_TEXT
+        yield OSError(errno.EFBIG, f"more than {LARGEST_TEXT} bytes", redact(url)) if big else data
+
+
+def read_text(path: str, storage: Storage) -> str:
+    """Text of an annotation file. Other bytes than UTF-8 use ``surrogateescape``.
+
+    Raises:
+        OSError, ReadError: if the file cannot be read.
+    """
+    (data,) = texts([path], storage)
+    if isinstance(data, Exception):
+        raise data
+    return data.decode("utf-8-sig", errors="surrogateescape")
+
+
+def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
+    """The lines of a file that lists samples, without empty lines. ``key`` is the key that named it.
+
+    Raises:
+        SourceError: if the file cannot be read, is empty, or names a sample twice.
+    """
+    try:
+        lines = [line for line in map(str.strip, read_text(path, storage).split("\n")) if line]
+    except (OSError, GpuaugError) as error:
+        raise SourceError(
+            f"`{key}` must name a FILE with one sample per line. Found: {redact(path)!r} ({error})."
+        ) from error
+    if not lines:
+        raise SourceError(f"`{key}` must name a FILE with one sample per line. {redact(path)!r} is empty.")
+    if len(set(lines)) < len(lines):
+        twice = next(line for line, count in Counter(lines).items() if count > 1)
+        raise SourceError(f"{redact(path)!r} must name each sample once. Found twice: {twice!r}.")
+    return lines
+
+
+def by_stem(names: Iterable[bytes], endings: Sequence[str], *, suffix: str = "", root: str) -> dict[str, bytes]:
+    """Names by their path without ``suffix`` and file name extension. Names without ``suffix`` are left out.
+
+    Raises:
+        SourceError: if two names differ only in their extension.
+    """
+    found: dict[str, bytes] = {}
+    for name in names:
+        text = os.fsdecode(name)
+        size = max(len(ending) for ending in endings if text.lower().endswith(ending))
+        stem = text[:-size]
+        if not stem.endswith(suffix):
+            continue
+        stem = stem.removesuffix(suffix)
+        if stem in found:
+            raise SourceError(
+                f"{os.fsdecode(found[stem])!r} and {text!r} in {redact(root)!r} differ only in their extension, so "
+                "their annotations would be the same. Remove one of them, or set `source.extensions`."
+            )
+        found[stem] = name
+    return found
+
+
+def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root: str) -> list[bytes]:
+    """The image of each stem that the file ``place`` lists; SourceError if some are missing below ``root``."""
+    if missing := [stem for stem in stems if stem not in known]:
+        raise SourceError(
+            f"{len(missing)} of the {len(stems)} samples in {redact(place)!r} have no image in {redact(root)!r}: "
+            f"{some(missing)}. List paths without extension, relative to that folder."
+        )
+    return [known[stem] for stem in stems]
+
+
+class FileSource(ListedSource):
+    """A source whose samples are files. A subclass also sets ``_files``."""
+
+    _files: Files
+
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        return super()._read(numbers) if is_url(self.root) else [self._read_local(i) for i in numbers]
+
+    def _read_local(self, index: int) -> Any:
+        try:
+            return self._files.read(index), self._label_of(index)
+        except OSError as error:
+            return error
+
+    def _range(self, index: int) -> Range:
+        return self._files.range(index)
+
+
+class LocalTree:
+    """The images below a local folder."""
+
+    files: Mapping[str, FileInfo] = {}  # only a UrlTree knows sizes and versions
+
+    def __init__(self, root: str, endings: tuple[str, ...], *, key: str = "source.root") -> None:
+        self.root, self.endings = root, endings
+        self.skipped: Counter[str] = Counter()  # number of skipped folders, by reason
+        self._first = ""  # the first skipped folder
+        if not os.path.exists(root):
+            above = root
+            while not os.path.exists(above):
+                above = os.path.dirname(above)
+            raise SourceError(f"`{key}` does not exist: {root!r}. This part of the path exists: {above!r}.")
+        if not os.path.isdir(root):
+            raise SourceError(f"`{key}` must be a folder. Found a file: {root!r}.")
+
+    def classes(self) -> tuple[list[str], int]:
+        """Names of the folders directly in the root, and number of images directly in it."""
+        entries = _scan(self.root)
+        folders = [entry.name for entry in entries if _is_folder(entry)]
+        images = [e for e in entries if e.name.lower().endswith(self.endings) and not _is_folder(e)]
+        return folders, len(images)
+
+    def images(self, folder: str | None) -> Iterator[list[bytes]]:
+        """Keys of the images below a class folder (None: root), one list per folder, as in ``sorted(os.walk(...))``."""
+        listed: list[tuple[str, list[str]]] = []  # folder, names of its images
+        visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
+        above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
+        # breadth first and by name, so that every machine skips the same folders
+        waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
+        while waiting:
+            prefix, above, links = waiting.popleft()
+            path = os.path.join(self.root, prefix[:-1]) if prefix else self.root
+            try:
+                identity = _identity(os.stat(path))
+            except OSError as error:
+                if error.errno not in TOO_LONG:
+                    raise _unlisted(path, error) from error
+                self._skip(path, "have a path that is too long to open")
+                continue
+            if identity in above:
+                self._skip(path, "lead back to a folder above them")
+                continue
+            if links > 1 and visits[identity] == MOST_VISITS:
+                self._skip(path, f"were already visited {MOST_VISITS} times through links inside linked folders")
+                continue
+            visits[identity] += links > 1
+            names, below = [], above | {identity}
+            for entry in sorted(_scan(path), key=lambda entry: entry.name):
+                if _is_folder(entry):
+                    waiting.append((f"{prefix}{entry.name}/", below, links + entry.is_symlink()))
+                elif entry.name.lower().endswith(self.endings):
+                    names.append(entry.name)
+            if names:
+                listed.append((prefix, names))
+        # sort without the last "/", as torchvision sorts folder paths
+        for prefix, names in sorted(listed, key=lambda item: item[0][:-1]):
+            yield [os.fsencode(prefix + name) for name in names]
+
+    def warn(self) -> None:
+        """Log one line about the skipped folders."""
+        if self.skipped:
+            log.warning(
+                "source %s: %d folders are skipped: %s; the first is %r",
+                self.root, self.skipped.total(),
+                ", ".join(f"{count} {reason}" for reason, count in self.skipped.items()), self._first,
+            )  # fmt: skip
+
+    def _skip(self, path: str, reason: str) -> None:
+        self._first = self._first or path
+        self.skipped[reason] += 1
+
+
+class UrlTree:
+    """The images below a URL. Empty folders are ignored, because object stores do not list them."""
+
+    def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root") -> None:
+        self.root = root
+        self.files = {file.path: file for file in storage.find(root, key=key) if file.path.lower().endswith(endings)}
+        self.by_class: dict[str, dict[str, list[str]]] = {}  # first folder -> folder -> keys
+        for key in self.files:
+            folder, _, _ = key.rpartition("/")
+            self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
+
+    def classes(self) -> tuple[list[str], int]:
+        """Names of the folders directly in the root, and number of images directly in it."""
+        return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
+
+    def images(self, folder: str | None) -> Iterator[list[bytes]]:
+        """Keys of the images below a class folder (None: root), one list per folder."""
+        folders: dict[str, list[str]] = {}
+        for first in self.by_class if folder is None else [folder]:
+            folders |= self.by_class[first]
+        for _, keys in sorted(folders.items()):
+            yield [os.fsencode(key) for key in sorted(keys)]
+
+    def warn(self) -> None:
+        """Nothing is skipped below a URL."""
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise _unlisted(folder, error) from error
+
+
+def _unlisted(folder: str, error: OSError) -> SourceError:
+    return SourceError(f"folder {folder!r} cannot be listed ({error}). Grant read access, or move the folder away.")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself; listed as a file if its name has an image extension
+        return False
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,0 +1,194 @@
+"""A folder of images and a folder of their masks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpuaug import checks
+from gpuaug.batch import Target
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.base import Classes
+from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, by_stem, listed, open_tree, read_list
+from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
+from gpuaug.source.index import Names
+from gpuaug.source.paths import absolute, is_url, join, redact
+from gpuaug.source.remote.storage import Remote, Storage
+
+log = logging.getLogger("gpuaug")
+
+
+class MaskFolderSource(FileSource):
+    """Images, and for each the mask with the same path in another folder.
+
+    The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Images are sorted as in
+    :class:`FolderSource`. An image without a mask is an error. Masks without an image are ignored and counted in the
+    log. A sample is ``(bytes, Target(mask=bytes))``.
+
+    ==================  ================================  ==============================  ==============================
+    data set            images                            masks                           other arguments
+    ==================  ================================  ==============================  ==============================
+    ADE20K              images/training                   annotations/training
+    Cityscapes          leftImg8bit/train                 gtFine/train                    image_suffix="_leftImg8bit",
+                                                                                          mask_suffix="_gtFine_labelIds"
+    Pascal VOC          JPEGImages                        SegmentationClass               list="ImageSets/Segmentation/
+                                                                                          train.txt"
+    ==================  ================================  ==============================  ==============================
+
+    Args:
+        root: folder or URL that contains the two folders; None: they are given as paths or URLs.
+        images: folder of the images: relative to ``root``, or a path or URL.
+        masks: folder of the masks, in the same form.
+        image_suffix: end of an image's name before its extension. Other images are ignored and counted in the log.
+        mask_suffix: end of a mask's name before its extension, instead of ``image_suffix``.
+        list: a FILE of the samples to use, in its order, relative to ``root``. Each line is the path of an image in its
+            folder, without suffix and extension. None: all images.
+        extensions: file name extensions of images; case is ignored.
+        mask_extension: file name extension of masks; case is ignored.
+        classes: names of the classes, as in :class:`FolderSource`. They do not change the masks.
+        subset, exclude: as in :class:`FolderSource`.
+        remote: how to read from URLs.
+
+    Raises:
+        SourceError: if a folder or a FILE cannot be used, no image is left, or images have no mask.
+
+    >>> source = MaskFolderSource("data/ade20k", images="images/training", masks="annotations/training")
+    >>> data, target = source[0]
+    >>> mask = target.mask
+    """
+
+    target_kinds = frozenset({"masks"})
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        images: str | os.PathLike[str] = "images",
+        masks: str | os.PathLike[str] = "masks",
+        image_suffix: str = "",
+        mask_suffix: str = "",
+        list: str | os.PathLike[str] | None = None,
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        mask_extension: str = ".png",
+        classes: Classes = None,
+        subset: Subset = None,
+        exclude: str | os.PathLike[str] | None = None,
+        remote: Remote | None = None,
+    ) -> None:
+        for key, value in (("image_suffix", image_suffix), ("mask_suffix", mask_suffix)):
+            if not isinstance(value, str) or "/" in value:
+                raise ConfigError(f"`source.{key}` must be the end of a file name. Found: {value!r}.")
+        endings, mask_endings = extensions_of(extensions), extensions_of([checks.text(
+            "source.mask_extension", mask_extension)])  # fmt: skip
+        self._storage = Storage(remote)
+        self.root, self.masks = _place(root, images, "source.images"), _place(root, masks, "source.masks")
+        began = time.monotonic()
+        tree = open_tree(self.root, self._storage, endings, key="source.images")
+        mask_tree = open_tree(self.masks, self._storage, mask_endings, key="source.masks")
+        pictures = self._pictures(tree, endings, image_suffix, mask_suffix + mask_endings[0])
+        known = by_stem(
+            (name for block in mask_tree.images(None) for name in block),
+            mask_endings,
+            suffix=mask_suffix,
+            root=self.masks,
+        )
+        tree.warn()
+        mask_tree.warn()
+        if list is not None:
+            file = _place(root, list, "source.list")
+            stems = read_list(file, self._storage, key="source.list")
+            pictures = dict(zip(stems, listed(stems, pictures, place=file, root=self.root), strict=True))
+        if not pictures:
+            raise SourceError(
+                f"no images in {redact(self.root)!r}: no file below it ends in {image_suffix}"
+                f"{f', {image_suffix}'.join(endings)}."
+            )
+        self._check_pairs(pictures, known, mask_suffix + mask_endings[0], is_whole=list is None)
+        self._names = Names.of([[*pictures.values()]])
+        self._files = Files(self.root, self._names, self._storage, tree.files)
+        mask_names = Names.of([[known[stem] for stem in pictures]])
+        self._mask_files = Files(self.masks, mask_names, self._storage, mask_tree.files)
+        if classes is not None:
+            self.class_to_idx = class_mapping(classes)
+            self.classes = [*self.class_to_idx]
+        self._activate(subset, exclude, began=began)
+
+    def _pictures(
+        self, tree: LocalTree | UrlTree, endings: tuple[str, ...], suffix: str, mask_ending: str
+    ) -> dict[str, bytes]:
+        """Names of the images by their path without suffix and extension."""
+        names = [name for block in tree.images(None) for name in block if not self._is_mask(name, mask_ending)]
+        pictures = by_stem(names, endings, suffix=suffix, root=self.root)
+        if ignored := len(names) - len(pictures):
+            place = redact(self.root)
+            log.info("source %s: %d images are ignored, because their names do not end in %r", place, ignored, suffix)
+        return pictures
+
+    def __repr__(self) -> str:
+        named = "" if self.classes is None else f", {len(self.classes)} classes"
+        return f"MaskFolderSource({redact(self.root)!r}: {len(self)} images with masks{named})"
+
+    @property
+    def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
+        """``read_many(numbers)`` reads images and masks together: a list of ``(bytes, Target)`` or exceptions.
+
+        None for local files, which are read one by one.
+        """
+        return self._read if self._is_remote else None
+
+    @property
+    def prefetch(self) -> Callable[[Sequence[int]], None] | None:
+        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
+        return self._prefetch if self._is_remote else None
+
+    @property
+    def _is_remote(self) -> bool:
+        return is_url(self.root) or is_url(self.masks)
+
+    def _is_mask(self, name: bytes, ending: str) -> bool:
+        """Whether a file that was listed as an image is a mask, because one folder contains the other."""
+        text = os.fsdecode(name)
+        if self.masks == self.root:
+            return text.lower().endswith(ending.lower())
+        return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")
+
+    def _check_pairs(self, images: dict[str, bytes], masks: dict[str, bytes], ending: str, *, is_whole: bool) -> None:
+        if alone := [stem for stem in images if stem not in masks]:
+            raise SourceError(
+                f"{len(alone)} of {len(images)} images in {redact(self.root)!r} have no mask: "
+                f"{some([os.fsdecode(images[stem]) for stem in alone])}. In {redact(self.masks)!r} there is no "
+                f"{alone[0] + ending!r}. Check `source.image_suffix`, `source.mask_suffix` and "
+                "`source.mask_extension`, or name the images that have masks in `source.list`."
+            )
+        if is_whole and (unused := len(masks) - len(images)):
+            log.info("source %s: %d masks are ignored, because they have no image", redact(self.masks), unused)
+
+    def _prefetch(self, numbers: Sequence[int]) -> None:
+        self._storage.prefetch([files.range(i) for files in (self._files, self._mask_files) for i in numbers])
+
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        data = self._storage.read([files.range(i) for files in (self._files, self._mask_files) for i in numbers])
+        results: list[Any] = []
+        for image, mask in zip(data[: len(numbers)], data[len(numbers) :], strict=True):
+            if isinstance(image, Exception) or isinstance(mask, Exception):
+                results.append(image if isinstance(image, Exception) else mask)
+            else:
+                results.append((image, Target(mask=mask)))
+        return results
+
+    def _label_of(self, index: int) -> Target:
+        return Target()
+
+
+def _place(root: Any, value: Any, key: str) -> str:
+    """A path or URL, relative to ``root`` unless it is absolute."""
+    place = absolute(value, key=key)
+    if root is None or is_url(place) or os.path.isabs(os.path.expanduser(os.fspath(value))):
+        return place
+    return absolute(join(absolute(root), os.fspath(value)), key=key)

@@ -1,0 +1,386 @@
+"""Objects of the rows of an Arrow table: a column of lists, as Hugging Face ``datasets`` and Parquet files have it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuaug.batch import Target
+from gpuaug.errors import ReadError, SourceError
+from gpuaug.source.base import Classes, ListedSource
+from gpuaug.source.classes import class_mapping, encode, some
+from gpuaug.source.index import Names, share
+from gpuaug.source.object_json import BoxFormat, column_names, corners
+from gpuaug.source.objects import ObjectTable
+from gpuaug.source.paths import redact
+
+log = logging.getLogger("gpuaug")
+
+MOST_CLASSES = 1 << 31
+
+
+class RowObjects:
+    """The objects of N rows, in memory that all processes share. A damaged row has a reason instead.
+
+    Args:
+        column: an Arrow ChunkedArray [N]: a struct of lists, or a list of structs, with the names of
+            :data:`gpuaug.source.object_json.NAMES`. ``bbox`` and ``category`` are as in COCO.
+        sizes: int [N, 2], (height, width), 0 where it is not known; None: not known.
+        classes: class numbers by name; None: as in the data, and names are sorted.
+        names: class names that the data declares, in the order of their numbers.
+        box_format: what ``bbox`` holds.
+        place: for error messages.
+
+    Raises:
+        SourceError: if the column has other types, or a class that ``classes`` lacks, or no row is usable.
+    """
+
+    def __init__(
+        self,
+        column: Any,
+        *,
+        sizes: NDArray[Any] | None,
+        classes: Mapping[str, int] | None,
+        names: list[str] | None,
+        box_format: BoxFormat,
+        place: str,
+    ) -> None:
+        import pyarrow
+
+        if isinstance(column, pyarrow.ChunkedArray):
+            column = column.combine_chunks()
+        count = len(column)
+        self.classes = names if classes is None else list(classes)
+        known = names or self.classes or ()
+        rows, reasons = np.arange(count), dict[int, str]()
+        fields = _fields(column, place)
+        while bad := _damaged(fields, len(known) or MOST_CLASSES):
+            reasons |= {int(rows[row]): reason for row, reason in bad.items()}
+            keep = np.ones(len(rows), dtype=bool)
+            keep[list(bad)] = False
+            column, rows = column.filter(pyarrow.array(keep)), rows[keep]
+            fields = _fields(column, place)
+        counts = np.zeros(count, dtype=np.int64)
+        counts[rows] = fields["boxes"].counts
+        values = _values(fields, box_format)
+        values["labels"] = self._labels(fields, classes, names, place)
+        points = values.get("keypoints")
+        self.num_keypoints: int | None = None if points is None else points.shape[1]
+        self.table = ObjectTable(counts, sizes=sizes, **values)
+        damaged = sorted(reasons)
+        self._damaged = share(torch.from_numpy(np.array(damaged, dtype=np.int64)))
+        self._reasons = Names.of([[reasons[i].encode(errors="replace") for i in damaged]])
+        if damaged:
+            text = f"the objects of {len(damaged)} of {count} rows cannot be used; row {damaged[0]}: "
+            if len(damaged) == count:
+                raise SourceError(f"{text}{reasons[damaged[0]]}. Check the format of the objects.")
+            log.warning("source %s: %s%s", place, text, reasons[damaged[0]])
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of targets: boxes, and keypoints if an object has them."""
+        return frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
+
+    def target(self, index: int, **more: Any) -> Target:
+        """The objects of row ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
+        target = self.table.target(index, **more)
+        return target if target.size and all(target.size) else replace(target, size=None)
+
+    def reason(self, index: int) -> str | None:
+        """Why the objects of row ``index`` cannot be used; None if they can."""
+        at = int(np.searchsorted(self._damaged.numpy(), index))
+        if at == len(self._damaged) or int(self._damaged[at]) != index:
+            return None
+        return self._reasons[at].decode()
+
+    def _labels(
+        self, fields: dict[str, _Field], classes: Mapping[str, int] | None, names: list[str] | None, place: str
+    ) -> NDArray[np.int64]:
+        """Class numbers of all objects, int64 [objects]."""
+        if "labels" not in fields:
+            return np.zeros(len(fields["boxes"].values), dtype=np.int64)
+        values = fields["labels"].values
+        if _is_text(values.type):
+            labels, found = encode(values.to_pylist(), classes=classes, place=place)
+            self.classes = found if self.classes is None else self.classes
+            return labels
+        numbers = _whole(values)
+        if names is None or classes is None or list(classes) == names:
+            return numbers
+        if unknown := [name for name in names if name not in classes]:
+            raise SourceError(
+                f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} of the objects in {place}: "
+                f"{some(unknown)}. Add them to `source.classes`."
+            )
+        return np.array([classes[name] for name in names], dtype=np.int64)[numbers]
+
+
+class RowSource(ListedSource):
+    """Rows with an image, and perhaps a mask and objects: then each sample has a Target.
+
+    A subclass sets ``_has_masks``, and calls :meth:`_set_objects` and :meth:`_sample`.
+    """
+
+    target_kinds: frozenset[str] = frozenset()
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
+    _has_masks = False
+    _objects: RowObjects | None = None
+
+    def objects_digest(self) -> str | None:
+        """Hash of all objects; None if there are none."""
+        return None if self._objects is None else self._objects.table.digest()
+
+    def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
+        """Declare the kinds of targets. Objects come from a column of an Arrow table of all rows; None: no objects."""
+        if column is not None:
+            mapping = None if classes is None else class_mapping(classes)
+            self._objects = RowObjects(
+                table.column(column), sizes=_sizes(table), classes=mapping, names=class_names(table.schema, column),
+                box_format=box_format, place=redact(self.root),
+            )  # fmt: skip
+            self.target_kinds, self.num_keypoints = self._objects.kinds, self._objects.num_keypoints
+            if self._objects.classes is not None:
+                self.classes = self._objects.classes
+                self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+        if self._has_masks:
+            self.target_kinds |= {"masks"}
+
+    def _sample(self, index: int, image: bytes | None, mask: bytes | None = None) -> Any:
+        """Bytes and label or target of a sample, or the error that is its fault."""
+        if image is None or (mask is None and self._has_masks):
+            return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
+        if self._objects is not None and (reason := self._objects.reason(index)) is not None:
+            return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
+        label = self._label_of(index)
+        return image, replace(label, mask=mask) if self._has_masks else label
+
+    def _label_of(self, index: int) -> Any:
+        label = super()._label_of(index)
+        if self._objects is not None:
+            return self._objects.target(index, label=label)
+        return Target(label=label) if self._has_masks else label
+
+
+def _sizes(table: Any) -> NDArray[np.int64] | None:
+    """(height, width) of each row, int64 [N, 2], if the table has both as whole numbers; 0 where one is null."""
+    import pyarrow
+
+    columns = [table.column(name) for name in ("height", "width") if name in table.column_names]
+    if len(columns) < 2 or not all(pyarrow.types.is_integer(column.type) for column in columns):
+        return None
+    sizes = np.stack([np.asarray(column.cast("int64").fill_null(0)) for column in columns], axis=1)
+    return np.where((sizes > 0).all(axis=1, keepdims=True) & (sizes < 2**31), sizes, 0)
+
+
+def class_names(schema: Any, column: str) -> list[str] | None:
+    """Names of the objects' classes, if ``datasets`` wrote them into the metadata of a schema."""
+    try:
+        feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
+        feature = feature.get("feature", feature)  # a list of structs
+        inner = feature[column_names(feature)["labels"]]
+        names = inner.get("feature", inner)["names"]
+        return [str(name) for name in names] if isinstance(names, list) and names else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def is_objects(kind: Any) -> bool:
+    """Whether an Arrow type is that of a column of objects: lists with boxes, in a struct or of structs."""
+    names, _ = _members(kind)
+    return "boxes" in names
+
+
+class _Field(NamedTuple):
+    """A field of the objects of some rows."""
+
+    name: str
+    counts: NDArray[np.int64]  # objects of each row; -1: null
+    values: Any  # Arrow array [objects]
+
+
+def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Names of the columns by field of a Target, and their types per object; both empty for other types."""
+    import pyarrow
+
+    types = pyarrow.types
+    if _is_list(kind) and types.is_struct(kind.value_type):
+        inner = {field.name: field.type for field in kind.value_type}
+    elif types.is_struct(kind):
+        inner = {field.name: field.type.value_type for field in kind if _is_list(field.type)}
+    else:
+        return {}, {}
+    names = column_names(inner)
+    return names, {field: inner[name] for field, name in names.items()}
+
+
+def _fields(column: Any, place: str) -> dict[str, _Field]:
+    """The columns of the objects by field of a Target; SourceError if one has an unusable type."""
+    import pyarrow.compute
+
+    names, kinds = _members(column.type)
+    if "boxes" not in names:
+        raise SourceError(
+            f"the objects in {place} must be a struct of lists, or a list of structs, with bbox: lists of 4 numbers. "
+            f"Found: {column.type}."
+        )
+    types = pyarrow.types
+    for field, kind in kinds.items():
+        inner = kind
+        while field in ("boxes", "keypoints") and _is_list(inner):
+            inner = inner.value_type
+        good = types.is_integer(inner) or (field == "crowd" and types.is_boolean(inner))
+        good |= field not in ("labels", "ids", "crowd") and types.is_floating(inner)
+        good |= (field == "labels" and _is_text(inner)) or types.is_null(inner)
+        if field == "ids" and not good:
+            del names[field]  # such as text: nothing needs them
+        elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
+            raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
+    compute = pyarrow.compute
+    if types.is_struct(column.type):
+        parts = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+        return {
+            field: _Field(name, _lengths(parts[name]), compute.list_flatten(parts[name]))
+            for field, name in names.items()
+        }
+    flat = compute.list_flatten(column)
+    parts = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
+    lengths = _lengths(column)
+    return {field: _Field(name, lengths, parts[name]) for field, name in names.items()}
+
+
+def _damaged(fields: dict[str, _Field], most_classes: int) -> dict[int, str]:
+    """Rows that cannot be used, and why; {} if all can."""
+    boxes = fields["boxes"]
+    bad: dict[int, str] = {}
+    for part in fields.values():
+        for row in np.flatnonzero(part.counts < 0).tolist():
+            bad.setdefault(row, f"`{part.name}` is null")
+        for row in np.flatnonzero(part.counts != boxes.counts).tolist():
+            bad.setdefault(
+                row, f"`{part.name}` has {part.counts[row]} entries, but `{boxes.name}` has {boxes.counts[row]}"
+            )
+    if bad:
+        return bad
+    row_of = np.repeat(np.arange(len(boxes.counts)), boxes.counts)
+
+    def report(objects: NDArray[np.bool_], text: str) -> None:
+        for row in np.unique(row_of[objects]).tolist():
+            bad.setdefault(row, text)
+
+    lengths = _lengths(boxes.values)
+    report(lengths != 4, f"`{boxes.name}` of each object must be 4 numbers")
+    if not bad:
+        nulls = _nulls(_flat(boxes.values)).reshape(-1, 4)
+        report(np.asarray(nulls.any(axis=1)), f"`{boxes.name}` of each object must be 4 numbers, but one is null")
+    if "labels" in fields and not bad:
+        name, _, values = fields["labels"]
+        report(_nulls(values), f"`{name}` of an object is null")
+        if not bad and not _is_text(values.type):
+            numbers = _whole(values)
+            report(
+                (numbers < 0) | (numbers >= most_classes), f"`{name}` of each object must be 0 .. {most_classes - 1}"
+            )
+    if "keypoints" in fields and not bad:
+        name, _, values = fields["keypoints"]
+        lengths = _amounts(values)
+        wanted = _points(lengths)
+        text = f"`{name}` of each object must be {wanted} numbers: x, y and visibility 0, 1 or 2 of each point"
+        report(np.asarray((lengths == -2) | ((lengths > 0) & (lengths != wanted)) | (wanted % 3 != 0)), text)
+        if not bad and wanted:
+            points = _floats(_flat(values)).reshape(-1, wanted // 3, 3)
+            wrong = ~(np.isfinite(points).all(axis=2) & np.isin(points[..., 2], (0, 1, 2))).all(axis=1)
+            report(np.isin(np.arange(len(lengths)), np.flatnonzero(lengths > 0)[wrong]), text)
+    return bad
+
+
+def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
+    """Columns of an :class:`ObjectTable` from fields without damage."""
+    name, _, values = fields["boxes"]
+    columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name, box_format)}
+    if "keypoints" in fields:
+        values = fields["keypoints"].values
+        lengths = _amounts(values)
+        if wanted := _points(lengths):
+            points = np.zeros((len(lengths), wanted), dtype=np.float32)
+            points[lengths > 0] = _floats(_flat(values)).reshape(-1, wanted)
+            columns["keypoints"] = points.reshape(len(lengths), wanted // 3, 3)
+    if "crowd" in fields:
+        columns["crowd"] = np.nan_to_num(_floats(fields["crowd"].values)) != 0
+    if "area" in fields:
+        columns["area"] = _floats(fields["area"].values)
+    if "ids" in fields:
+        columns["ids"] = _whole(fields["ids"].values)
+    return columns
+
+
+def _points(lengths: NDArray[np.int64]) -> int:
+    """Numbers that the keypoints of an object have: the most frequent length above 0; 0 if none has keypoints."""
+    return int(np.bincount(lengths[lengths > 0]).argmax()) if (lengths > 0).any() else 0
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _lengths(values: Any) -> NDArray[np.int64]:
+    """Number of entries of each list; -1: null."""
+    import pyarrow.compute
+
+    if not _is_list(values.type):  # of type null
+        return np.full(len(values), -1)
+    lengths = pyarrow.compute.list_value_length(values).cast("int64").fill_null(-1)
+    return np.array(lengths.to_numpy(zero_copy_only=False))
+
+
+def _amounts(values: Any) -> NDArray[np.int64]:
+    """How many numbers the points of each object have; -1: null; -2: not 3 for each point."""
+    import pyarrow.compute
+
+    lengths = _lengths(values)
+    if _is_list(values.type) and _is_list(values.type.value_type):
+        owner = np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
+        wrong = owner[_lengths(pyarrow.compute.list_flatten(values)) != 3]
+        lengths = np.where(lengths > 0, 3 * lengths, lengths)
+        lengths[wrong] = -2
+    return lengths
+
+
+def _flat(values: Any) -> Any:
+    """The numbers of all entries, in order."""
+    import pyarrow.compute
+
+    while _is_list(values.type):
+        values = pyarrow.compute.list_flatten(values)
+    return values
+
+
+def _nulls(values: Any) -> NDArray[np.bool_]:
+    return np.array(values.is_null().to_numpy(zero_copy_only=False), dtype=bool)
+
+
+def _floats(values: Any) -> NDArray[np.float64]:
+    """float64; NaN for null."""
+    return np.array(values.cast("float64").to_numpy(zero_copy_only=False), dtype=np.float64)
+
+
+def _whole(values: Any) -> NDArray[np.int64]:
+    """int64; -1 for null, and for numbers above its range."""
+    return np.array(values.cast("int64", safe=False).fill_null(-1).to_numpy(zero_copy_only=False))

@@ -1,0 +1,182 @@
+"""Objects of one image as JSON: a list of COCO's annotations, or columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.source.classes import some
+from gpuaug.source.files import LARGEST_TEXT
+
+BoxFormat = Literal["xywh", "xyxy"]
+
+# names of each column, those of COCO first, then those of gpuaug.Target; the first that is there is used
+NAMES: dict[str, tuple[str, ...]] = {
+    "boxes": ("bbox", "boxes"),
+    "labels": ("category_id", "category", "label", "labels"),
+    "keypoints": ("keypoints",),
+    "crowd": ("iscrowd", "crowd"),
+    "area": ("area",),
+    "ids": ("id", "ids"),
+}
+REQUIRED = ("boxes", "labels")  # all objects of a sample must have them, or, for labels, none
+LISTS = ("objects", "annotations")  # fields that hold the objects
+
+
+def column_names(given: Collection[str]) -> dict[str, str]:
+    """The columns that are there: fields of a Target, and the name that each has in ``given``."""
+    chosen = ((field, next((name for name in names if name in given), None)) for field, names in NAMES.items())
+    return {field: name for field, name in chosen if name is not None}
+
+
+def corners(boxes: NDArray[np.float64], name: str, box_format: BoxFormat) -> NDArray[np.float64]:
+    """Boxes [n, 4] as (x1, y1, x2, y2). A column ``bbox`` has the given format; ``boxes`` has corners already."""
+    if name == "bbox" and box_format == "xywh":
+        boxes = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+    return boxes
+
+
+def parse(
+    data: bytes,
+    *,
+    num_keypoints: int | None = None,
+    classes: Mapping[str, int] | None = None,
+    box_format: BoxFormat = "xywh",
+) -> dict[str, Any]:
+    """Fields of a :class:`~gpuaug.batch.Target`: boxes, labels and what else the JSON has.
+
+    Args:
+        data: the JSON.
+        num_keypoints: number of keypoints of an object; None: keypoints are ignored.
+        classes: numbers of the classes by name.
+        box_format: of a column ``bbox``.
+
+    Raises:
+        ValueError: if it is not valid; the text says why.
+
+    >>> parse(b'[{"bbox": [10, 20, 30, 40], "category_id": 2}]')["boxes"]
+    array([[10., 20., 40., 60.]])
+    """
+    if len(data) > LARGEST_TEXT:
+        raise ValueError(f"it has {len(data)} bytes, more than {LARGEST_TEXT}")
+    try:
+        value = json.loads(data)
+        size = _size(value)
+        columns, names = _columns(value)
+        count = len(columns["boxes"])
+        target: dict[str, Any] = {} if size is None else {"size": size}
+        boxes = _numbers(columns["boxes"], names["boxes"], (count, 4))
+        target["boxes"] = corners(boxes, names["boxes"], box_format)
+        if "labels" in columns:
+            target["labels"] = _labels(columns["labels"], names["labels"], classes)
+        if num_keypoints is not None:
+            target["keypoints"] = _keypoints(columns.get("keypoints", [None] * count), num_keypoints)
+        if "crowd" in columns:
+            if not all(value in (None, 0, 1) for value in columns["crowd"]):
+                raise ValueError(f"`{names['crowd']}` must be 0 or 1")
+            target["crowd"] = np.array([bool(value) for value in columns["crowd"]])
+        if "area" in columns:
+            area = [np.nan if value is None else value for value in columns["area"]]
+            target["area"] = _numbers(area, names["area"], (count,))
+        if "ids" in columns:
+            target["ids"] = _whole([-1 if value is None else value for value in columns["ids"]], names["ids"])
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return target
+
+
+def _size(value: Any) -> tuple[int, int] | None:
+    """(height, width), if the JSON has both, also in a field ``image``."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("image"), dict) and not ("width" in value and "height" in value):
+        value = value["image"]
+    height, width = value.get("height"), value.get("width")
+    if height is None or width is None:
+        return None
+    if type(height) is not int or type(width) is not int or not (0 < height < 2**31 and 0 < width < 2**31):
+        raise ValueError(f"`height` and `width` must be whole numbers above 0. Found: {height!r:.50}, {width!r:.50}")
+    return height, width
+
+
+def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """The columns by field of a Target, all of the same length, and their names in the JSON."""
+    inner = value
+    if isinstance(value, dict):
+        inner = next((value[name] for name in LISTS if name in value), value)
+    if isinstance(inner, list):
+        return _from_rows(inner)
+    if not isinstance(inner, dict):
+        raise ValueError(f"it must be a list of objects, or have a field objects or annotations. Found: {inner!r:.100}")
+    names = column_names(inner)
+    if "boxes" not in names:
+        raise ValueError(f"it must have a field objects, annotations, bbox or boxes. Found: {some([*inner])}")
+    columns = {field: inner[name] for field, name in names.items()}
+    for field, column in columns.items():
+        if not isinstance(column, list):
+            raise ValueError(f"`{names[field]}` must be a list with one entry per object. Found: {column!r:.100}")
+        if len(column) != len(columns["boxes"]):
+            raise ValueError(
+                f"`{names[field]}` has {len(column)} entries, but `{names['boxes']}` has {len(columns['boxes'])}"
+            )
+    return columns, names
+
+
+def _from_rows(rows: list[Any]) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    for k, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"object {k} must have named fields, such as bbox. Found: {row!r:.100}")
+    names = {"boxes": "bbox", **column_names({name for row in rows for name in row})}
+    columns = {field: [row.get(name) for row in rows] for field, name in names.items()}
+    for field in REQUIRED:
+        if field in columns and None in columns[field]:
+            raise ValueError(f"object {columns[field].index(None)} has no `{names[field]}`")
+    return columns, names
+
+
+def _numbers(values: list[Any], name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    try:
+        array = np.asarray(values) if values else np.zeros(shape)
+    except ValueError:  # lists of several lengths
+        array = np.zeros(0, dtype=object)
+    if array.dtype.kind not in "iuf" or array.shape != shape:
+        wanted = "a number" if len(shape) == 1 else f"{shape[1]} numbers"
+        raise ValueError(f"`{name}` of each object must be {wanted}. Found: {values!r:.100}")
+    return array.astype(np.float64)
+
+
+def _whole(values: list[Any], name: str) -> NDArray[np.int64]:
+    if not all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
+        raise ValueError(f"`{name}` of each object must be a whole number. Found: {values!r:.100}")
+    return np.array(values, dtype=np.int64)
+
+
+def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> NDArray[np.int64]:
+    if values and all(isinstance(value, str) for value in values):
+        if classes is None:
+            raise ValueError(f"`{name}` is {values[0]!r:.100}: number the names of classes in `source.classes`")
+        if unknown := [value for value in values if value not in classes]:
+            raise ValueError(f"`{name}` is {unknown[0]!r:.100}, which `source.classes` does not have")
+        return np.array([classes[value] for value in values], dtype=np.int64)
+    labels = _whole(values, name)
+    if classes is not None and len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError(f"`{name}` must be 0 .. {len(classes) - 1}. Found: {labels.min()} .. {labels.max()}")
+    return labels
+
+
+def _keypoints(values: list[Any], count: int) -> NDArray[np.float64]:
+    """float64 [n, K, 3]; zeros where an object has none."""
+    points = np.zeros((len(values), count, 3))
+    for k, value in enumerate(values):
+        if value is None:
+            continue
+        flat = [*value] if isinstance(value, list) else []
+        flat = [x for point in flat for x in point] if all(isinstance(point, list) for point in flat) else flat
+        points[k] = _numbers([flat], "keypoints", (1, 3 * count)).reshape(count, 3)
+    if not np.isin(points[..., 2], (0, 1, 2)).all():
+        raise ValueError("the visibility of `keypoints` must be 0, 1 or 2")
+    return points

@@ -1,0 +1,181 @@
+"""Outlines of objects, as COCO has them: polygons and run lengths, kept as bytes that all processes share."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.source.index import Names
+
+MOST_PIXELS = 178_956_970  # of one map; larger images are not decoded either
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first number of run lengths as numbers, and as COCO's text; else: of polygons
+LONGEST_OUTLINE = 1 << 22  # pixels around all polygons of an object
+BLOCK = 4096  # objects that are packed at a time
+LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
+
+
+def import_pycocotools() -> Any:
+    """The module ``pycocotools.mask``; ConfigError if it is not installed."""
+    try:
+        from pycocotools import mask
+    except ImportError as error:
+        raise ConfigError("`source.masks=instances` needs pycocotools: pip install gpuaug[coco].") from error
+    return mask
+
+
+class Segmentations:
+    """Outlines of N objects, in the order of a table of objects.
+
+    Args:
+        values: of each object, as parsed from JSON: a list of polygons [x, y, x, y, ...], run lengths
+            ``{"size": [height, width], "counts": ...}``, or None.
+
+    Raises:
+        ValueError: if a value has another form.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._packed = Names.of(_blocks(values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self._packed.blob.nbytes + self._packed.offsets.nbytes
+
+    def draw(
+        self, begin: int, end: int, *, size: tuple[int, int], crowd: Sequence[bool] | None, ids: Sequence[int]
+    ) -> NDArray[Any]:
+        """The map of object numbers of one image: 0 is no object, k + 1 is object ``begin + k``.
+
+        Where objects overlap, the one of fewer pixels is on top. Crowds are below all others.
+
+        Args:
+            begin, end: the image's objects.
+            size: (height, width) of the image.
+            crowd: [end - begin], whether an object is a crowd; None: none is.
+            ids: [end - begin], the annotations' numbers, for messages.
+
+        Returns:
+            Unsigned integers [H, W], not contiguous.
+
+        Raises:
+            GpuaugError: if an outline is damaged; names the annotation.
+        """
+        height, width = size
+        if height * width > MOST_PIXELS:
+            raise GpuaugError(f"a mask must have at most {MOST_PIXELS} pixels. Found: {height} x {width}")
+        runs = []
+        for k in range(end - begin):
+            try:
+                runs.append(_runs(self._packed[begin + k], height, width))
+            except ValueError as error:
+                raise GpuaugError(f"the segmentation of annotation {ids[k]} {error}") from error
+        pixels = np.array([int((stops - starts).sum()) for starts, stops in runs], dtype=np.int64)
+        below = np.zeros(len(runs), dtype=bool) if crowd is None else np.asarray(crowd)
+        flat = np.zeros(width * height, dtype=np.min_scalar_type(len(runs)))  # column by column, as COCO's runs go
+        for k in np.lexsort((-pixels, ~below)).tolist():
+            starts, stops = runs[k]
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                flat[start:stop] = k + 1
+        return flat.reshape(width, height).T
+
+
+def _blocks(values: Iterable[Any]) -> Iterable[list[bytes]]:
+    block: list[bytes] = []
+    for value in values:
+        block.append(_pack(value))
+        if len(block) == BLOCK:
+            yield block
+            block = []
+    yield block
+
+
+def _pack(value: Any) -> bytes:
+    """Bytes of one outline, a multiple of four before COCO's text; b"": no outline."""
+    try:
+        if isinstance(value, dict):
+            return _pack_runs(value)
+        if value is None or value == []:
+            return b""
+        if isinstance(value, list) and all(_is_numbers(ring) for ring in value):
+            lengths = struct.pack(f"<{1 + len(value)}I", len(value), *map(len, value))
+            return lengths + array("f", chain.from_iterable(value)).tobytes()
+    except (OverflowError, TypeError, KeyError, UnicodeEncodeError, struct.error):
+        pass  # such as a number that does not fit
+    raise ValueError("must be a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`")
+
+
+def _pack_runs(value: dict[str, Any]) -> bytes:
+    (height, width), counts = value["size"], value["counts"]
+    if isinstance(counts, str):
+        return struct.pack("<3I", TEXT, height, width) + counts.encode("ascii")
+    if _is_numbers(counts):
+        return struct.pack("<3I", COUNTS, height, width) + array("I", counts).tobytes()
+    raise ValueError("has `counts` that are neither text nor a list of numbers")
+
+
+def _is_numbers(values: Any) -> bool:
+    return isinstance(values, list) and set(map(type, values)) <= {int, float}
+
+
+def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and stops of an object's pixels, column by column; ValueError if the outline is damaged."""
+    if not packed:
+        raise ValueError("is missing")
+    (kind,) = struct.unpack_from("<I", packed)
+    if kind not in (COUNTS, TEXT):
+        counts = _counts(_rasterize(packed, kind, height, width))
+    else:
+        if (size := struct.unpack_from("<2I", packed, 4)) != (height, width):
+            raise ValueError(f"is for an image of {size[0]} x {size[1]} pixels, but this has {height} x {width}")
+        counts = (
+            _counts(packed[12:]) if kind == TEXT else np.frombuffer(packed, dtype="<u4", offset=12).astype(np.int64)
+        )
+    if (counts < 0).any() or counts.sum() != height * width:
+        raise ValueError(f"must cover {height * width} pixels. Found: {counts.sum()}")
+    ends = np.cumsum(counts)
+    return ends[: len(ends) // 2 * 2 : 2], ends[1::2]
+
+
+def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
+    """COCO's text of the pixels inside any of the polygons."""
+    lengths = np.frombuffer(packed, dtype="<u4", count=rings, offset=4)
+    points = np.frombuffer(packed, dtype="<f4", offset=4 + 4 * rings).astype(np.float64)
+    if (lengths < 6).any() or (lengths % 2).any():
+        raise ValueError(f"must have polygons of at least 3 points. Found: one of {lengths.min() / 2:g}")
+    far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
+    if not (np.abs(points) <= far).all():  # also if not finite
+        raise ValueError(f"has a point far outside the image of {height} x {width} pixels")
+    mask = import_pycocotools()
+    polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
+    around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)
+    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel of it, and dies without
+        raise ValueError(f"must have outlines of at most {LONGEST_OUTLINE} pixels. Found: {around:.0f}")
+    encoded = mask.frPyObjects(polygons, height, width)
+    return bytes((encoded[0] if rings == 1 else mask.merge(encoded))["counts"])
+
+
+def _counts(text: bytes) -> NDArray[np.int64]:
+    """Run lengths in COCO's text: numbers of 5 bits per character, from the third on as a difference to the last but
+    one (``rleFrString`` in pycocotools' maskApi.c, which trusts its input)."""
+    codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
+    if not len(codes) or (codes < 0).any() or (codes > 63).any() or codes[-1] & 32:
+        raise ValueError("has run lengths with invalid text")
+    last = np.flatnonzero(codes < 32)
+    first = np.concatenate([[0], last[:-1] + 1])
+    sizes = last - first + 1
+    if sizes.max() > LONGEST_CODE:
+        raise ValueError("has run lengths with a number that is too large")
+    place = np.arange(len(codes)) - np.repeat(first, sizes)
+    counts = np.add.reduceat((codes & 31) << (5 * place), first)
+    counts -= np.where(codes[last] & 16, 1 << (5 * sizes), 0)
+    counts[1::2] = np.cumsum(counts[1::2])
+    counts[2::2] = np.cumsum(counts[2::2])
+    return counts

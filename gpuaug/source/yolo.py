@@ -1,0 +1,313 @@
+"""Data sets in the form of YOLO: a label file beside each image, and a YAML file that names classes and splits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpuaug import checks
+from gpuaug.batch import Target
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.source.annotated import AnnotatedSource
+from gpuaug.source.base import Classes
+from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
+from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
+from gpuaug.source.index import Names
+from gpuaug.source.objects import ObjectTable
+from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
+from gpuaug.source.remote.storage import FileInfo, Remote, Storage
+from gpuaug.source.yolo_labels import Rules, parse
+
+log = logging.getLogger("gpuaug")
+
+LARGEST_YAML = 1 << 20  # characters; its parser needs about 10 s for them
+MOST_CLASSES = 1 << 20
+MOST_KEYPOINTS = 1 << 12
+
+
+class YoloSource(AnnotatedSource):
+    """Images with YOLO's label files, as ultralytics reads them.
+
+    The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: in the full path, the last ``/images/``
+    becomes ``/labels/``. An image without such a file has no objects. A line of a label file is one object:
+
+    * ``class cx cy w h``: a box. All coordinates are fractions of the width and height of the upright image.
+    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon. Its box is the smallest one around it.
+    * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``.
+
+    A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, and the target's size is (1, 1), because the
+    size of an image is not known before its header is read. A label file with a bad line makes its sample a fault when
+    it is read: a word that is no number, a wrong count of numbers, an unknown class, or a coordinate more than 0.01
+    outside 0..1.
+
+    Args:
+        root: folder or URL of the data set.
+        data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. It has ``names`` (a list, or a
+            mapping from numbers), and may have ``train``, ``val``, ``test`` (folders of images, or text files that list
+            images), ``kpt_shape`` and ``flip_idx``. A relative ``path`` is used if ``root`` has such a folder. All
+            images must lie below ``root``.
+        split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
+        classes: class mapping of another run, in the forms of :class:`FolderSource`. Classes of the YAML file get their
+            numbers from it.
+        extensions: file name extensions of images; case is ignored.
+        subset, exclude: as in :class:`FolderSource`.
+        remote: how to read from a URL.
+
+    Raises:
+        SourceError: if the YAML file or a split cannot be used, no image is left, or no image has usable labels.
+
+    >>> source = YoloSource("data/coco8", split="val")
+    >>> data, target = source[0]
+    >>> boxes, labels = target.boxes, target.labels
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        data: str | os.PathLike[str] | None = None,
+        split: str = "train",
+        classes: Classes = None,
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        subset: Subset = None,
+        exclude: str | os.PathLike[str] | None = None,
+        remote: Remote | None = None,
+    ) -> None:
+        endings = extensions_of(extensions)
+        checks.text("source.split", split)
+        self.root = absolute(root)
+        self._storage = Storage(remote)
+        began = time.monotonic()
+        described = _read_data(self.root, data, self._storage)
+        self.num_keypoints = None if described.points is None else described.points[0]
+        self.flip_pairs = described.flip
+        if self.num_keypoints is not None:
+            self.target_kinds = frozenset({"boxes", "keypoints"})
+        names, listing = self._list_images(described, split, endings)
+        self._names = Names.of([names])
+        self._files = Files(self.root, self._names, self._storage, listing)
+        self._read_labels(described, None if classes is None else class_mapping(classes))
+        self._activate(subset, exclude, began=began)
+
+    def _list_images(
+        self, described: _Data, split: str, endings: tuple[str, ...]
+    ) -> tuple[list[bytes], dict[str, FileInfo]]:
+        """Images of the split, relative to the root; and sizes and versions of remote ones."""
+        names: list[bytes] = []
+        listing: dict[str, FileInfo] = {}
+        for place in self._places(described, split):
+            if place.endswith(".txt"):
+                names += self._listed(place, endings)
+                continue
+            tree = open_tree(join(self.root, place) if place else self.root, self._storage, endings, key="source.split")
+            prefix = place and f"{place}/"
+            names += [os.fsencode(prefix) + name for block in tree.images(None) for name in block]
+            listing |= {prefix + name: file for name, file in tree.files.items()}
+            tree.warn()
+        if not names:
+            raise SourceError(
+                f"no images for `source.split={split}` in {redact(self.root)!r}: no file ends in {', '.join(endings)}."
+            )
+        if len(set(names)) < len(names):
+            raise SourceError(f"the places of `source.split={split}` in {described.place!r} overlap. Name each once.")
+        return names, listing if len(listing) == len(names) else {}
+
+    def _places(self, described: _Data, split: str) -> list[str]:
+        """Folders and lists of the split, relative to the root."""
+        if described.splits is None:
+            choices = [f"images/{split}", f"{split}/images"]
+            if not is_safe(split):
+                raise ConfigError(f"`source.split` must be a name. Found: {split!r}.")
+            if is_url(self.root):
+                return choices[:1]
+            return [next((x for x in choices if os.path.isdir(os.path.join(self.root, x))), choices[0])]
+        if split not in described.splits:
+            raise SourceError(
+                f"`source.split` must be in {described.place!r}, which has {some([*described.splits]) or 'none'}. "
+                f"Found: {split!r}. Add the key to the file, or name another split."
+            )
+        return [
+            _below(self.root, described.folder, text, place=described.place, is_split=True)
+            for text in described.splits[split]
+        ]
+
+    def _listed(self, place: str, endings: tuple[str, ...]) -> list[bytes]:
+        """Images that a text file lists, relative to its folder."""
+        file = join(self.root, place)
+        lines = read_list(file, self._storage, key="source.split")
+        for line in lines:
+            if not line.lower().endswith(endings):
+                raise SourceError(
+                    f"{redact(file)!r} must list files that end in {', '.join(endings)}. Found: {line!r}."
+                )
+        folder = posixpath.dirname(place)
+        return [os.fsencode(_below(self.root, folder, line, place=redact(file))) for line in lines]
+
+    def _label_file(self, name: bytes) -> str:
+        folder, inside, rest = join(self.root, os.fsdecode(name)).rpartition("/images/")
+        return posixpath.splitext(f"{folder}/labels/{rest}" if inside else rest)[0] + ".txt"
+
+    def _read_labels(self, described: _Data, given: dict[str, int] | None) -> None:
+        count, missing = len(self._names), 0
+
+        def files() -> Iterator[bytes | Exception]:
+            nonlocal missing
+            for data in texts(map(self._label_file, self._names), self._storage):
+                is_missing = isinstance(data, FileNotFoundError | NotADirectoryError)
+                missing += is_missing
+                yield b"" if is_missing else data
+
+        names = described.names
+        rules = Rules(len(names or given or ()) or None, described.points)
+        found = parse(files(), rules, name=lambda i: redact(self._label_file(self._names[i])))
+        if missing == count:
+            raise SourceError(
+                f"none of the {count} images in {redact(self.root)!r} has a label file. The first was looked for in "
+                f"{redact(self._label_file(self._names[0]))!r}. Check `source.root` and `source.split`."
+            )
+        if missing:
+            log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
+        labels = found.labels
+        if names is not None and given is not None and names != [*given]:
+            if unknown := [name for name in names if name not in given]:
+                raise SourceError(
+                    f"`source.classes` has {len(given)} classes, but lacks {len(unknown)} of the classes in "
+                    f"{described.place!r}: {some(unknown)}. Add them to `source.classes`."
+                )
+            labels = np.array([given[name] for name in names])[labels]
+        if names is not None or given is not None:
+            self.class_to_idx = given or {name: i for i, name in enumerate(names or ())}
+            self.classes = [*self.class_to_idx]
+        self._objects = ObjectTable(found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints)
+        self._set_damaged(found.reasons)
+
+    def _label_of(self, index: int) -> Target:
+        return self._objects.target(index, size=(1, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Data:
+    """What the YAML file says."""
+
+    place: str  # its name, for errors
+    folder: str = ""  # of the splits, relative to the root
+    splits: dict[str, list[str]] | None = None  # None: no file
+    names: list[str] | None = None
+    points: tuple[int, int] | None = None
+    flip: tuple[int, ...] | None = None
+
+
+def _read_data(root: str, data: Any, storage: Storage) -> _Data:
+    import yaml  # here, because workers do not need it
+
+    if data is None:
+        file = join(root, "data.yaml")
+    else:
+        file = absolute(data, key="source.data")
+        if not is_url(file) and not os.path.isabs(os.path.expanduser(os.fspath(data))):
+            file = join(root, os.fspath(data))
+    try:
+        text = read_text(file, storage)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if data is None:
+            return _Data(place=redact(root))
+        raise SourceError(f"`source.data` does not exist: {redact(file)!r}.") from error
+    except (OSError, GpuaugError) as error:
+        raise SourceError(f"`source.data` cannot be read: {redact(file)!r} ({error}).") from error
+    try:
+        if len(text) > LARGEST_YAML:
+            raise ValueError(f"it has {len(text)} characters, more than {LARGEST_YAML}")
+        fields = yaml.safe_load(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds {type(fields).__name__}, not keys and values")
+        points, flip = _keypoints(fields)
+        return _Data(
+            place=redact(file), folder=_folder(root, fields.get("path")), splits=_splits(fields),
+            names=_class_names(fields), points=points, flip=flip,
+        )  # fmt: skip
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        shown = str(error) or type(error).__name__
+        raise SourceError(f"`source.data` {redact(file)!r} cannot be used: {shown:.500}.") from error
+
+
+def _folder(root: str, path: Any) -> str:
+    """The folder ``path`` of a YAML file, relative to the root; "" if the root has none of this name."""
+    if not isinstance(path, str) or not is_safe(short := posixpath.normpath(path)) or is_url(root):
+        return ""
+    return short if os.path.isdir(os.path.join(root, short)) else ""
+
+
+def _splits(fields: Mapping[Any, Any]) -> dict[str, list[str]]:
+    """The places of each split. Other keys of the file hold no text, or are not splits."""
+    splits = {}
+    for key, value in fields.items():
+        places = [value] if isinstance(value, str) else value
+        if key in ("train", "val", "test") and value:
+            if not isinstance(places, list) or not all(isinstance(place, str) and place for place in places):
+                raise ValueError(f"`{key}` must be a path or a list of paths")
+            splits[key] = places
+    return splits
+
+
+def _class_names(fields: Mapping[Any, Any]) -> list[str] | None:
+    names, count = fields.get("names"), fields.get("nc")
+    if count is not None and (type(count) is not int or not 1 <= count <= MOST_CLASSES):
+        raise ValueError(f"`nc` must be a whole number from 1 to {MOST_CLASSES}")
+    if names is None:
+        return None if count is None else [f"class_{i}" for i in range(count)]
+    if isinstance(names, dict):
+        numbers = {int(k) if isinstance(k, str) and k.isdecimal() else k: name for k, name in names.items()}
+        if any(type(number) is not int for number in numbers) or sorted(numbers) != [*range(len(names))]:
+            raise ValueError(f"the numbers in `names` must be 0 .. {len(names) - 1}, each once")
+        names = [numbers[i] for i in range(len(numbers))]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str | int | float) for name in names):
+        raise ValueError("`names` must be a list of class names, or a mapping from numbers to names")
+    names = [str(name) for name in names]
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"`names` must name each class once. Found twice: {twice!r:.100}")
+    if count is not None and count != len(names):
+        raise ValueError(f"`nc` is {count}, but `names` has {len(names)} classes")
+    return names
+
+
+def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple[int, ...] | None]:
+    """``kpt_shape`` and ``flip_idx``."""
+    shape, flip = fields.get("kpt_shape"), fields.get("flip_idx")
+    if shape is None:
+        return None, None
+    whole = isinstance(shape, list) and len(shape) == 2 and all(type(number) is int for number in shape)
+    if not whole or not 1 <= shape[0] <= MOST_KEYPOINTS or shape[1] not in (2, 3):
+        raise ValueError(f"`kpt_shape` must be [K, 2] or [K, 3] with 1 <= K <= {MOST_KEYPOINTS}")
+    count = shape[0]
+    if flip is None:
+        return (count, shape[1]), None
+    whole = isinstance(flip, list) and all(type(number) is int for number in flip)
+    if not whole or sorted(flip) != [*range(count)] or any(flip[k] != i for i, k in enumerate(flip)):
+        raise ValueError(f"`flip_idx` must hold the mirror image of each of the {count} keypoints, in pairs")
+    return (count, shape[1]), tuple(flip)
+
+
+def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = False) -> str:
+    """A path of the YAML file or of a list, relative to the root. ``folder`` is what it is relative to.
+
+    A split may begin with ``../``, as in Roboflow's files, which ultralytics reads from the folder of the YAML file.
+    """
+    if text.startswith("/") or is_url(text):
+        short = text.removeprefix(f"{root.rstrip('/')}/")
+    else:
+        short = posixpath.normpath(posixpath.join(folder, text))
+        short = short.removeprefix("../") if is_split else short
+    if short == "." and is_split:
+        return ""
+    if not is_safe(short):
+        raise SourceError(f"paths in {place!r} must stay inside `source.root`, {redact(root)!r}. Found: {text!r:.200}.")
+    return short

@@ -1,0 +1,239 @@
+"""Parses YOLO label files, many at a time."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+BLOCK_BYTES = 1 << 22  # text that is parsed at once; a larger block does not fit into the processor's cache
+BORDER = 0.01  # how far a coordinate may lie outside 0..1, as in ultralytics
+_SPACE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
+_NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The objects of all files in order.
+
+    Attributes:
+        counts: int64 [files], objects of each file; 0 for a file with a reason.
+        labels: int64 [N], class numbers.
+        boxes: float64 [N, 4], (x1, y1, x2, y2) in units of the image's width and height.
+        keypoints: float64 [N, K, 3], (x, y, visibility 0..2); None without keypoints.
+        reasons: why a file cannot be used, by its number.
+    """
+
+    counts: Int64
+    labels: Int64
+    boxes: Float64
+    keypoints: Float64 | None
+    reasons: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a line must be. ``points`` is (K, 2 or 3): number of keypoints, and numbers of each; None: no keypoints."""
+
+    num_classes: int | None
+    points: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """The lines of a block that are not empty. ``values[start:start + length]`` are the numbers of a line."""
+
+    values: Float64
+    start: Int64
+    length: Int64
+    file: Int64
+    number: Int64  # of the line in its file, from 1
+
+
+def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[int], str]) -> Labels:
+    """Parse label files. ``name(i)`` is the name of file i, for reasons.
+
+    A line is ``class cx cy w h``, ``class x1 y1 x2 y2 x3 y3 ...`` (a polygon; its box is its hull), or with keypoints
+    ``class cx cy w h`` and then (x, y) or (x, y, visibility) for each point.
+    """
+    parts: list[tuple[Any, ...]] = []
+    reasons: dict[int, str] = {}
+    for first, block in _blocks(files):
+        for i, data in enumerate(block):
+            if isinstance(data, Exception):
+                reasons[first + i] = f"{name(first + i)!r} cannot be read ({data})"
+        clean = [b"" if isinstance(data, Exception) else data for data in block]
+        for begin, count, lines in _tokenized(clean, 0):
+            begin += first
+            if isinstance(lines, str):
+                reasons[begin] = lines.format(file=repr(name(begin)))
+                parts.append(_objects(None, count, rules))
+                continue
+            problems = _problems(lines, rules)
+            for i, reason in problems.items():
+                reasons[begin + i] = reason.format(file=repr(name(begin + i)))
+            keep = ~np.isin(lines.file, [*problems])
+            parts.append(_objects(_taken(lines, keep), count, rules))
+    parts = parts or [_objects(None, 0, rules)]
+    counts, labels, boxes, keypoints = (
+        None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)
+    )
+    return Labels(counts, labels, boxes, keypoints, reasons)  # type: ignore[arg-type]
+
+
+def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[bytes | Exception]]]:
+    """Number of the first file, and files of about `BLOCK_BYTES` together."""
+    block: list[bytes | Exception] = []
+    first = size = 0
+    for data in files:
+        block.append(data)
+        size += 64 if isinstance(data, Exception) else len(data) + 1
+        if size >= BLOCK_BYTES:
+            yield first, block
+            first, block, size = first + len(block), [], 0
+    yield first, block
+
+
+def _tokenized(files: list[bytes], first: int) -> Iterator[tuple[int, int, _Lines | str]]:
+    """First file, number of files, and their lines. Or a reason, for one file with a word that is not a number."""
+    lines = _lines(files)
+    if lines is not None:
+        yield first, len(files), lines
+    elif len(files) == 1:
+        yield first, 1, _wrong_word(files[0])
+    else:
+        half = len(files) // 2
+        yield from _tokenized(files[:half], first)
+        yield from _tokenized(files[half:], first + half)
+
+
+def _lines(files: list[bytes]) -> _Lines | None:
+    """The lines of the files; None if a word is not a number."""
+    files = [_plain(data) for data in files]
+    text = b"\n".join(files) + b"\n"
+    raw = np.frombuffer(text, dtype=np.uint8)
+    space = _SPACE[raw]
+    words = np.flatnonzero(~space & np.concatenate([[True], space[:-1]]))  # position of each word's first byte
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # at a word that is not a number
+        try:
+            values = np.fromstring(text, dtype=np.float64, sep=" ") if len(words) else np.zeros(0)
+        except ValueError:
+            return None
+    # fromstring reads "1-2" as two numbers, and stops at the first word that it cannot read
+    if len(values) != len(words):
+        return None
+    line = np.searchsorted(np.flatnonzero(raw == ord("\n")), words)
+    length = np.bincount(line)
+    rows = np.flatnonzero(length)
+    length = length[rows]
+    first_line = np.cumsum([0, *(data.count(b"\n") + 1 for data in files)])
+    file = np.searchsorted(first_line, rows, side="right") - 1
+    return _Lines(values, np.cumsum(length) - length, length, file, rows - first_line[file] + 1)
+
+
+def _plain(data: bytes) -> bytes:
+    if b"\r" in data:
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def _wrong_word(data: bytes) -> str:
+    for number, line in enumerate(_plain(data).split(b"\n"), start=1):
+        for word in line.split():
+            if not _NUMBER.fullmatch(word):
+                shown = repr(word[:40])[1:].replace("{", "{{").replace("}", "}}")
+                return f"line {number} of {{file}} must hold only numbers. Found: {shown}"
+    return "{file} must hold only numbers"
+
+
+def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
+    """The first bad line of each file with one: why it is bad, with ``{file}`` for the file's name."""
+    if not len(lines.start):
+        return {}
+    values, start, length = lines.values, lines.start, lines.length
+    classes = values[start]
+    finite = np.logical_and.reduceat(np.isfinite(values), start)
+    if rules.points is None:
+        counted = (length == 5) | ((length >= 7) & (length % 2 == 1))
+        wanted = "5 numbers (class, cx, cy, w, h), or a class and at least 3 points"
+    else:
+        numbers = 5 + rules.points[0] * rules.points[1]
+        counted = length == numbers
+        wanted = f"{numbers} numbers: class, cx, cy, w, h, and {rules.points[0]} keypoints of {rules.points[1]} numbers"
+    most = 2**31 if rules.num_classes is None else rules.num_classes
+    with np.errstate(invalid="ignore"):
+        known = (classes >= 0) & (classes < most) & (classes == np.floor(classes))
+        inside = (values >= -BORDER) & (values <= 1 + BORDER)
+        inside[start] = True
+        seen = np.ones(len(values), dtype=np.bool_)
+        if rules.points is not None and rules.points[1] == 3:
+            at = start[counted & finite][:, None] + np.arange(7, 5 + rules.points[0] * 3, 3)
+            seen[at] = np.isin(values[at], (0, 1, 2))
+            inside[at] = True
+        is_box = counted & ((length == 5) | (rules.points is not None))
+        sides = start[is_box][:, None] + (3, 4)
+        positive = np.ones(len(values), dtype=np.bool_)
+        positive[sides] = values[sides] >= 0
+    names = "" if rules.num_classes is None else f"0 .. {most - 1}, because there are {most} classes"
+    checks = (
+        (counted, f"must have {wanted}. Found {{count}} numbers"),
+        (finite, "must hold finite numbers"),
+        (known, f"must begin with a class number {names or 'from 0'}. Found: {{word:g}}"),
+        (np.logical_and.reduceat(inside, start), "must hold coordinates 0 .. 1, in units of the image's size"),
+        (np.logical_and.reduceat(positive, start), "must have a width and a height of at least 0"),
+        (np.logical_and.reduceat(seen, start), "must have visibilities 0, 1 or 2"),
+    )
+    bad: dict[int, tuple[int, str]] = {}
+    for valid, text in checks:
+        for row in np.flatnonzero(~valid).tolist():
+            file = int(lines.file[row])
+            if file not in bad or row < bad[file][0]:
+                shown = text.format(count=length[row], word=classes[row])
+                bad[file] = row, f"line {lines.number[row]} of {{file}} {shown}"
+    return {file: reason for file, (_, reason) in bad.items()}
+
+
+def _taken(lines: _Lines, keep: NDArray[np.bool_]) -> _Lines:
+    return _Lines(lines.values, lines.start[keep], lines.length[keep], lines.file[keep], lines.number[keep])
+
+
+def _objects(lines: _Lines | None, files: int, rules: Rules) -> tuple[Int64, Int64, Float64, Float64 | None]:
+    """Counts, labels, boxes and keypoints of valid lines (None: no line)."""
+    if lines is None:
+        nothing = np.zeros(0, dtype=np.int64)
+        lines = _Lines(np.zeros(0), nothing, nothing, nothing, nothing)
+    values, start = lines.values, lines.start
+    is_box = (lines.length == 5) | (rules.points is not None)
+    boxes = np.empty((len(start), 4))
+    centre = values[start[is_box][:, None] + (1, 2)]
+    half = values[start[is_box][:, None] + (3, 4)] / 2
+    boxes[is_box] = np.concatenate([centre - half, centre + half], axis=1)
+    if not is_box.all():
+        boxes[~is_box] = _hulls(values, start[~is_box] + 1, lines.length[~is_box] - 1)
+    keypoints = None
+    if rules.points is not None:
+        count, numbers = rules.points
+        keypoints = values[start[:, None] + np.arange(5, 5 + count * numbers)].reshape(-1, count, numbers)
+        if numbers == 2:  # a point without visibility is seen, unless it is (0, 0) or negative
+            seen = (keypoints >= 0).all(axis=2) & keypoints.any(axis=2)
+            keypoints = np.concatenate([keypoints, 2.0 * seen[..., None]], axis=2)
+        keypoints = np.where(keypoints[..., 2:] > 0, keypoints, 0)
+    counts = np.bincount(lines.file, minlength=files)
+    return counts, values[start].astype(np.int64), boxes, keypoints
+
+
+def _hulls(values: Float64, start: Int64, length: Int64) -> Float64:
+    """Boxes around polygons; ``values[start:start + length]`` are x1, y1, x2, y2, ..."""
+    bounds = np.cumsum(length) - length
+    points = values[np.repeat(start - bounds, length) + np.arange(int(length.sum()))].reshape(-1, 2)
+    low, high = (fold.reduceat(points, bounds // 2, axis=0) for fold in (np.minimum, np.maximum))
+    return np.concatenate([low, high], axis=1)

@@ -1,0 +1,1 @@
+"""Masks, boxes and keypoints, which move with their image."""

@@ -1,0 +1,183 @@
+"""The targets of an augmented batch, and the layouts that training code expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuaug.native.buffers import to_device
+
+_ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTargets:
+    """Masks, boxes and keypoints of a batch. All N objects of its B images are in one table.
+
+    Boxes, labels, keypoints and sample are on the device; the other columns are on the CPU, so that reading them does
+    not wait for the device.
+
+    Attributes:
+        masks: int64 ``[B, H, W]`` (or the dtype that ``targets.masks.dtype`` names); None if the run has no masks.
+        boxes: float32 ``[N, 4]``, (x1, y1, x2, y2) in pixels of the output; None if the run has no boxes.
+        labels: int64 ``[N]``, class of each object.
+        keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
+        sample: int64 ``[N]``, row of the batch that an object belongs to; ascending.
+        counts: int64 ``[B]``, number of objects of each image.
+        ids: int64 ``[N]``, number of the annotation in its file; -1: it has none.
+        crowd: bool ``[N]``, True for an annotation of many objects at once.
+        area: float32 ``[N]``, area as the file says, in pixels of the source; NaN: it does not say.
+        indices: int64 ``[B]``, number of the sample in the source.
+        sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
+        covered: int64 ``[B, 4]``, (top, left, bottom, right) of the output that the image covers before operations.
+        matrices: float64 ``[B, 3, 3]``, from pixels of the source to pixels of the output. The inverse maps
+            predictions back. Pixel i covers i..i+1.
+        size: (height, width) of the output.
+        instances: whether masks hold object numbers: 0 is no object, k + 1 is the image's object k.
+
+    >>> import gpuaug
+    >>> def total_loss(loader: gpuaug.Loader, detector: torch.nn.Module) -> float:
+    ...     batches = (detector(list(images), targets.as_torchvision()) for images, targets in loader)
+    ...     return sum(float(sum(losses.values())) for losses in batches)
+    """
+
+    masks: Tensor | None = None
+    boxes: Tensor | None = None
+    labels: Tensor
+    keypoints: Tensor | None = None
+    sample: Tensor
+    counts: Tensor
+    ids: Tensor
+    crowd: Tensor
+    area: Tensor
+    indices: Tensor
+    sizes: Tensor
+    covered: Tensor
+    matrices: Tensor
+    size: tuple[int, int]
+    instances: bool = False  # whether masks hold object numbers
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.counts)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
+        """Return the targets with masks, boxes, labels, keypoints and sample on ``device``.
+
+        ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
+        """
+        moved: dict[str, Any] = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
+
+    @property
+    def second(self) -> Any:
+        """What a batch yields beside its images: the masks if they are the only target, else this object."""
+        return self if self.boxes is not None or self.keypoints is not None else self.masks
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """The tensors on the device: masks [B, H, W], and boxes, labels, keypoints and sample, with N rows."""
+        return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
+
+    def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
+        """One dictionary per image, as torchvision's detection models take it.
+
+        Its keys: ``boxes``, ``labels``, ``masks`` (uint8 [n, H, W], for instance masks), ``keypoints``, ``image_id``
+        (number of the sample), ``area`` (of the boxes in the output) and ``iscrowd``.
+
+        Args:
+            first_label: the label of class 0. These models need 1, because 0 is their background.
+        """
+        columns: dict[str, Any] = {"labels": self.labels + first_label, "iscrowd": self.crowd.long()}
+        if self.boxes is not None:
+            columns["boxes"] = self.boxes
+            columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
+        if self.keypoints is not None:
+            columns["keypoints"] = self.keypoints
+        images = self._split(columns)
+        for row, (image, index) in enumerate(zip(images, self.indices.tolist(), strict=True)):
+            image["image_id"] = index
+            if self.instances and self.masks is not None:
+                image["masks"] = self._object_masks(row)
+        return images
+
+    def as_ultralytics(self) -> dict[str, Tensor]:
+        """One dictionary for the batch, as Ultralytics' losses take it.
+
+        Its keys: ``batch_idx`` [N], ``cls`` [N, 1], ``bboxes`` [N, 4] (centre, width and height as fractions of the
+        output), and ``keypoints`` [N, K, 3] (positions as fractions).
+        """
+        height, width = self.size
+        made = {"batch_idx": self.sample.float(), "cls": self.labels.float()[:, None]}
+        if self.boxes is not None:
+            made["bboxes"] = self._centred()
+        if self.keypoints is not None:
+            made["keypoints"] = self.keypoints / self.keypoints.new_tensor([width, height, 1])
+        return made
+
+    def as_detr(self) -> list[dict[str, Any]]:
+        """One dictionary per image, as DETR's models in ``transformers`` take it.
+
+        Its keys: ``class_labels``, ``boxes`` (centre, width and height as fractions of the output), ``image_id``,
+        ``iscrowd``, ``area`` (of the boxes in the output), ``size`` and ``orig_size`` (height, width), and for instance
+        masks ``masks``.
+        """
+        columns: dict[str, Any] = {"class_labels": self.labels, "iscrowd": self.crowd.long()}
+        if self.boxes is not None:
+            columns["boxes"] = self._centred()
+            columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
+        images = self._split(columns)
+        for row, image in enumerate(images):
+            image["image_id"] = self.indices[row : row + 1]
+            image["size"], image["orig_size"] = torch.tensor(self.size), self.sizes[row]
+            if self.instances and self.masks is not None:
+                image["masks"] = self._object_masks(row).bool()
+        return images
+
+    def pixel_mask(self) -> Tensor:
+        """1 where the image covers the output before operations, else 0: int64 ``[B, H, W]`` on the CPU, for DETR."""
+        rows, columns = torch.arange(self.size[0])[None, :, None], torch.arange(self.size[1])[None, None]
+        top, left, bottom, right = self.covered.T[:, :, None, None]
+        return ((rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)).long()
+
+    def _split(self, columns: dict[str, Tensor]) -> list[dict[str, Any]]:
+        counts = self.counts.tolist()
+        parts = {name: column.split(counts) for name, column in columns.items()}
+        return [{name: part[row] for name, part in parts.items()} for row in range(len(counts))]
+
+    def _centred(self) -> Tensor:
+        """Boxes as centre, width and height, as fractions of the output."""
+        assert self.boxes is not None
+        low, high = self.boxes[:, :2], self.boxes[:, 2:]
+        height, width = self.size
+        return torch.cat([(low + high) / 2, high - low], dim=1) / low.new_tensor([width, height, width, height])
+
+    def _object_masks(self, row: int) -> Tensor:
+        """uint8 [n, H, W], one mask per object of the image."""
+        assert self.masks is not None
+        numbers = torch.arange(1, int(self.counts[row]) + 1, device=self.masks.device)
+        return (self.masks[row] == numbers[:, None, None]).to(torch.uint8)
+
+
+def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[Tensor | None]:
+    """Copy several arrays to the device in one transfer, without waiting for the device."""
+    if device.type == "cpu":
+        return [None if array is None else torch.from_numpy(array) for array in arrays]
+    begins = np.cumsum([0] + [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]).tolist()
+    packed = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
+    for array, begin in zip(arrays, begins, strict=False):
+        if array is not None and array.size:
+            packed[begin : begin + array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
+    whole = to_device(packed, device)
+    return [
+        None
+        if array is None
+        else whole[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, begin in zip(arrays, begins, strict=False)
+    ]

@@ -1,0 +1,248 @@
+// Crops, resizes and warps label maps by nearest neighbour. masks.py loads this file and states the formulas.
+//
+// A row whose matrix keeps the axes (identity, flips, scalings, shifts) is one lookup by two tables: the source row of
+// each output row and the source column of each output column. Any other row is first cropped and resized to a canvas
+// in cache, and each output pixel then takes one pixel of this canvas.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+struct Task {
+    const uint8_t* src;          // first pixel of the mask; null: the output becomes `fill`
+    int64_t row, column;         // bytes to the pixel below, and to the pixel on the right
+    const double* inverse;       // [3, 3], output to canvas; null: the identity
+    void* out;                   // [H, W], contiguous
+    int32_t bytes;               // of one pixel of the mask: 1 or 4
+    int32_t top, left, height, width;  // window of the mask
+    int32_t to_height, to_width;       // its size after resizing
+    int32_t y, x;                      // position of its corner on the canvas; negative: cropped
+    int32_t unused;
+};
+
+namespace {
+
+// Where the pixels of one output axis come from: byte offsets for outputs first <= i < last; the others are outside.
+struct Axis {
+    std::vector<int64_t> offset;
+    int64_t first = 0, last = 0;
+
+    // Output i takes the canvas pixel floor(scale * (i + 0.5) + shift).
+    void make(int64_t size, double scale, double shift, int64_t corner, int64_t to, int64_t start, int64_t from, int64_t stride) {
+        offset.resize(size);
+        first = last = 0;
+        for (int64_t i = 0; i < size; ++i) {
+            const double at = scale * (static_cast<double>(i) + 0.5) + shift;
+            if (!(at >= 0.0 && at < static_cast<double>(size))) continue;
+            const int64_t k = static_cast<int64_t>(at) - corner;
+            if (k < 0 || k >= to) continue;
+            if (last == 0) first = i;  // the outputs inside are neighbours, because `at` grows or falls steadily
+            last = i + 1;
+            offset[i] = (start + (2 * k + 1) * from / (2 * to)) * stride;
+        }
+    }
+
+    bool adjacent(int64_t stride) const {
+        for (int64_t i = first + 1; i < last; ++i)
+            if (offset[i] != offset[i - 1] + stride) return false;
+        return true;
+    }
+};
+
+// `Small` holds all values of the masks and the fill; the outputs may be wider.
+template <class Small, class Out>
+struct Worker {
+    int64_t H, W;
+    Small fill;
+    Axis down, across;
+    std::vector<Small> canvas;
+    std::vector<double> xs, ys, ws;
+    std::vector<int32_t> narrow;
+    std::vector<int64_t> wide;
+
+    void axes(const Task& t, double across_scale, double across_shift, double down_scale, double down_shift) {
+        down.make(H, down_scale, down_shift, t.y, t.to_height, t.top, t.height, t.row);
+        across.make(W, across_scale, across_shift, t.x, t.to_width, t.left, t.width, t.column);
+    }
+
+    template <class In, class To>
+    void copy(const Task& t, To* out) const {
+        const int64_t x0 = across.first, x1 = across.last;
+        const int64_t* const offset = across.offset.data();
+        const bool whole = sizeof(In) == sizeof(To) && across.adjacent(sizeof(In));
+        for (int64_t i = 0; i < H; ++i, out += W) {
+            if (i < down.first || i >= down.last || x0 == x1) {
+                std::fill_n(out, W, static_cast<To>(fill));
+                continue;
+            }
+            if (i > down.first && down.offset[i] == down.offset[i - 1]) {
+                std::memcpy(out, out - W, W * sizeof(To));
+                continue;
+            }
+            const uint8_t* const from = t.src + down.offset[i];
+            std::fill_n(out, x0, static_cast<To>(fill));
+            std::fill_n(out + x1, W - x1, static_cast<To>(fill));
+            if (whole) {
+                std::memcpy(out + x0, from + offset[x0], (x1 - x0) * sizeof(To));
+                continue;
+            }
+            pick<In>(from, offset + x0, x1 - x0, out + x0);
+        }
+    }
+
+    // `__restrict`: else each byte that is written could be one of the offsets.
+    template <class In, class To>
+    static void pick(const uint8_t* __restrict from, const int64_t* __restrict offset, int64_t count, To* __restrict out) {
+        for (int64_t k = 0; k < count; ++k) {
+            In value;
+            std::memcpy(&value, from + offset[k], sizeof value);
+            out[k] = static_cast<To>(value);
+        }
+    }
+
+    template <class To>
+    void copy_any(const Task& t, To* out) const {
+        if (t.bytes == 1) copy<uint8_t>(t, out);
+        else copy<int32_t>(t, out);
+    }
+
+    template <class Index>
+    static void take(const Small* __restrict from, const Index* __restrict at, int64_t count, Out* __restrict out) {
+        for (int64_t k = 0; k < count; ++k) out[k] = static_cast<Out>(from[at[k]]);
+    }
+
+    // Writes the canvas pixel of each output of row `i`; H * W if it is outside.
+    template <class Index>
+    void locate(const double* m, int64_t i, Index* __restrict at) const {
+        const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v, w_of_row = m[7] * v;
+        const double h = static_cast<double>(H), w = static_cast<double>(W), outside = h * w;
+        const double *__restrict a = xs.data(), *__restrict b = ys.data(), *__restrict c = ws.data();
+        for (int64_t j = 0; j < W; ++j) {
+            const double z = (c[j] + w_of_row) + m[8];
+            const double x = ((a[j] + x_of_row) + m[2]) / z, y = ((b[j] + y_of_row) + m[5]) / z;
+            const bool inside = (z > 0.0) & (x >= 0.0) & (x < w) & (y >= 0.0) & (y < h);
+            const double pixel = std::floor(y) * w + std::floor(x);
+            at[j] = static_cast<Index>(inside ? pixel : outside);
+        }
+    }
+
+    template <class Index>
+    void perspective(const double* m, Out* __restrict out, std::vector<Index>& at) {
+        at.resize(W);
+        for (int64_t i = 0; i < H; ++i, out += W) {
+            locate<Index>(m, i, at.data());
+            take(canvas.data(), at.data(), W, out);
+        }
+    }
+
+    // Narrows `first` and `last` to the outputs whose canvas position (table[j] + of_row) + shift is in 0..size. It
+    // grows or falls steadily with j, also after rounding, so these outputs are neighbours.
+    void clip(const double* table, double slope, double of_row, double shift, int64_t size, int64_t* first, int64_t* last) const {
+        const auto at = [&](int64_t j) { return (table[j] + of_row) + shift; };
+        const auto from = [&](auto passed, double bound) {  // the first output that passed the bound, close to a guess
+            const double guess = (bound - shift - of_row) / slope;
+            int64_t j = guess > 0.0 ? (guess < static_cast<double>(W) ? static_cast<int64_t>(guess) : W) : 0;
+            while (j > 0 && passed(j - 1)) --j;
+            while (j < W && !passed(j)) ++j;
+            return j;
+        };
+        const double end = static_cast<double>(size);
+        const bool grows = slope >= 0.0;
+        const int64_t begin = grows ? from([&](int64_t j) { return at(j) >= 0.0; }, 0.0) : from([&](int64_t j) { return at(j) < end; }, end);
+        const int64_t stop = grows ? from([&](int64_t j) { return at(j) >= end; }, end) : from([&](int64_t j) { return at(j) < 0.0; }, 0.0);
+        *first = std::max(*first, begin);
+        *last = std::min(*last, stop);
+    }
+
+    template <class Index>
+    void affine(const double* m, Out* __restrict out, std::vector<Index>& at) {
+        at.resize(W);
+        const double *__restrict a = xs.data(), *__restrict b = ys.data();
+        const Index width = static_cast<Index>(W);
+        for (int64_t i = 0; i < H; ++i, out += W) {
+            const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v;
+            int64_t first = 0, last = W;
+            clip(a, m[0], x_of_row, m[2], W, &first, &last);
+            clip(b, m[3], y_of_row, m[5], H, &first, &last);
+            last = std::max(first, last);
+            Index* __restrict const pixel = at.data();
+            for (int64_t j = first; j < last; ++j) {
+                const Index x = static_cast<Index>((a[j] + x_of_row) + m[2]), y = static_cast<Index>((b[j] + y_of_row) + m[5]);
+                pixel[j] = y * width + x;
+            }
+            std::fill_n(out, first, static_cast<Out>(fill));
+            take(canvas.data(), pixel + first, last - first, out + first);
+            std::fill_n(out + last, W - last, static_cast<Out>(fill));
+        }
+    }
+
+    template <class Index>
+    void warp(const double* m, bool flat, Out* out, std::vector<Index>& at) {
+        if (flat) affine(m, out, at);
+        else perspective(m, out, at);
+    }
+
+    void run(const Task& t) {
+        Out* const out = static_cast<Out*>(t.out);
+        if (t.src == nullptr) {
+            std::fill_n(out, H * W, static_cast<Out>(fill));
+            return;
+        }
+        const double* const m = t.inverse;
+        const bool affine = m == nullptr || (m[6] == 0.0 && m[7] == 0.0 && m[8] == 1.0);
+        if (m == nullptr) {
+            axes(t, 1.0, 0.0, 1.0, 0.0);
+            copy_any(t, out);
+            return;
+        }
+        if (affine && m[1] == 0.0 && m[3] == 0.0) {
+            axes(t, m[0], m[2], m[4], m[5]);
+            copy_any(t, out);
+            return;
+        }
+        canvas.resize(H * W + 1);
+        axes(t, 1.0, 0.0, 1.0, 0.0);
+        copy_any(t, canvas.data());
+        canvas[H * W] = fill;
+        for (auto* table : {&xs, &ys, &ws}) table->resize(W);
+        for (int64_t j = 0; j < W; ++j) {
+            const double u = static_cast<double>(j) + 0.5;
+            xs[j] = m[0] * u, ys[j] = m[3] * u, ws[j] = m[6] * u;
+        }
+        // NaN and numbers that may overflow have no order; a division by 1 changes nothing
+        const bool flat = affine && std::all_of(m, m + 9, [](double x) { return std::abs(x) < 1e100; });
+        if (H * W < std::numeric_limits<int32_t>::max()) warp(m, flat, out, narrow);
+        else warp(m, flat, out, wide);
+    }
+};
+
+template <class Small, class Out>
+int place(const Task* tasks, int64_t count, int64_t H, int64_t W, int32_t fill, int32_t threads) {
+    std::atomic<int64_t> next{0};
+    std::atomic<int> failed{0};
+    auto work = [&] {
+        try {
+            Worker<Small, Out> worker{H, W, static_cast<Small>(fill)};
+            for (int64_t i = next++; i < count; i = next++) worker.run(tasks[i]);
+        } catch (...) {  // only std::bad_alloc is possible
+            failed = 1;
+        }
+    };
+    on_threads(std::min<int64_t>(threads, count), work);
+    return failed;
+}
+
+}  // namespace
+
+// Fills [count, H, W] outputs of `bytes` per pixel: 1, 4 or 8. Returns 1 if memory runs out.
+extern "C" int gpuaug_place(const Task* tasks, int64_t count, int64_t H, int64_t W, int32_t bytes, int32_t fill, int32_t threads) {
+    const bool small = fill <= 255 && std::all_of(tasks, tasks + count, [](const Task& t) { return t.bytes == 1; });
+    const auto run = bytes == 1 ? place<uint8_t, uint8_t>
+        : bytes == 4 ? (small ? place<uint8_t, int32_t> : place<int32_t, int32_t>)
+                     : (small ? place<uint8_t, int64_t> : place<int32_t, int64_t>);
+    return run(tasks, count, H, W, fill, threads);
+}

@@ -1,0 +1,218 @@
+"""Objects of a batch: one table, which moves with the images through the crop and the operations.
+
+takes: the objects that a source gave, matrices of the crop and of the operations, and the rules of the run.
+does: moves boxes and keypoints, clips, and drops objects with everything that belongs to them. All on the host.
+gives: :class:`Objects` in pixels of the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.batch import CropWindows, EncodedTargets, Int64
+from gpuaug.errors import ConfigError
+from gpuaug.targets import geometry
+from gpuaug.targets.geometry import Bool, Float64
+from gpuaug.targets.rules import Targets
+
+_ROUNDING = 1e-9  # pixels; larger than float64's rounding errors, so that a box of exactly the smallest size is kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objects:
+    """All objects of a batch, in the order of their samples. Coordinates are pixel edges, for keypoints too.
+
+    Attributes:
+        sample: int64 [N], the row of the batch that the object belongs to, ascending.
+        boxes: float64 [N, 4], (x1, y1, x2, y2); None: no boxes.
+        labels: int64 [N].
+        keypoints: float64 [N, K, 3], (x, y, visibility); (0, 0, 0) if not visible. None: no keypoints.
+        crowd: bool [N].
+        area: float32 [N], as the source gave it, in pixels of the source's image. It never changes.
+        ids: int64 [N].
+
+    >>> three = Objects(
+    ...     sample=np.array([0, 2, 2]), boxes=np.zeros((3, 4)), labels=np.array([7, 8, 9]), keypoints=None,
+    ...     crowd=np.zeros(3, bool), area=np.zeros(3, np.float32), ids=np.array([-1, -1, -1]),
+    ... )
+    >>> three.counts(4).tolist(), three.take(three.labels > 7).labels.tolist()
+    ([1, 0, 2, 0], [8, 9])
+    """
+
+    sample: Int64
+    boxes: Float64 | None
+    labels: Int64
+    keypoints: Float64 | None
+    crowd: Bool
+    area: NDArray[np.float32]
+    ids: Int64
+
+    @classmethod
+    def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
+        """The objects of a batch as the source gave them, without what the rules leave out.
+
+        Labels, crowd, area and ids share memory with ``encoded`` unless a crowd was dropped.
+        """
+        boxes, keypoints = encoded.boxes, encoded.keypoints
+        objects = cls(
+            sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
+            boxes=None if boxes is None or rules.boxes is None else boxes.astype(np.float64),
+            labels=encoded.labels,
+            keypoints=None if keypoints is None or rules.keypoints is None else keypoints.astype(np.float64),
+            crowd=encoded.crowd,
+            area=encoded.area,
+            ids=encoded.ids,
+        )
+        if objects.keypoints is not None:
+            objects.keypoints[..., :2] += _half(rules)
+            objects.keypoints[~(objects.keypoints[..., 2] > 0)] = 0
+        if encoded.crowd.any() and (rules.boxes is None or rules.boxes.crowd == "drop"):
+            return objects.take(~encoded.crowd)
+        return objects
+
+    def __len__(self) -> int:
+        """Number of objects."""
+        return len(self.sample)
+
+    def counts(self, batch_size: int) -> Int64:
+        """Number of objects of each sample, int64 [batch_size]."""
+        return np.bincount(self.sample, minlength=batch_size).astype(np.int64, copy=False)
+
+    def take(self, keep: Bool | Int64) -> Objects:
+        """The objects where ``keep`` is True, or with these numbers, with everything that belongs to them."""
+        columns = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return replace(self, **{name: column[keep] for name, column in columns if column is not None})
+
+    def rows(self, keep_rows: Int64) -> Objects:
+        """The objects of some rows of the batch. ``keep_rows`` int64 [b] has each row at most once; row
+        ``keep_rows[i]`` becomes row i."""
+        number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
+        number[keep_rows] = np.arange(len(keep_rows))
+        sample = number[self.sample]
+        order = np.argsort(sample, kind="stable")
+        return replace(self, sample=sample).take(order[np.searchsorted(sample[order], 0) :])
+
+    def output_keypoints(self, rules: Targets) -> NDArray[np.float32] | None:
+        """Keypoints float32 [N, K, 3] as the user expects them: pixel indices if the rules say so, else edges."""
+        if self.keypoints is None:
+            return None
+        shown = self.keypoints.astype(np.float32)
+        shown[..., :2] -= np.float32(_half(rules)) * (shown[..., 2:] > 0)
+        return shown
+
+
+def carry(
+    objects: Objects,
+    *,
+    crop: Float64,
+    ops: Float64,
+    size: tuple[int, int],
+    rules: Targets,
+    flip: tuple[int, ...] | None,
+    centres: bool = False,
+    windows: CropWindows | None = None,
+) -> Objects:
+    """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
+
+    A box becomes the smallest upright box around its moved corners. It is clipped after the crop, because no operation
+    can bring back what the crop removed, and again at the end. Its visibility is its area at the end, divided by the
+    area it would have without clipping. A keypoint is not clipped: it is visible if it is inside after the crop and at
+    the end. If there are no boxes, all objects stay.
+
+    Args:
+        objects: N objects, in pixels of their images.
+        crop: float64 [B, 3, 3], image to canvas: the crop, times the orientation if the annotations were made for the
+            stored image. Only scales, moves, mirrors and transposes.
+        ops: float64 [B, 3, 3], canvas to output: the product of the operations.
+        size: (H, W) of the canvas, which is also the output's.
+        rules: limits of boxes.
+        flip: for each keypoint the number of its mirror image, applied where crop and operations mirror the image.
+            None: keypoints keep their places.
+        centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
+        windows: the crop's windows; then objects are also clipped to the part of the canvas that the image covers.
+            None: the image covers the canvas.
+
+    Returns:
+        The objects that are left, in pixels of the output.
+    """
+    canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
+    covered = canvas.repeat(len(crop), axis=0) if windows is None else _covered(windows, size)
+    if objects.boxes is not None:
+        to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
+        cut = geometry.hulls(to_canvas, objects.boxes)
+        boxes, keep = _clip(cut, part)
+        if centres:
+            keep &= _centre_inside(cut, part)
+        boxes, overlaps = _clip(geometry.hulls(to_output, boxes), canvas)
+        keep &= overlaps & _large_enough(boxes, cut, to_output, rules)
+        objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
+    if objects.keypoints is not None:
+        to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
+        keypoints = _moved_keypoints(objects.keypoints, to_canvas, to_output, part, canvas)
+        if flip is not None and len(flip) != keypoints.shape[1] and len(keypoints):
+            raise ConfigError(
+                f"`targets.keypoints.flip` must name the mirror image of each of the {keypoints.shape[1]} keypoints. "
+                f"Found: {len(flip)} numbers."
+            )
+        if flip is not None and len(keypoints):
+            swap = np.flatnonzero((geometry.mirrored(crop) != geometry.mirrored(ops))[objects.sample])
+            keypoints[swap] = keypoints[swap][:, flip]
+        objects = replace(objects, keypoints=keypoints)
+    return objects
+
+
+def _half(rules: Targets) -> float:
+    """What is added to keypoints on entry and subtracted at the end."""
+    return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
+
+
+def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
+    """The part of the canvas that each resized window covers, as boxes [B, 4]; inverted where it misses the canvas."""
+    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
+    return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
+
+
+def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
+    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False where nothing is left; NaN is nothing."""
+    start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
+    return np.concatenate([start, stop], axis=1), _both(start <= stop)
+
+
+def _centre_inside(boxes: Float64, area: Float64) -> Bool:
+    """Whether the centres of boxes are inside ``area`` and not on its border, as in torchvision's RandomIoUCrop."""
+    centre = (boxes[:, :2] + boxes[:, 2:]) / 2
+    return _both((centre > area[:, :2] + _ROUNDING) & (centre < area[:, 2:] - _ROUNDING))
+
+
+def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) -> Bool:
+    """Whether boxes [N, 4] of the output keep the rules. ``cut`` [N, 4] are the boxes after the crop, not clipped."""
+    limits = rules.boxes
+    sides = boxes[:, 2:] - boxes[:, :2]
+    if limits is None:
+        return np.ones(len(boxes), dtype=bool)
+    area = sides[:, 0] * sides[:, 1]
+    keep = _both(sides >= limits.min_size - _ROUNDING) & (area >= limits.min_area - _ROUNDING)
+    if limits.min_visibility > 0:
+        hull = geometry.hulls(ops, cut)  # NaN if it reaches behind the viewer: its area has no bound
+        whole = (hull[:, 2] - hull[:, 0]) * (hull[:, 3] - hull[:, 1])
+        keep &= area >= limits.min_visibility * whole - _ROUNDING
+    return keep
+
+
+def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
+    """Keypoints [N, K, 3] after the crop and the operations; (0, 0, 0) where one of the two puts them outside."""
+    visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
+    for m, area in ((crop, covered), (ops, canvas)):
+        xy, _ = geometry.points(m, xy)
+        visible = visible & _both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
+    moved = np.zeros_like(keypoints)
+    moved[..., :2], moved[..., 2] = np.where(visible[..., None], xy, 0), keypoints[..., 2] * visible
+    return moved
+
+
+def _both(true: Bool) -> Bool:
+    """Whether x and y of each row, the last axis, are True. Two columns are faster than ``all``."""
+    return true[..., 0] & true[..., 1]

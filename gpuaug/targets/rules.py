@@ -1,0 +1,160 @@
+"""Rules for the targets of a run: which targets it has, what lies outside an image, which objects are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from gpuaug import checks
+from gpuaug.errors import ConfigError
+
+MaskDtype = Literal["int64", "int32", "uint8"]
+MaskKind = Literal["classes", "instances"]
+Table = str | Sequence[int] | Mapping[Any, int] | None
+
+
+def _largest(table: Any) -> int:
+    """The largest new value; values that are no numbers are refused when the table is made."""
+    values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
+    return max((value for value in values if isinstance(value, int)), default=0)
+
+
+class Masks:
+    """One class number per pixel, or with ``kind="instances"`` one object number per pixel.
+
+    A mask moves with its image and is sampled once, by nearest neighbour.
+
+    Args:
+        fill: value outside the image, and in the mask of a sample that cannot be decoded. None: 255, which losses
+            ignore; for instance masks 0, which is no object.
+        map: changes the values of a mask first: ``cityscapes``, ``ade20k``, a list (new value of 0, 1, ...), or a
+            mapping such as {7: 0, 8: 1}; values that are not named become ``fill``. None: values stay.
+        dtype: int64 (which cross_entropy takes), int32 or uint8.
+        kind: ``classes``: the source's masks. ``instances``: 0 is no object, k + 1 is the sample's object k.
+
+    >>> Masks(map="cityscapes").fill
+    255
+    """
+
+    def __init__(
+        self, *, fill: int | None = None, map: Table = None, dtype: MaskDtype = "int64", kind: MaskKind = "classes"
+    ) -> None:
+        instances = checks.one_of("targets.masks.kind", kind, get_args(MaskKind)) == "instances"
+        checks.whole_number("targets.masks.fill", fill, 0, 2**31 - 1, optional=True)
+        fill = (0 if instances else 255) if fill is None else fill
+        checks.one_of("targets.masks.dtype", dtype, get_args(MaskDtype))
+        if instances and (map is not None or fill):
+            raise ConfigError(
+                "`targets.masks.map` must be null and `targets.masks.fill` 0 if `targets.masks.kind` is instances, "
+                f"because 0 is no object there. Found: {map!r:.100} and {fill}."
+            )
+        if dtype == "uint8" and fill > 255:
+            raise ConfigError(f"`targets.masks.fill` must be at most 255 for dtype uint8. Found: {fill}.")
+        if dtype == "uint8" and (high := _largest(map)) > 255:
+            raise ConfigError(f"`targets.masks.map` must give at most 255 for dtype uint8. Found: {high}.")
+        self.fill, self.map, self.dtype, self.kind = fill, map, dtype, kind
+
+    def __repr__(self) -> str:
+        return f"Masks(fill={self.fill}, map={self.map!r}, dtype={self.dtype!r}, kind={self.kind!r})"
+
+
+class Boxes:
+    """Objects with a box. A box becomes the smallest upright box around its moved corners, clipped to the image.
+
+    Clipped twice: after the crop, and after the operations. An object is dropped, with everything that belongs to it,
+    if its box is smaller than one of the limits.
+
+    Args:
+        min_size: smallest width and height in pixels of the output.
+        min_area: smallest area in pixels of the output.
+        min_visibility: smallest area after clipping, as a fraction of the area before it; 0..1.
+        crowd: ``drop`` leaves out annotations of many objects at once, ``keep`` keeps them.
+
+    >>> Boxes(min_visibility=0.1).min_size
+    1.0
+    """
+
+    def __init__(
+        self,
+        *,
+        min_size: float = 1.0,
+        min_area: float = 1.0,
+        min_visibility: float = 0.0,
+        crowd: Literal["drop", "keep"] = "drop",
+    ) -> None:
+        checks.number("targets.boxes.min_size", min_size, 0)
+        checks.number("targets.boxes.min_area", min_area, 0)
+        checks.number("targets.boxes.min_visibility", min_visibility, 0, 1)
+        checks.one_of("targets.boxes.crowd", crowd, ("drop", "keep"))
+        self.min_size, self.min_area, self.min_visibility = float(min_size), float(min_area), float(min_visibility)
+        self.crowd = crowd
+
+    def __repr__(self) -> str:
+        limits = f"min_size={self.min_size:g}, min_area={self.min_area:g}, min_visibility={self.min_visibility:g}"
+        return f"Boxes({limits}, crowd={self.crowd!r})"
+
+
+class Keypoints:
+    """Points of objects. A point outside the output gets visibility 0 and the position (0, 0).
+
+    Args:
+        flip: for each point, the number of its mirror image, such as the left eye for the right eye. Applied where the
+            image is mirrored. None: as the source says (COCO's 17 points have their pairs); else points keep their
+            places.
+        pixel_centers: True: whole numbers are the centres of pixels, as in COCO. False: they are edges, as in boxes.
+
+    >>> Keypoints(flip=[0, 2, 1]).flip
+    (0, 2, 1)
+    """
+
+    def __init__(self, *, flip: Sequence[int] | None = None, pixel_centers: bool = True) -> None:
+        checks.flag("targets.keypoints.pixel_centers", pixel_centers)
+        if flip is not None and (
+            isinstance(flip, str) or not isinstance(flip, Sequence) or sorted(flip) != list(range(len(flip)))
+        ):
+            raise ConfigError(
+                "`targets.keypoints.flip` must name every point's mirror image once, such as [0, 2, 1]. "
+                f"Found: {flip!r:.200}."
+            )
+        if flip is not None and any(flip[k] != i for i, k in enumerate(flip)):
+            raise ConfigError(f"`targets.keypoints.flip` must consist of pairs. Found: {flip!r:.200}.")
+        self.flip = None if flip is None else tuple(flip)
+        self.pixel_centers = pixel_centers
+
+    def __repr__(self) -> str:
+        return f"Keypoints(flip={self.flip!r}, pixel_centers={self.pixel_centers})"
+
+
+class Targets:
+    """The targets of a run. What a source has, but is None here, is left out.
+
+    Args:
+        masks: rules of masks; None: no masks.
+        boxes: rules of boxes; None: no boxes.
+        keypoints: rules of keypoints; None: no keypoints.
+
+    >>> Targets(masks=Masks()).names
+    ('masks',)
+    """
+
+    def __init__(
+        self, *, masks: Masks | None = None, boxes: Boxes | None = None, keypoints: Keypoints | None = None
+    ) -> None:
+        checks.instance("targets.masks", masks, Masks, optional=True)
+        checks.instance("targets.boxes", boxes, Boxes, optional=True)
+        checks.instance("targets.keypoints", keypoints, Keypoints, optional=True)
+        self.masks, self.boxes, self.keypoints = masks, boxes, keypoints
+        if masks is not None and masks.kind == "instances" and boxes is None:
+            raise ConfigError(
+                "`targets.boxes` must be set if `targets.masks.kind` is instances. Set targets=instances."
+            )
+        if not self.names:
+            raise ConfigError("`targets` must have masks, boxes or keypoints. Found: none. Set targets=none.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kinds of targets: masks, boxes, keypoints."""
+        return tuple(name for name in ("masks", "boxes", "keypoints") if getattr(self, name) is not None)
+
+    def __repr__(self) -> str:
+        return f"Targets({', '.join(f'{name}={getattr(self, name)!r}' for name in self.names)})"

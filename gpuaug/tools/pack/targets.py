@@ -1,0 +1,227 @@
+"""Targets of packed images: masks resized by the same rule as the images, and objects in pixels of the packed images.
+
+takes: an :class:`EncodedBatch` with targets, its headers, and the windows that resize its images.
+does: checks targets as a training does, resizes masks by half-pixel nearest, and moves objects. Nothing is clipped or
+dropped, because a training has rules for that.
+gives: the encoded masks of each size, and columns of numbers for ``out/index/``.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from gpuaug.augment.recipe import Augment
+from gpuaug.augment.target_stage import TargetStage
+from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.decode.decoder import Decoder
+from gpuaug.decode.header import HeaderError
+from gpuaug.decode.plan import HeaderInfo, decode_fault
+from gpuaug.errors import GpuaugError, SourceError
+from gpuaug.read.targets import as_target
+from gpuaug.source import runs
+from gpuaug.source.adapt import Source
+from gpuaug.source.packed import Size
+from gpuaug.targets import geometry, masks
+from gpuaug.targets.objects import Objects
+from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+from gpuaug.tools.store import npy
+
+Columns = dict[str, NDArray[Any]]
+
+EXAMPLES = 4  # samples to read if a source does not declare its targets
+KINDS = ("masks", "boxes", "keypoints")
+COMMON = ("counts", "labels", "crowd", "ids")  # columns that are the same for all sizes
+
+
+def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
+    """The targets of a source, as JSON for the manifest; None if it has none.
+
+    If the source does not declare ``target_kinds``, the first sample that can be read tells them.
+    """
+    declared = getattr(source, "target_kinds", None)
+    found = _of_example(source) if declared is None else declared
+    kinds = [kind for kind in KINDS if kind in found]
+    if not kinds:
+        return None
+    flip = getattr(source, "flip_pairs", None)
+    objects: Any = getattr(source, "objects_digest", None)
+    return {
+        "kinds": kinds,
+        "flip_pairs": None if flip is None or "keypoints" not in kinds else list(flip),
+        "num_keypoints": getattr(source, "num_keypoints", None) if "keypoints" in kinds else None,
+        "pixel_centers": pixel_centers if "keypoints" in kinds else None,
+        "panoptic": bool(getattr(source, "panoptic", False)),
+        "objects": objects() if callable(objects) else None,
+    }
+
+
+def _of_example(source: Source) -> set[str]:
+    if source.labels is not None:  # class numbers
+        return set()
+    for number in range(len(source))[:EXAMPLES] if source.indices is None else source.indices[:EXAMPLES].tolist():
+        try:
+            target = as_target(source[number][1], number)
+        except (OSError, GpuaugError):
+            continue
+        fields = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}
+        return {kind for kind, field in fields.items() if getattr(target, field, None) is not None}
+    return set()
+
+
+class TargetPacker:
+    """Encodes the targets of batches.
+
+    Args:
+        described: from :func:`describe`.
+        decoder: of the images.
+        raw: whether images are written as pixels. Then masks are written as runs, which need no decoder, unless a PNG
+            is much smaller.
+    """
+
+    def __init__(self, described: Mapping[str, Any], decoder: Decoder, *, raw: bool) -> None:
+        self.kinds: tuple[str, ...] = tuple(described["kinds"])
+        self._decoder, self._raw, self._panoptic = decoder, raw, bool(described["panoptic"])
+        self._rules = Targets(
+            masks=Masks() if "masks" in self.kinds else None,
+            boxes=Boxes(crowd="keep") if "boxes" in self.kinds else None,
+            keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
+        )
+        self._stage = TargetStage(self._rules, Augment())
+
+    def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
+        """The targets of a batch at every size. ``windows``: per size, resizes the whole images."""
+        upright = self._stage.upright(batch, headers, self._decoder)
+        faults, objects, encoded = list(upright.faults), upright.objects, list[list[bytes]]()
+        for row, data in enumerate(batch.masks):
+            try:
+                encoded.append(self._masks(row, data, headers, windows) if len(data) and headers.height[row] else [])
+            except HeaderError as error:
+                encoded.append([])
+                faults.append(decode_fault(row, data, f"its mask: {error}"))
+        sizes = []
+        for window in windows:
+            matrices, scale = geometry.crop(window) @ upright.matrices, window.resized / window.window[:, 2:]
+            sizes.append(_moved(objects, matrices, scale.prod(axis=1)))
+        ids = upright.table.ids[objects.ids]
+        return TargetRows(faults, encoded, [replace(each, ids=ids) for each in sizes], self._rules)
+
+    def to_note(self, parts: Sequence[Columns]) -> dict[str, str]:
+        """The joined columns as text, for JSON."""
+        return {name: base64.b64encode(b"".join(npy(column))).decode() for name, column in _joined(parts).items()}
+
+    def _masks(
+        self, row: int, data: NDArray[np.uint8], headers: HeaderInfo, windows: Sequence[CropWindows]
+    ) -> list[bytes]:
+        """The mask of one image at every size."""
+        height, width, exif = int(headers.height[row]), int(headers.width[row]), int(headers.orientation[row])
+        mask = masks.decode(
+            data.tobytes(),
+            stored=(width, height) if exif > 4 else (height, width),
+            exif=exif,
+            max_pixels=self._decoder.settings.max_pixels,
+            ids_in_rgb=self._panoptic,
+        )
+        made = []
+        for window in windows:
+            to = window.take(np.array([row]))
+            size = int(to.resized[0, 0]), int(to.resized[0, 1])
+            out = np.empty((1, *size), dtype=mask.dtype)
+            masks.place([mask], replace(to, size=size), out, fill=0)
+            made.append(encode_mask(out[0], raw=self._raw, panoptic=self._panoptic))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """The targets of a batch: faults, the encoded masks of each row at each size, and the objects at each size."""
+
+    faults: list[Fault]
+    masks: list[list[bytes]]  # empty if there are no masks
+    sizes: list[Objects]  # their ids are the annotations' numbers
+    rules: Targets
+
+    def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:
+        """The objects of some rows as columns. Those of one size begin with its name."""
+        if self.rules.boxes is None and self.rules.keypoints is None:
+            return {}
+        columns: Columns = {}
+        for name, whole in zip(names, self.sizes, strict=True):
+            objects = whole.rows(np.array(rows, dtype=np.int64))
+            columns |= {"counts": objects.counts(len(rows)), "labels": objects.labels}
+            columns |= {"crowd": objects.crowd, "ids": objects.ids, f"{name}.area": objects.area}
+            if objects.boxes is not None:
+                columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
+            if (keypoints := objects.output_keypoints(self.rules)) is not None:
+                columns[f"{name}.keypoints"] = keypoints
+        return columns
+
+
+def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:
+    """Objects after one matrix per image; ``scale`` [B] changes areas."""
+    own, boxes, keypoints = matrices[objects.sample], objects.boxes, objects.keypoints
+    if boxes is not None:
+        boxes = geometry.hulls(own, boxes)
+    if keypoints is not None:
+        xy, _ = geometry.points(own, keypoints[..., :2])
+        visibility = keypoints[..., 2:]
+        keypoints = np.concatenate([np.where(visibility > 0, xy, 0), visibility], axis=2)
+    area = (objects.area * scale[objects.sample]).astype(np.float32)
+    return replace(objects, boxes=boxes, keypoints=keypoints, area=area)
+
+
+def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
+    """A mask, uint8 or int32 [H, W], without loss.
+
+    A PNG of gray values (8 bits, or 16 if a value needs them), or of colours R + 256 G + 65536 B if a panoptic mask has
+    larger values. Runs (see `source.runs`) with ``raw``, unless they need more bytes than the pixels, and for larger
+    values of other masks.
+    """
+    largest = int(mask.max())
+    if raw and len(made := runs.encode(mask)) <= mask.nbytes:
+        return made
+    if largest > 0xFFFF and not panoptic:
+        return runs.encode(mask)
+    if largest > 0xFFFF:
+        values = np.stack([mask & 255, mask >> 8 & 255, mask >> 16], axis=2).astype(np.uint8)
+    else:
+        values = mask.astype(np.uint8 if largest <= 0xFF else np.uint16)
+    stream = io.BytesIO()
+    Image.fromarray(values).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
+    """The arrays of ``out/index/`` by name, from the notes of all shards; {} if there are no objects.
+
+    ``object_bounds`` int64 [samples + 1]: the objects of sample i are ``bounds[i]`` to ``bounds[i + 1]`` in all others.
+    """
+    parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
+    columns = _joined(parts)
+    if not columns:
+        return {}
+    arrays = {"object_bounds": np.cumsum([0, *columns.pop("counts").tolist()], dtype=np.int64)}
+    return arrays | {f"object_{name}" if name in COMMON else name: column for name, column in columns.items()}
+
+
+def _from_text(text: str) -> NDArray[Any]:
+    return np.lib.format.read_array(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    joined: Columns = {}
+    for name in parts[0] if parts else ():
+        columns = [part[name] for part in parts]
+        some = [column for column in columns if len(column)] or columns[:1]  # no object: any number of keypoints
+        if len({column.shape[1:] for column in some}) > 1:
+            found = sorted({column.shape[1] for column in some})
+            raise SourceError(f"all objects must have the same number of keypoints. Found: {found}.")
+        joined[name] = np.concatenate(some)
+    return joined

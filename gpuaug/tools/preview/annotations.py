@@ -1,0 +1,323 @@
+"""Draws masks, boxes and keypoints on pictures, and finds those of original images."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from gpuaug.augment.recipe import Augment
+from gpuaug.augment.target_stage import TargetStage
+from gpuaug.batch import EncodedBatch
+from gpuaug.decode.decoder import Decoder
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.stages import NO_DRAWS, LiveStage
+from gpuaug.read.reader import Reader
+from gpuaug.targets.batch import BatchTargets
+from gpuaug.targets.rules import Targets
+from gpuaug.tools.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
+
+PALETTE = (
+    (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
+    (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (220, 190, 255), (170, 110, 40), (128, 0, 0),
+    (170, 255, 195), (128, 128, 0), (255, 215, 180), (0, 0, 128),
+)  # fmt: skip
+BACKGROUND = (24, 24, 32)  # class 0 of a mask, which is the background in most datasets
+LEGEND = 48  # maximum number of classes in the legend
+TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
+# COCO's person, for sources that do not name their lines
+PERSON = (
+    (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10),
+    (1, 2), (0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """Mask and objects of one picture, in its pixels. Pixel i covers i..i+1.
+
+    Attributes:
+        mask: integers [H, W]; None: no mask.
+        boxes: float32 [n, 4], (x1, y1, x2, y2); None: no boxes.
+        keypoints: float32 [n, K, 3], (x, y, visibility); None: no keypoints.
+        labels: int64 [n], class of each object.
+        crowd: bool [n].
+        ids: int64 [n], number of each annotation in its file; -1: it has none.
+    """
+
+    mask: NDArray[Any] | None
+    boxes: NDArray[np.float32] | None
+    keypoints: NDArray[np.float32] | None
+    labels: NDArray[np.int64]
+    crowd: NDArray[np.bool_]
+    ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, targets: BatchTargets, row: int, rules: Targets) -> Annotations:
+        """The annotations of one row of a batch."""
+        own = (targets.sample == row).cpu().numpy()
+        boxes, keypoints = (None if x is None else x.cpu().numpy()[own] for x in (targets.boxes, targets.keypoints))
+        if keypoints is not None and rules.keypoints is not None and rules.keypoints.pixel_centers:
+            keypoints = keypoints + np.array([0.5, 0.5, 0], dtype=np.float32)
+        mask = None if targets.masks is None else targets.masks[row].to(torch.int32).cpu().numpy()
+        columns = (targets.labels.cpu().numpy(), targets.crowd.numpy(), targets.ids.numpy())
+        return cls(mask, boxes, keypoints, *(column[own] for column in columns))
+
+    def __len__(self) -> int:
+        """Number of objects."""
+        return len(self.labels)
+
+
+def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTargets | None:
+    """The targets of a whole upright image, before the recipe, as a batch of one on the CPU.
+
+    None if the loader has no targets, or those of the sample cannot be used.
+    """
+    stage = loader.pipeline.stage
+    if not isinstance(stage, LiveStage) or stage.targets is None:
+        return None
+    encoded = read(loader, [index])
+    headers = decoder.read_headers(encoded)
+    if encoded.faults or headers.faults:
+        return None
+    recipe = Augment()  # no crop and no operations: the output is the whole image
+    whole = TargetStage(stage.targets.rules, recipe, panoptic=stage.targets.panoptic)
+    upright = whole.upright(encoded, headers, decoder)
+    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]])
+    if upright.faults or whole.decode(batch, encoded, headers, decoder):
+        return None
+    return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
+
+
+def read(loader: Loader, indices: Sequence[int]) -> EncodedBatch:
+    """The encoded images and targets of some samples."""
+    number = torch.tensor(list(indices))
+    reader = Reader(loader.source, targets=loader.pipeline.reader.targets)
+    return next(reader.batches([(number, number * 0, number == number)]))
+
+
+@dataclass(frozen=True)
+class Style:
+    """How annotations are drawn: names of classes, and colors that are the same in all pictures of a sample."""
+
+    rules: Targets
+    classes: Sequence[str] | None = None
+    skeleton: Sequence[tuple[int, int]] = ()  # keypoints that a line connects
+    numbers: Mapping[int, int] | None = None  # color number of each annotation; None: colors show classes
+
+    @classmethod
+    def of(cls, loader: Loader) -> Style:
+        """The style for a loader with targets."""
+        assert loader.targets is not None
+        source = loader.source
+        lines = getattr(source, "skeleton", None) or (PERSON if getattr(source, "num_keypoints", None) == 17 else ())
+        return cls(loader.targets, source.classes, tuple(lines))
+
+    @property
+    def by_object(self) -> bool:
+        """Whether colors tell objects apart, and not classes."""
+        return self.rules.masks is not None and self.rules.masks.kind == "instances"
+
+    def ignores(self, value: int) -> bool:
+        """Whether a value of a mask is the one that losses ignore."""
+        return self.rules.masks is not None and value == self.rules.masks.fill != 0
+
+    def for_sample(self, original: Annotations | None) -> Style:
+        """Give each annotation of a sample its own color, if colors tell objects apart."""
+        if not self.by_object or original is None:
+            return self
+        return replace(self, numbers={k: n for n, k in enumerate(sorted(original.ids.tolist())) if k >= 0})
+
+    def name(self, label: int) -> str:
+        """The class's name, or its number."""
+        return str(self.classes[label]) if self.classes is not None and label < len(self.classes) else str(label)
+
+    def color(self, annotations: Annotations, number: int) -> Color:
+        """The color of object ``number``."""
+        if not self.by_object:
+            return color_of(int(annotations.labels[number]))
+        return color_of((self.numbers or {}).get(int(annotations.ids[number]), number))
+
+    def legend(self, shown: Iterable[Annotations]) -> list[tuple[Color | None, str]]:
+        """Color (None: striped) and name of each class that the pictures show; [] if colors tell objects apart."""
+        if self.by_object:
+            return []
+        shown = list(shown)
+        masks = [np.unique(each.mask) for each in shown if each.mask is not None]
+        values = np.unique(np.concatenate(masks)).tolist() if masks else []
+        fill = None if self.rules.masks is None else self.rules.masks.fill
+        chips: list[tuple[Color | None, str]] = [
+            (of_class(value), self._numbered(value)) for value in values if not self.ignores(value)
+        ]
+        if self.rules.masks is None:
+            labels = np.unique(np.concatenate([each.labels for each in shown])).tolist() if shown else []
+            chips = [(color_of(label), self._numbered(label)) for label in labels]
+        rest = [(None, f"{fill}: ignored")] if any(map(self.ignores, values)) else []
+        more = [(BACKGROUND, f"and {len(chips) - LEGEND} more classes")] if len(chips) > LEGEND else []
+        return [*chips[:LEGEND], *more, *rest]
+
+    def _numbered(self, label: int) -> str:
+        name = self.name(label)
+        return name if name == str(label) else f"{label}: {name}"
+
+
+def color_of(number: int) -> Color:
+    """The color of an object or of a class of boxes. The first 18 differ clearly, all others at least a little."""
+    if number < len(PALETTE):
+        return PALETTE[number]
+    hue = number * 0.6180339887 % 1  # the golden ratio spreads any count of hues evenly
+    red, green, blue = colorsys.hsv_to_rgb(hue, 0.5 + 0.25 * (number % 3), 1 - 0.2 * (number // 3 % 3))
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def of_class(value: int) -> Color:
+    """The color of a class in a mask; 0 is dark."""
+    return BACKGROUND if value == 0 else color_of(value - 1)
+
+
+def drawn(
+    picture: Image.Image,
+    scale: float,
+    annotations: Annotations | None,
+    style: Style | None,
+    *,
+    crops: Iterable[tuple[Sequence[int], Color]] = (),
+) -> Image.Image:
+    """The picture, scaled as :func:`gpuaug.tools.sheet.scaled` does, with its annotations on it.
+
+    ``crops`` are boxes (x1, y1, x2, y2) of the picture, and their colors. They are dashed if there are annotations.
+    """
+    image = scaled(picture, scale)
+    if annotations is not None and style is not None and annotations.mask is not None:
+        image = _tinted(image, annotations, style)
+    pen = ImageDraw.Draw(image, "RGBA")
+    for corners, color in crops:
+        left, top, right, bottom = (round(v * scale) for v in corners)
+        _crop(pen, (left, top, max(left, right - 1), max(top, bottom - 1)), color, dashed=annotations is not None)
+    if annotations is None or style is None:
+        return image
+    factors = image.width / picture.width, image.height / picture.height
+    if annotations.boxes is not None:
+        boxes = np.rint(annotations.boxes * (factors * 2)).astype(int).tolist()
+        order = sorted(range(len(boxes)), key=lambda k: -_area(boxes[k]))  # small ones on top
+        for k in order:
+            _box(pen, boxes[k], style.color(annotations, k))
+        _labels(pen, image.size, [boxes[k] for k in order], order, annotations, style)
+    if annotations.keypoints is not None:
+        for k, points in enumerate(annotations.keypoints * (*factors, 1)):
+            _points(pen, points, style.color(annotations, k), style.skeleton)
+    return image
+
+
+def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
+    """A rectangle (x1, y1, x2, y2) with lines of two pixels, inside its corners."""
+    x1, y1, x2, y2 = box
+    if not dashed:
+        pen.rectangle(box, outline=color, width=2)
+        return
+    for x in range(x1, x2 + 1, 10):
+        for y in (y1, y2 - 1):
+            pen.rectangle((x, y, min(x + 5, x2), y + 1), fill=color)
+    for y in range(y1, y2 + 1, 10):
+        for x in (x1, x2 - 1):
+            pen.rectangle((x, y, x + 1, min(y + 5, y2)), fill=color)
+
+
+def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image.Image:
+    """Half of the image and half of each pixel's color; outlines in full color; stripes where pixels are ignored."""
+    assert annotations.mask is not None
+    mask = np.asarray(Image.fromarray(annotations.mask).resize(image.size, Image.Resampling.NEAREST))
+    values, number = np.unique(mask, return_inverse=True)
+    tints, shares = zip(*(_tint(value, annotations, style) for value in values.tolist()), strict=True)
+    number = number.reshape(mask.shape)
+    color, share = np.array(tints, dtype=np.float32)[number], np.array(shares, dtype=np.float32)[number]
+    changes_down, changes_right = np.diff(mask, axis=0) != 0, np.diff(mask, axis=1) != 0
+    edge = np.pad(changes_down, ((0, 1), (0, 0))) | np.pad(changes_right, ((0, 0), (0, 1)))
+    share[edge & (share > 0)] = 0.9
+    y, x = np.indices(mask.shape)
+    color[(color == STRIPED).all(axis=2) & ((x + y) % 8 < 2)] = STRIPE
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
+    return Image.fromarray(np.rint(pixels + (color - pixels) * share[..., None]).astype(np.uint8))
+
+
+def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, float]:
+    """The color of a value of the mask, and its share of a pixel."""
+    if style.ignores(value):
+        return STRIPED, 0.8
+    if not style.by_object:
+        return of_class(value), 0.5 if value else 0.4
+    return (style.color(annotations, value - 1), 0.5) if 0 < value <= len(annotations) else (BACKGROUND, 0.0)
+
+
+def _box(pen: Any, box: Sequence[int], color: Color) -> None:
+    """A line of two pixels in the color, inside the box, with thin lines around it that contrast on any image."""
+    x1, y1, x2, y2 = box[0], box[1], max(box[0], box[2] - 1), max(box[1], box[3] - 1)
+    for grow, tone, width in ((1, (*_contrast(color), 150), 1), (-2, (*_contrast(color), 110), 1), (0, color, 2)):
+        corners = (x1 - grow, y1 - grow, x2 + grow, y2 + grow)
+        if corners[0] <= corners[2] and corners[1] <= corners[3]:
+            pen.rectangle(corners, outline=tone, width=width)
+
+
+def _labels(
+    pen: Any,
+    size: tuple[int, int],
+    boxes: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    annotations: Annotations,
+    style: Style,
+) -> None:
+    """The class of each box, at the first free place. None if there is no such place, or the box is smaller."""
+    face, taken = font(TEXT), list[tuple[int, int, int, int]]()
+    for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
+        crowd = ", crowd" if annotations.crowd[number] else ""
+        text = fitting(style.name(int(annotations.labels[number])) + crowd, face, min(120, size[0] - 4))
+        width, height = round(face.getlength(text)) + 4, TEXT + 3
+        if width * height > (x2 - x1) * (y2 - y1):  # it would hide more than it names
+            continue
+        left = max(0, min(x1, size[0] - width))
+        places = [(left, y1 - height), (left, y1), (left, y2), (left, y2 - height), (max(0, x2 - width), y1)]
+        for x, y in places:
+            here = (x, y, x + width, y + height)
+            if y >= 0 and here[3] <= size[1] and not any(_overlap(here, other) for other in taken):
+                color = style.color(annotations, number)
+                pen.rectangle((x, y, here[2] - 1, here[3] - 1), fill=color)
+                pen.text((x + 2, y + height / 2), text, _contrast(color), face, anchor="lm")
+                taken.append(here)
+                break
+
+
+def _points(pen: Any, points: NDArray[Any], color: Color, skeleton: Sequence[tuple[int, int]]) -> None:
+    """Lines in the object's color and dots in the points' colors; a ring is a point that is marked as hidden."""
+    places = [(x, y) for x, y, _ in points.tolist()]
+    visible = points[:, 2] > 0
+    for width, tone in ((4, (*_contrast(color), 150)), (2, color)):
+        for a, b in skeleton:
+            if max(a, b) < len(places) and visible[a] and visible[b]:
+                pen.line((*places[a], *places[b]), fill=tone, width=width)
+    for k in np.flatnonzero(visible).tolist():
+        x, y = places[k]
+        dot = color_of(k)
+        hidden = points[k, 2] == 1
+        pen.ellipse((x - DOT - 1, y - DOT - 1, x + DOT + 1, y + DOT + 1), fill=_contrast(dot))
+        pen.ellipse((x - DOT, y - DOT, x + DOT, y + DOT), fill=dot)
+        if hidden:
+            pen.ellipse((x - 1.5, y - 1.5, x + 1.5, y + 1.5), fill=_contrast(dot))
+
+
+def _contrast(color: Color) -> Color:
+    """Black or white, whichever is easier to see beside the color."""
+    return (0, 0, 0) if 0.3 * color[0] + 0.59 * color[1] + 0.11 * color[2] > 110 else (255, 255, 255)
+
+
+def _area(box: Sequence[int]) -> int:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def _overlap(a: Sequence[int], b: Sequence[int]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

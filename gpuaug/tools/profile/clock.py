@@ -1,0 +1,54 @@
+"""Time, CPU time and free cores of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuaug import machine
+
+
+def now(pids: Sequence[int] = ()) -> Any:
+    """Seconds so far, float64 [3]: wall time, CPU time of this process, CPU time of the processes ``pids``."""
+    return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU-seconds of a process so far; 0 if the system does not report them."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid on Linux; /proc has steps of 10 ms
+    except (OSError, OverflowError, AttributeError):
+        return 0.0
+
+
+def waited_for_a_core() -> float:
+    """Seconds so far in which this thread was ready to run, but waited for a core."""
+    try:
+        return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
+    except (ValueError, IndexError):  # a kernel without this count: a busy machine then looks like slow storage
+        return 0.0
+
+
+def free_cores(seconds: float = 0.08) -> float:
+    """The number of cores that this process really gets, after affinity, quota and other processes."""
+    count, quota, block = machine.usable_cpus(), machine.cgroup_cpus(), bytes(1 << 18)
+    began = now()
+
+    def busy() -> None:
+        while time.perf_counter() < began[0] + seconds:
+            hashlib.sha256(block)  # releases the global interpreter lock
+
+    others = [threading.Thread(target=busy) for _ in range(count - 1)]
+    for thread in others:
+        thread.start()
+    busy()
+    for thread in others:
+        thread.join()
+    wall, own, _ = (now() - began).tolist()
+    most = float(count) if quota is None else min(float(count), quota)  # a quota allows short bursts above it
+    return max(0.25, min(most, own / wall))

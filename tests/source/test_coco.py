@@ -1,0 +1,756 @@
+"""COCO's format: objects and masks equal those of pycocotools; damaged files are refused, damaged samples faults."""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from PIL import Image
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+
+import gpuaug
+from gpuaug.batch import Target
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.source import Remote, coco, runs
+from gpuaug.source.coco_json import mirror_images
+
+PERSON = ["nose", "left_eye", "right_eye", "left_ear", "right_ear", "left_shoulder", "right_shoulder", "left_elbow",
+          "right_elbow", "left_wrist", "right_wrist", "left_hip", "right_hip", "left_knee", "right_knee", "left_ankle",
+          "right_ankle"]  # fmt: skip
+PAIRS = (0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15)
+IDS = [90, 1, 13, 7]  # categories, with gaps and not ascending
+SPLIT = "train2017"
+
+
+@pytest.fixture(params=["msgspec", "json"])
+def parser(request, monkeypatch):
+    """Each test with it runs with both parsers."""
+    if request.param == "json":
+        monkeypatch.setitem(sys.modules, "msgspec", None)
+    return request.param
+
+
+def random_file(rng, images=12, objects=60, *, points=None, outlines=True):
+    """The content of a file of annotations."""
+    shapes = [(int(k), *rng.integers(8, 50, 2).tolist()) for k in rng.permutation(1000)[:images]]
+    rows = []
+    for number in rng.permutation(5000)[:objects].tolist():
+        image, height, width = shapes[rng.integers(0, images // 2 * 2 - 2)]  # the last ones have no objects
+        x, y, w, h = rng.uniform(0, 1, 4).round(3).tolist()
+        box = [x * width, y * height, w * width, h * height]
+        row = {"id": number, "image_id": image, "category_id": int(rng.choice(IDS)), "iscrowd": 0, "bbox": box,
+               "area": 500 * x}  # fmt: skip
+        if outlines:
+            row |= outline(rng, height, width)
+        if points:
+            row["keypoints"] = rng.integers(0, 3, 3 * len(points)).tolist()
+        rows.append(row)
+    extra = {"keypoints": list(points), "skeleton": [[1, 2]]} if points else {}
+    return {
+        "info": {"year": 2017}, "licenses": [],
+        "images": [{"id": i, "file_name": f"{i:012d}.jpg", "height": h, "width": w} for i, h, w in shapes],
+        "categories": [{"id": k, "name": f"class {k}", "supercategory": "x", **extra} for k in IDS],
+        "annotations": rows,
+    }  # fmt: skip
+
+
+def outline(rng, height, width):
+    """Polygons, or run lengths as text or as numbers."""
+    kind = rng.integers(0, 4)
+    if kind < 2:
+        rings = [rng.uniform(-1, 1.2 * max(height, width), 2 * rng.integers(3, 9)) for _ in range(1 + kind)]
+        return {"segmentation": [np.float32(ring).tolist() for ring in rings]}
+    pixels = (rng.random((height, width)) < rng.random()).astype(np.uint8)
+    if kind == 2:
+        counts = coco_mask.encode(np.asfortranarray(pixels))["counts"].decode()
+        return {"segmentation": {"size": [height, width], "counts": counts}}
+    flat = np.concatenate([[0], pixels.T.reshape(-1), [2]])
+    edges = np.flatnonzero(flat[1:] != flat[:-1])
+    counts = np.diff([0, *edges, flat.size - 2] if edges[0] else [*edges, flat.size - 2])
+    return {"segmentation": {"size": [height, width], "counts": counts.tolist()}, "iscrowd": 1}
+
+
+def write(folder, content, kind="instances"):
+    """The file of annotations and the images, whose bytes are their names."""
+    text = content if isinstance(content, str | bytes) else json.dumps(content)
+    (folder / "annotations").mkdir(exist_ok=True, parents=True)
+    path = folder / "annotations" / f"{kind}_{SPLIT}.json"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    (folder / SPLIT).mkdir(exist_ok=True)
+    if isinstance(content, dict):
+        for image in content["images"]:
+            (folder / SPLIT / image["file_name"]).write_bytes(image["file_name"].encode())
+    return folder
+
+
+def open_coco(folder, **settings):
+    return gpuaug.CocoSource(folder, **{"split": SPLIT, **settings})
+
+
+def decoded(data):
+    """The map of object numbers in run-length bytes, written out from the format."""
+    assert data[:8] == b"GPUAUGRL"
+    height, width, count = struct.unpack_from("<3I", data, 8)
+    assert len(data) == 20 + 8 * count
+    values = np.frombuffer(data, "<i4", count, 20)
+    lengths = np.frombuffer(data, "<u4", count, 20 + 4 * count)
+    return np.repeat(values, lengths).reshape(height, width)
+
+
+# -- run lengths
+
+
+@given(hnp.arrays(np.int32, st.tuples(st.integers(1, 12), st.integers(1, 12)), elements=st.integers(0, 3)))
+@settings(max_examples=200, deadline=None)
+def test_runs_give_the_map_back(objects):
+    for given_map in (objects, np.asfortranarray(objects), objects.astype(np.uint8).T.copy().T):
+        data = runs.encode(given_map)
+        assert np.array_equal(decoded(data), objects)
+    values = np.frombuffer(data, "<i4", struct.unpack_from("<I", data, 16)[0], 20)
+    assert (np.diff(values) != 0).all()  # no run could be longer
+
+
+# -- what a file says
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_objects_equal_those_of_pycocotools(tmp_path, parser, seed, capsys):
+    content = random_file(np.random.default_rng(seed), points=PERSON)
+    source = open_coco(write(tmp_path, content))
+    peer = COCO(tmp_path / "annotations" / f"instances_{SPLIT}.json")
+    numbers = sorted(peer.getImgIds())
+    categories = sorted(peer.getCatIds())
+    assert source.classes == [peer.cats[k]["name"] for k in categories]
+    assert source.num_classes == 4
+    assert source.image_ids.tolist() == numbers
+    assert source.target_kinds == {"boxes", "keypoints"}
+    assert (source.num_keypoints, source.flip_pairs) == (17, PAIRS)
+    for i, number in enumerate(numbers):
+        data, target = source[i]
+        assert data == peer.imgs[number]["file_name"].encode() == source.key(i).encode()
+        rows = peer.imgToAnns[number]
+        assert target.size == (peer.imgs[number]["height"], peer.imgs[number]["width"])
+        assert target.mask is None
+        assert target.ids.tolist() == [row["id"] for row in rows]
+        assert target.labels.tolist() == [categories.index(row["category_id"]) for row in rows]
+        assert (np.zeros(len(rows)) if target.crowd is None else target.crowd).tolist() == [r["iscrowd"] for r in rows]
+        assert np.allclose(target.area, [row["area"] for row in rows])
+        boxes = np.array([row["bbox"] for row in rows]).reshape(-1, 4)
+        assert np.allclose(target.boxes, np.c_[boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], atol=1e-4)
+        assert np.array_equal(target.keypoints, np.reshape([row["keypoints"] for row in rows], (-1, 17, 3)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_equal_those_of_pycocotools(tmp_path, parser, seed, capsys):
+    content = random_file(np.random.default_rng(seed), images=8, objects=40)
+    source = open_coco(write(tmp_path, content), masks="instances")
+    assert source.target_kinds == {"boxes", "masks"}
+    peer = COCO(tmp_path / "annotations" / f"instances_{SPLIT}.json")
+    seen = set()
+    for i, number in enumerate(sorted(peer.getImgIds())):
+        rows = peer.imgToAnns[number]
+        masks = [peer.annToMask(row) for row in rows]
+        expected = np.zeros(source.label(i).size, dtype=np.int32)
+        below = sorted(range(len(rows)), key=lambda k: (-rows[k]["iscrowd"], -int(masks[k].sum())))
+        for k in below:
+            expected[masks[k] == 1] = k + 1
+        assert np.array_equal(decoded(source[i][1].mask), expected)
+        seen |= set(expected.ravel().tolist())
+    assert len(seen) > 5
+
+
+def test_a_small_object_inside_a_large_one_is_on_top_and_crowds_are_below(tmp_path):
+    def square(a, b):
+        return [[a, a, b, a, b, b, a, b]]
+
+    content = one([square(4, 8), square(0, 10), square(2, 4)], crowd=[0, 0, 1])
+    mask = decoded(open_coco(write(tmp_path, content), masks="instances")[0][1].mask)
+    expected = np.zeros((10, 12), dtype=np.int32)
+    expected[:, :10] = 2
+    expected[4:8, 4:8] = 1
+    assert np.array_equal(mask, expected)
+
+
+def one(outlines, crowd=None, boxes=None, size=(10, 12)):
+    """A file with one image of objects, and one of none before the last."""
+    crowd, boxes = crowd or [0] * len(outlines), boxes or [[1, 1, 2, 2]] * len(outlines)
+    rows = [{"id": 70 + k, "image_id": 5, "category_id": 1, "iscrowd": c, "area": 4, "bbox": b, "segmentation": s}
+            for k, (s, c, b) in enumerate(zip(outlines, crowd, boxes, strict=True))]  # fmt: skip
+    rows.append({"id": 99, "image_id": 7, "category_id": 1, "bbox": [0, 0, 2, 2], "segmentation": [[0, 0, 2, 0, 2, 2]]})
+    images = [{"id": i, "file_name": f"{i}.jpg", "height": size[0], "width": size[1]} for i in (5, 6, 7)]
+    return {"images": images, "categories": [{"id": 1, "name": "cat"}], "annotations": rows}
+
+
+def test_a_plain_dataset_in_one_folder(tmp_path, parser):
+    content = one([[[0, 0, 3, 0, 3, 3]]])
+    for row in content["annotations"]:
+        del row["id"]
+        row.pop("area", None)
+    write(tmp_path, content)
+    (tmp_path / "labels.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(content).encode())  # as Windows' tools write it
+    for image in content["images"]:
+        image["file_name"] = f"{SPLIT}/{image['file_name']}"
+    (tmp_path / "all.json").write_text(json.dumps(content))
+    first = gpuaug.CocoSource(tmp_path, split=SPLIT, annotations="labels.json")
+    second = gpuaug.CocoSource(tmp_path, annotations=tmp_path / "all.json")
+    assert [data for data, _ in first] == [data for data, _ in second] == [b"5.jpg", b"6.jpg", b"7.jpg"]
+    target = first[0][1]
+    assert target.ids is target.area is target.crowd is None
+    assert target.boxes.tolist() == [[1, 1, 3, 3]]
+    assert second.key(0) == f"{SPLIT}/5.jpg"
+
+
+def test_degenerate_boxes_stay_and_objects_without_points_have_zeros(tmp_path, parser):
+    boxes = [[3, 3, 0, 0], [-0.5, -1, 20, 30.25], [11, 2, 0, 4]]
+    content = one([[[0, 0, 3, 0, 3, 3]]] * 3, boxes=boxes)
+    content["categories"][0]["keypoints"] = ["a", "b"]
+    content["annotations"][1]["keypoints"] = [1, 2, 2, 0.5, 7, 1]
+    content["annotations"][2]["keypoints"] = []
+    source = open_coco(write(tmp_path, content))
+    target = source[0][1]
+    assert target.boxes.tolist() == [[3, 3, 3, 3], [-0.5, -1, 19.5, 29.25], [11, 2, 11, 6]]
+    assert target.keypoints.tolist() == [[[0] * 3] * 2, [[1, 2, 2], [0.5, 7, 1]], [[0] * 3] * 2]
+    assert source.flip_pairs is None
+    assert source[1][1].boxes.shape == (0, 4)
+    assert source[1][1].keypoints.shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize(("names", "pairs"), [
+    (PERSON, PAIRS),
+    (["Left Hand", "Right Hand", "tail"], (1, 0, 2)),
+    (["eyeLeft", "eyeRight"], (1, 0)),
+    (["tail", "nose"], None),
+    (["left_eye", "nose"], None),
+    (["left", "left", "right"], None),
+    ([], None),
+])  # fmt: skip
+def test_mirror_images_come_from_the_names(names, pairs):
+    assert mirror_images(names) == pairs
+
+
+def test_images_without_objects_can_be_left_out(tmp_path):
+    write(tmp_path, one([[[0, 0, 3, 0, 3, 3]]]))
+    keep, drop = open_coco(tmp_path), open_coco(tmp_path, empty="drop", masks="instances")
+    assert [keep.key(i) for i in range(3)] == ["5.jpg", "6.jpg", "7.jpg"]
+    assert [drop.key(i) for i in range(2)] == ["5.jpg", "7.jpg"]
+    assert drop.image_ids.tolist() == [5, 7]
+    assert [drop[i][1].ids.tolist() for i in range(2)] == [[70], [99]]
+    assert decoded(drop[1][1].mask).sum() == decoded(open_coco(tmp_path, masks="instances")[2][1].mask).sum() > 0
+
+
+def test_subset_exclude_and_classes_are_as_in_other_sources(tmp_path):
+    content = random_file(np.random.default_rng(0), outlines=False)
+    source = open_coco(write(tmp_path, content))
+    some = open_coco(tmp_path, subset=[1, 4])
+    assert some.indices.tolist() == [1, 4]
+    assert some[4][1].ids.tolist() == source[4][1].ids.tolist()
+    assert some.digest() == source.digest()
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": source.key(3)}) + "\n")
+    assert 3 not in open_coco(tmp_path, exclude=tmp_path / "bad.jsonl").indices.tolist()
+    classes = ["other", *reversed(source.classes)]
+    renamed = open_coco(tmp_path, classes=classes)
+    assert renamed.classes == classes
+    assert (renamed.label(0).labels == 4 - source.label(0).labels).all()
+    with pytest.raises(SourceError, match="lacks 1 of the 4 categories.*'class 90'"):
+        open_coco(tmp_path, classes=source.classes[:3])
+
+
+def test_a_label_is_known_without_reading(tmp_path):
+    content = one([[[0, 0, 3, 0, 3, 3]]], boxes=[[5, 5, -3, 2]])
+    source = open_coco(write(tmp_path, content), masks="instances")
+    for path in (tmp_path / SPLIT).iterdir():
+        path.unlink()
+    label = source.label(0)
+    assert isinstance(label, Target)
+    assert label.mask is None
+    assert label.labels.tolist() == [0]
+    with pytest.raises(FileNotFoundError):
+        source[0]
+
+
+def test_a_pickled_source_is_the_same_and_all_arrays_are_shared(tmp_path):
+    source = open_coco(write(tmp_path, random_file(np.random.default_rng(0))), masks="instances")
+    other = pickle.loads(pickle.dumps(source))
+    assert repr(other) == repr(source)
+    for (data, target), (again, theirs) in zip(source, other, strict=True):
+        assert (data, target.mask, target.ids.tolist()) == (again, theirs.mask, theirs.ids.tolist())
+    shared = {id(x): x for x in tensors(source)}
+    assert all(x.is_shared() for x in shared.values())
+    assert sum(x.nbytes for x in shared.values()) == source.nbytes
+
+
+def tensors(thing, depth=4):
+    import torch
+
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    parts = thing.values() if isinstance(thing, dict) else vars(thing).values() if hasattr(thing, "__dict__") else []
+    return [x for part in parts for x in tensors(part, depth - 1)] if depth else []
+
+
+def test_an_index_takes_less_than_300_bytes_per_image(tmp_path):
+    rng, images = np.random.default_rng(0), 2000
+    content = random_file(rng, images=1000, objects=5000, outlines=False)
+    extra = [dict(image, id=image["id"] + 1000) for image in content["images"]]
+    for image in extra:
+        image["file_name"] = f"{image['id']:012d}.jpg"
+    content["images"] += extra
+    rows = [dict(row, id=row["id"] + 5000 * k) for k in range(3) for row in content["annotations"]][:14_600]
+    content["annotations"] = rows
+    (tmp_path / SPLIT).mkdir()
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    source = open_coco(tmp_path, annotations=path)
+    assert len(source) == images
+    assert sum(len(source.label(i).boxes) for i in range(images)) == 14_600
+    assert source.nbytes / images < 300
+
+
+# -- panoptic
+
+
+def panoptic(folder, rng, *, folder_of_masks="annotations"):
+    content = random_file(rng, images=4, objects=0, outlines=False)
+    content["annotations"] = []
+    masks = folder / folder_of_masks / f"panoptic_{SPLIT}"
+    masks.mkdir(parents=True)
+    for image in content["images"]:
+        segments = rng.choice(2**24 - 1, 3, replace=False) + 1
+        ids = rng.choice([0, *segments], (image["height"], image["width"]))
+        rgb = np.stack([ids % 256, ids // 256 % 256, ids // 65536], axis=2).astype(np.uint8)
+        name = image["file_name"].replace("jpg", "png")
+        Image.fromarray(rgb).save(masks / name)
+        rows = [{"id": int(k), "category_id": int(rng.choice(IDS)), "iscrowd": j == 2, "area": int((ids == k).sum()),
+                 "bbox": [j, 1, 3, 4]} for j, k in enumerate(segments)]  # fmt: skip
+        content["annotations"].append({"image_id": image["id"], "file_name": name, "segments_info": rows})
+    rng.shuffle(content["annotations"])
+    write(folder, content, "panoptic")
+    return content, masks
+
+
+@pytest.mark.parametrize("place", ["annotations", "."])
+def test_panoptic_masks_are_their_files(tmp_path, parser, place):
+    content, masks = panoptic(tmp_path, np.random.default_rng(0), folder_of_masks=place)
+    source = open_coco(tmp_path, masks="panoptic")
+    assert source.target_kinds == {"boxes", "masks"}
+    by_image = {row["image_id"]: row for row in content["annotations"]}
+    for i, number in enumerate(source.image_ids.tolist()):
+        data, target = source[i]
+        row = by_image[number]
+        assert data == source.key(i).encode()
+        assert bytes(target.mask) == (masks / row["file_name"]).read_bytes()
+        assert target.ids.tolist() == [x["id"] for x in row["segments_info"]]
+        assert target.labels.tolist() == [sorted(IDS).index(x["category_id"]) for x in row["segments_info"]]
+        assert target.boxes.tolist() == [[j, 1, j + 3, 5] for j in range(3)]
+        assert target.crowd.tolist() == [False, False, True]
+        rgb = np.asarray(Image.open(io.BytesIO(target.mask))).astype(int)
+        assert set(np.unique(rgb @ [1, 256, 65536])) <= {0, *target.ids.tolist()}
+    (masks / by_image[source.image_ids[1].item()]["file_name"]).unlink()
+    with pytest.raises(FileNotFoundError):
+        source[1]
+    assert source.label(1).mask is None
+    assert source[2][0]
+
+
+def change_missing(content):
+    del content["annotations"][1]
+
+
+def change_twice(content):
+    content["annotations"].append(copy.deepcopy(content["annotations"][0]))
+
+
+def change_segments(content):
+    rows = content["annotations"][0]["segments_info"]
+    rows[1]["id"] = rows[0]["id"]
+
+
+def change_path(content):
+    content["annotations"][0]["file_name"] = "../x.png"
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (change_missing, "has no mask"), (change_twice, "Found twice"), (change_segments, "`annotations` must differ"),
+    (change_path, "stay in its folder"),
+    (lambda c: c["annotations"][0]["segments_info"][0].update(id=2**24), "ids must be 1 .. 16777215"),
+    (lambda c: c["annotations"][0]["segments_info"][0].update(id=0), "ids must be 1 .. 16777215"),
+    (lambda c: c["annotations"][0].update(segments_info=3), "segments_info|array"),
+    (lambda c: c["annotations"][0]["segments_info"].append(3), "segments_info"),
+])  # fmt: skip
+def test_panoptic_files_that_contradict_themselves_are_refused(tmp_path, parser, change, text):
+    content, _ = panoptic(tmp_path, np.random.default_rng(0))
+    change(content)
+    (tmp_path / "annotations" / f"panoptic_{SPLIT}.json").write_text(json.dumps(content))
+    with pytest.raises(SourceError, match=text):
+        open_coco(tmp_path, masks="panoptic")
+    if change is change_missing:
+        assert len(open_coco(tmp_path, masks="panoptic", empty="drop")) == 3
+
+
+# -- faults of one sample
+
+
+LARGE_POLYGON = [[0, 0, 1e9, 0, 1e9, 1e9]]
+FAULTS = {
+    "inverted": ({"bbox": [5, 5, -3, 2]}, r"box of annotation 70 .* Found: x 5 .. 2, y 5 .. 7"),
+    "infinite": ({"bbox": [5, 5, 1e300, 2]}, "box of annotation 70 must be finite"),
+    "visibility": ({"keypoints": [1, 2, 3]}, "keypoints of annotation 70"),
+    "far point": ({"keypoints": [1e300, 2, 1]}, "keypoints of annotation 70"),
+    "two points": ({"segmentation": [[0, 0, 3, 3]]}, "annotation 70 .* at least 3 points. Found: one of 2"),
+    "odd": ({"segmentation": [[0, 0, 3, 3, 5, 5, 5]]}, "annotation 70 .* at least 3 points. Found: one of 3.5"),
+    "empty ring": ({"segmentation": [[]]}, "annotation 70 .* Found: one of 0"),
+    "no outline": ({"segmentation": []}, "annotation 70 is missing"),
+    "null": ({"segmentation": None}, "annotation 70 is missing"),
+    "far polygon": ({"segmentation": LARGE_POLYGON}, "annotation 70 has a point far outside"),
+    "infinite polygon": ({"segmentation": [[0, 0, 1e300, 0, 1, 1]]}, "annotation 70 has a point far outside"),
+    "size": ({"segmentation": {"size": [12, 10], "counts": [120]}}, "annotation 70 is for an image of 12 x 10"),
+    "short": ({"segmentation": {"size": [10, 12], "counts": [100]}}, "annotation 70 must cover 120 pixels. Found: 100"),
+    "long": ({"segmentation": {"size": [10, 12], "counts": [4294967295] * 3}}, "annotation 70 must cover 120"),
+    "bad text": ({"segmentation": {"size": [10, 12], "counts": "~~~"}}, "annotation 70 has run lengths"),
+    "open text": ({"segmentation": {"size": [10, 12], "counts": "P"}}, "annotation 70 has run lengths"),
+    "large text": ({"segmentation": {"size": [10, 12], "counts": "oooooooo0"}}, "too large"),
+    "negative": ({"segmentation": {"size": [10, 12], "counts": "O0"}}, "annotation 70 must cover"),
+    "no text": ({"segmentation": {"size": [10, 12], "counts": ""}}, "annotation 70 has run lengths"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_damaged_object_is_a_fault_of_its_sample(tmp_path, parser, name):
+    fields, text = FAULTS[name]
+    content = one([[[0, 0, 3, 0, 3, 3]]])
+    content["categories"][0]["keypoints"] = ["a"]
+    content["annotations"][0] |= fields
+    source = open_coco(write(tmp_path, content), masks="instances")
+    with pytest.raises(GpuaugError, match=text) as error:
+        source[0]
+    assert not isinstance(error.value, SourceError | ConfigError)
+    assert source.label(0).labels.tolist() == [0]
+    assert source[2][0] == b"7.jpg"
+    assert [type(item) is tuple for item in source._read([0, 1, 2])] == [False, True, True]
+    if "segmentation" in fields:
+        assert open_coco(tmp_path)[0][1].labels.tolist() == [0]  # outlines are not read without masks
+
+
+def test_a_map_of_too_many_pixels_is_a_fault(tmp_path):
+    content = one([[[0, 0, 3, 0, 3, 3]]], size=(1 << 30, 1 << 30))
+    source = open_coco(write(tmp_path, content), masks="instances")
+    with pytest.raises(GpuaugError, match="at most 178956970 pixels. Found: 1073741824 x"):
+        source[0]
+
+
+@given(st.text(st.characters(min_codepoint=40, max_codepoint=120), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_no_run_lengths_write_outside_of_the_map(text):
+    from gpuaug.source.segmentations import Segmentations
+
+    outlines = Segmentations([{"size": [7, 5], "counts": text}])
+    try:
+        drawn = outlines.draw(0, 1, size=(7, 5), crowd=None, ids=[1])
+    except GpuaugError:
+        return
+    again = coco_mask.decode({"size": [7, 5], "counts": text.encode()})
+    assert np.array_equal(drawn, again)
+
+
+# -- files that are refused
+
+
+def edit(**changes):
+    """A change of the file, by dotted paths with __ for the dot."""
+
+    def change(content):
+        for path, value in changes.items():
+            *parents, last = path.split("__")
+            node = content
+            for part in parents:
+                node = node[int(part) if part.isdigit() else part]
+            if value is ...:
+                del node[last]
+            else:
+                node[int(last) if last.isdigit() else last] = value
+        return content
+
+    return change
+
+
+def repeat(what):
+    return lambda content: content[what].append(copy.deepcopy(content[what][0]))
+
+
+REFUSED = {
+    "no images": (edit(images=[]), "0 images"),
+    "no categories": (edit(categories=[]), "0 categories"),
+    "images missing": (edit(images=...), "images"),
+    "annotations missing": (edit(annotations=...), "annotations"),
+    "annotations a mapping": (edit(annotations={}), "annotations|array"),
+    "annotation a number": (edit(annotations__0=3), "annotations"),
+    "image without a name": (edit(images__1__file_name=...), "file_name"),
+    "height a text": (edit(images__1__height="10"), r"images\[1\].height"),
+    "height a fraction": (edit(images__1__height=10.5), "`width` and `height` .* id 6: 10.5"),
+    "height zero": (edit(images__1__height=0), "`width` and `height`"),
+    "width huge": (edit(images__1__width=2**40), "`width` and `height`"),
+    "image id a text": (edit(images__1__id="6"), r"images\[1\].id"),
+    "image id negative": (edit(images__1__id=-6), "number 1 in `images`"),
+    "image id null": (edit(images__1__id=None), r"images\[1\].id"),
+    "image id twice": (repeat("images"), "`images` must differ. Found twice: 5"),
+    "category twice": (repeat("categories"), "`categories` must differ. Found twice: 1"),
+    "name twice": (lambda c: c["categories"].append({"id": 2, "name": "cat"}), "same name"),
+    "annotation twice": (repeat("annotations"), "`annotations` must differ. Found twice: 70"),
+    "some ids missing": (edit(annotations__0__id=...), "1 of 2 objects have no `id`"),
+    "unknown image": (edit(annotations__0__image_id=8), "`image_id` of object 0 is 8"),
+    "unknown category": (edit(annotations__1__category_id=3), "`category_id` of object 1 is 3"),
+    "category negative": (edit(annotations__1__category_id=-3), "number 1 in `annotations.category_id`"),
+    "box a text": (edit(annotations__1__bbox="1 2 3 4"), "bbox"),
+    "box of three": (edit(annotations__1__bbox=[1, 2, 3]), "bbox"),
+    "box of texts": (edit(annotations__1__bbox=["1", "2", "3", "4"]), "bbox"),
+    "box missing": (edit(annotations__1__bbox=...), "bbox"),
+    "area a text": (edit(annotations__1__area="4"), "area"),
+    "crowd a text": (edit(annotations__1__iscrowd="no"), "iscrowd"),
+    "outline a text": (edit(annotations__1__segmentation="1 2 3"), "`segmentation`"),
+    "outline flat": (edit(annotations__1__segmentation=[0, 0, 1, 1, 2, 0]), "`segmentation`"),
+    "outline of texts": (edit(annotations__1__segmentation=[["0", 0, 1, 1, 2, 0]]), "`segmentation`"),
+    "outline huge": (edit(annotations__1__segmentation=[[10**400, 0, 1, 1, 2, 0]]), "`segmentation`|range"),
+    "runs without size": (edit(annotations__1__segmentation={"counts": [120]}), "`segmentation`"),
+    "runs negative": (edit(annotations__1__segmentation={"size": [10, 12], "counts": [-1, 121]}), "`segmentation`"),
+    "runs of fractions": (edit(annotations__1__segmentation={"size": [10, 12], "counts": [0.5]}), "`segmentation`"),
+    "runs of a text size": (edit(annotations__1__segmentation={"size": ["10", 12], "counts": [120]}), "`segm"),
+    "runs of three sizes": (edit(annotations__1__segmentation={"size": [1, 2, 3], "counts": [120]}), "`segm"),
+    "runs of other text": (edit(annotations__1__segmentation={"size": [10, 12], "counts": "é"}), "`segmentation`"),
+    "points a text": (edit(categories__0__keypoints=["a"], annotations__0__keypoints="1 2"), "keypoints"),
+    "points too few": (edit(categories__0__keypoints=["a"], annotations__0__keypoints=[1, 2]), "must be 3 numbers"),
+    "names are numbers": (edit(categories__0__keypoints=[1, 2]), "keypoints"),
+    "points differ": (
+        lambda c: (edit(categories__0__keypoints=["a"])(c),
+                   c["categories"].append({"id": 2, "name": "x", "keypoints": ["b"]})), "must have the same"),
+}  # fmt: skip
+REFUSED |= {
+    f"{what}.{field} of {name}": (edit(**{f"{what}__0__{field}": value}), "cannot be used")
+    for what, field in [("images", "id"), ("images", "width"), ("annotations", "id"), ("annotations", "image_id"),
+                        ("annotations", "category_id"), ("annotations", "iscrowd"), ("categories", "id")]
+    for name, value in [("400 digits", 10**400), ("64 bits", 2**64), ("minus 400 digits", -(10**400))]
+    if (field, name) != ("iscrowd", "64 bits")
+}  # fmt: skip
+REFUSED |= {
+    f"path {name!r}": (edit(images__1__file_name=name), "stay in its folder|unicode|codec|surrogate")
+    for name in ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "", ".", "..", "a//b.jpg", "a/", "s3://b/x.jpg", "x\0.jpg",
+                 "\ud800.jpg"]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_contradicts_itself_is_refused(tmp_path, parser, name):
+    change, text = REFUSED[name]
+    content = one([[[0, 0, 3, 0, 3, 3]]])
+    write(tmp_path, copy.deepcopy(content))
+    change(content)
+    write(tmp_path, json.dumps(content))
+    with pytest.raises(SourceError, match=text) as error:
+        open_coco(tmp_path, masks="instances")
+    assert f"instances_{SPLIT}.json' cannot be used: " in str(error.value)
+    assert "`source.annotations`" in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+GOOD = json.dumps(one([[[0, 0, 3, 0, 3, 3]]])).encode()
+DAMAGED = {
+    "nothing": b"",
+    "space": b" ",
+    "half": GOOD[: len(GOOD) // 2],
+    "all but one": GOOD[:-1],
+    "two files": GOOD + GOOD,
+    "a list": b"[]",
+    "null": b"null",
+    "other fields": b'{"info": {}, "labels": [1, 2]}',
+    "utf-16": GOOD.decode().encode("utf-16"),
+    "zip": b"PK\x03\x04" + bytes(100),
+    "control": GOOD.replace(b'"cat"', b'"c\nat"'),
+    "not utf-8": GOOD.replace(b"cat", b"c\xff\xfet"),
+    **{f"{word} in {field.decode()}": GOOD.replace(b'"%s": ' % field, b'"%s": %s, "x": ' % (field, word.encode()), 1)
+       for word in ("NaN", "Infinity", "-Infinity") for field in (b"area", b"width", b"image_id")},
+    "NaN in a box": GOOD.replace(b"[1, 1, 2, 2]", b"[1, NaN, 2, 2]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_json_is_refused(tmp_path, parser, name):
+    assert DAMAGED[name] != GOOD
+    write(tmp_path, one([]))
+    write(tmp_path, DAMAGED[name])
+    for masks in (None, "instances"):
+        with pytest.raises(SourceError, match="cannot be used"):
+            open_coco(tmp_path, masks=masks)
+    with pytest.raises(SourceError, match="do not exist|cannot be used"):
+        open_coco(tmp_path, masks="panoptic", annotations="instances")
+
+
+def test_every_cut_and_most_flips_of_a_byte_are_refused_or_harmless(tmp_path, parser):
+    write(tmp_path, one([]))
+    path = tmp_path / "annotations" / f"instances_{SPLIT}.json"
+    rng = np.random.default_rng(0)
+    refused = 0
+    for cut in rng.integers(0, len(GOOD), 60).tolist():
+        path.write_bytes(GOOD[:cut])
+        with pytest.raises(SourceError):
+            open_coco(tmp_path, masks="instances")
+    for at in rng.integers(0, len(GOOD), 200).tolist():
+        data = bytearray(GOOD)
+        data[at] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            source = open_coco(tmp_path, masks="instances")
+        except SourceError:
+            refused += 1
+            continue
+        for i in range(len(source)):
+            with contextlib.suppress(OSError, GpuaugError):
+                source[i]
+    assert refused > 50
+
+
+DEEP = """
+import sys
+if sys.argv[1] == "json":
+    sys.modules["msgspec"] = None
+import gpuaug
+from gpuaug.errors import SourceError
+for path in sys.argv[3:]:
+    for masks in (None, "instances", "panoptic"):
+        try:
+            gpuaug.CocoSource(sys.argv[2], annotations=path, masks=masks)
+        except SourceError as error:
+            print("refused" if "cannot be used" in str(error) else error, flush=True)
+"""
+
+
+def test_a_million_nested_lists_are_refused_and_crash_nothing(tmp_path, parser):
+    nested = b"[" * 10**6 + b"]" * 10**6
+    texts = {"all": nested, "objects": b'{"x":' * 10**6 + b"1" + b"}" * 10**6}
+    for field in ("unknown", "segmentation", "keypoints", "segments_info"):
+        content = one([[[0, 0, 3, 0, 3, 3]]])
+        content["categories"][0]["keypoints"] = ["a"]
+        content["annotations"][0][field] = "HERE"
+        texts[field] = json.dumps(content).encode().replace(b'"HERE"', nested)
+    paths = [tmp_path / f"{name}.json" for name in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_bytes(text)
+    ran = subprocess.run([sys.executable, "-c", DEEP, parser, tmp_path, *paths], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
+    assert ran.stdout.split() == ["refused"] * 3 * len(paths)
+
+
+# -- arguments and places
+
+
+@pytest.mark.parametrize(("settings", "error", "text"), [
+    ({"split": None}, ConfigError, "`source.split` must be set"),
+    ({"split": "../x"}, ConfigError, "`source.split` must be a subfolder"),
+    ({"split": 3}, ConfigError, "`source.split` must be a subfolder"),
+    ({"split": "val2017"}, SourceError, "folder of images does not exist"),
+    ({"annotations": "captions"}, SourceError, "annotations do not exist.*captions_train2017.json"),
+    ({"annotations": 3}, ConfigError, "`source.annotations` must be"),
+    ({"masks": "semantic"}, ConfigError, "`source.masks` must be one of"),
+    ({"empty": "no"}, ConfigError, "`source.empty` must be one of"),
+    ({"masks": "panoptic", "annotations": "instances"}, SourceError, "cannot be used"),
+])  # fmt: skip
+def test_wrong_arguments_name_their_key(tmp_path, settings, error, text):
+    write(tmp_path, one([]))
+    with pytest.raises(error, match=text):
+        open_coco(tmp_path, **settings)
+
+
+def test_no_objects_at_all(tmp_path, parser):
+    content = one([])
+    content["annotations"] = []
+    source = open_coco(write(tmp_path, content), masks="instances")
+    assert source[0][1].boxes.shape == (0, 4)
+    assert not decoded(source[0][1].mask).any()
+    with pytest.raises(SourceError, match="`source.empty` is drop"):
+        open_coco(tmp_path, empty="drop")
+
+
+def test_a_folder_of_masks_that_is_missing_is_named(tmp_path):
+    _, masks = panoptic(tmp_path, np.random.default_rng(0))
+    masks.rename(tmp_path / "other")
+    with pytest.raises(SourceError, match="folder of panoptic masks must be one of"):
+        open_coco(tmp_path, masks="panoptic")
+
+
+def test_pycocotools_is_asked_for_only_where_it_is_needed(tmp_path, monkeypatch):
+    write(tmp_path, one([]))
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    assert len(open_coco(tmp_path)) == 3
+    with pytest.raises(ConfigError, match=r"pip install gpuaug\[coco\]"):
+        open_coco(tmp_path, masks="instances")
+
+
+def test_the_slow_parser_is_announced_for_large_files(tmp_path, parser, monkeypatch, caplog):
+    write(tmp_path, one([]))
+    monkeypatch.setattr("gpuaug.source.coco_json.LARGE_JSON", 100)
+    with caplog.at_level("INFO", "gpuaug"):
+        open_coco(tmp_path)
+    lines = [record.message for record in caplog.records if "msgspec" in record.message]
+    assert len(lines) == (parser == "json")
+
+
+def test_files_above_the_limit_are_read_in_parts(tmp_path, monkeypatch):
+    write(tmp_path, one([[[0, 0, 3, 0, 3, 3]]]))
+    whole = open_coco(tmp_path)
+    monkeypatch.setattr(coco, "LARGEST_FILE", 100)
+    monkeypatch.setattr(coco, "PART_BYTES", 64)
+    assert open_coco(tmp_path).label(0).boxes.tolist() == whole.label(0).boxes.tolist()
+
+
+@pytest.mark.parametrize("masks", ["instances", "panoptic"])
+def test_a_dataset_behind_a_url(tmp_path, masks):
+    import fsspec
+
+    if masks == "panoptic":
+        panoptic(tmp_path, np.random.default_rng(0))
+    else:
+        write(tmp_path, one([[[0, 0, 3, 0, 3, 3]], [[0, 0, 3, 3]]]))
+    system = fsspec.filesystem("memory")
+    root = f"/coco-{masks}"
+    for path in Path(tmp_path).rglob("*"):
+        if path.is_file():
+            system.pipe(f"{root}/{path.relative_to(tmp_path)}", path.read_bytes())
+    here = open_coco(tmp_path, masks=masks)
+    there = open_coco(f"memory:/{root}", masks=masks, remote=Remote(tries=1))
+    assert there.digest() == here.digest()
+    numbers = list(range(len(here)))
+    there.prefetch(numbers)
+    items = there.read_many(numbers)
+    for i, item in zip(numbers, items, strict=True):
+        if masks == "instances" and i == 0:
+            assert "annotation 71" in str(item)
+            continue
+        data, target = here[i]
+        assert (item[0], item[1].mask, item[1].boxes.tolist()) == (data, target.mask, target.boxes.tolist())
+    with pytest.raises(SourceError, match="cannot be used"):
+        open_coco(f"memory:/{root}", annotations="captions")
+
+
+def test_the_group_composes_and_builds(tmp_path):
+    write(tmp_path, one([]))
+    node = gpuaug.compose("train", ["source=coco", f"source.root={tmp_path}", f"source.split={SPLIT}"]).source
+    assert len(gpuaug.build(node)) == 3
+
+
+def test_the_benchmark_of_the_index_runs(tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "bench" / "coco_index.py", "--images", "200", "--objects", "1500"]
+    command += ["--only", "boxes + instance masks"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert sum(line.startswith("| boxes") for line in ran.stdout.splitlines()) == 1

@@ -1,0 +1,379 @@
+"""YOLO's data sets: boxes, polygons and keypoints against formulas, bad lines, the YAML file, paths, URLs."""
+
+import multiprocessing
+import os
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import encode, photograph
+from servers import bucket_of, options, s3
+
+import gpuaug
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.read.reader import Reader
+from gpuaug.source import Remote
+from gpuaug.source.yolo_labels import Rules, parse
+
+NAMES = ["person", "dog", "cat"]
+IMAGE = encode(photograph("coffee", (23, 31)))
+
+
+def write(root, labels, *, split="train", data=None, images="images/{}", ending=".jpg"):
+    """One image for each key of ``labels``, and its label file unless the text is None."""
+    folder = images.format(split)
+    for stem, text in labels.items():
+        path = root / folder / (stem + ending)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(IMAGE)
+        if text is not None:
+            path = root / re.sub("images(?!.*images)", "labels", folder) / (stem + ".txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    data = {"train": "images/train", "val": "images/val", "names": NAMES} if data is None else data
+    (root / "data.yaml").write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return root
+
+
+def read(text, *, num_classes=3, points=None):
+    """The objects of one file, parsed alone."""
+    return parse([text.encode()], Rules(num_classes, points), name=lambda i: f"{i}.txt")
+
+
+def corners(cx, cy, w, h):
+    return [cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2]
+
+
+# -- objects
+
+
+def test_boxes_polygons_and_images_without_objects(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "a": "1 0.5 0.25 0.5 0.1\n\n  0\t0.1 .1 2e-1 0.2  ",
+            "b/c": "2 0.1 0.9 0.3 0.2 0.2 0.5\r\n0 0.5 0.5 1 1\r\n",
+            "empty": "",
+            "none": None,
+        },
+    )
+    source = gpuaug.YoloSource(root)
+    assert [source.key(i) for i in range(4)] == [f"images/train/{x}.jpg" for x in ("a", "empty", "none", "b/c")]
+    wanted = {
+        0: ([1, 0], [corners(0.5, 0.25, 0.5, 0.1), corners(0.1, 0.1, 0.2, 0.2)]),
+        1: ([], np.zeros((0, 4))),
+        2: ([], np.zeros((0, 4))),
+        3: ([2, 0], [[0.1, 0.2, 0.3, 0.9], [0, 0, 1, 1]]),
+    }
+    for i, (labels, boxes) in wanted.items():
+        data, target = source[i]
+        assert data == IMAGE
+        assert target.labels.tolist() == labels
+        np.testing.assert_allclose(target.boxes, boxes, atol=1e-7)
+        assert target.size == (1, 1)
+        assert target.keypoints is target.mask is target.label is None
+        assert source.label(i).boxes.tolist() == target.boxes.tolist()
+    assert source.classes == NAMES
+    assert source.num_classes == 3
+    assert source.target_kinds == {"boxes"}
+    assert source.num_keypoints is source.flip_pairs is source.labels is source.read_many is None
+    assert repr(source) == f"YoloSource({str(tmp_path)!r}: 4 images, 4 objects, 3 classes)"
+    assert "3 images, 2 objects" in repr(gpuaug.YoloSource(root, subset=[0, 1, 2]))
+    again = pickle.loads(pickle.dumps(source))
+    assert again[3][1].boxes.tolist() == source[3][1].boxes.tolist()
+    assert again.digest() == source.digest()
+    assert again.objects_digest() == source.objects_digest()
+
+
+def test_keypoints(tmp_path):
+    data = {"train": "images/train", "names": NAMES, "kpt_shape": [3, 3], "flip_idx": [0, 2, 1]}
+    write(tmp_path, {"a": "0 .5 .5 .2 .4 .1 .2 2 .3 .4 1 .7 .8 0"}, data=data)
+    source = gpuaug.YoloSource(tmp_path)
+    target = source[0][1]
+    np.testing.assert_allclose(target.boxes, [corners(0.5, 0.5, 0.2, 0.4)], atol=1e-7)
+    np.testing.assert_allclose(target.keypoints, [[[0.1, 0.2, 2], [0.3, 0.4, 1], [0, 0, 0]]], atol=1e-7)
+    assert source.num_keypoints == 3
+    assert source.flip_pairs == (0, 2, 1)
+    assert source.target_kinds == {"boxes", "keypoints"}
+    write(tmp_path, {"a": "0 .5 .5 .2 .4 .1 .2 0 0 -.001 .5"}, data=data | {"kpt_shape": [3, 2], "flip_idx": None})
+    source = gpuaug.YoloSource(tmp_path)
+    np.testing.assert_allclose(source[0][1].keypoints, [[[0.1, 0.2, 2], [0, 0, 0], [0, 0, 0]]], atol=1e-7)
+    assert source.flip_pairs is None
+    write(tmp_path, {"a": "", "b": ""}, data=data)
+    assert gpuaug.YoloSource(tmp_path)[1][1].keypoints.shape == (0, 3, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(3, 9), st.booleans()), max_size=5), max_size=12))
+def test_files_of_a_block_are_as_if_each_were_alone(files):
+    """Random files, parsed together and by a loop over words."""
+    rng = np.random.default_rng(len(files))
+    texts, wanted = [], []
+    for lines in files:
+        text, objects = "", []
+        for label, count, is_box in lines:
+            values = np.round(rng.random(4 if is_box else 2 * count), 6)
+            text += f"{label} " + " ".join(f"{v:.6f}" for v in values) + rng.choice(["\n", "\r\n", "\n\n \n", "\t\n"])
+            low, high = values.reshape(-1, 2).min(0), values.reshape(-1, 2).max(0)
+            objects.append((label, corners(*values) if is_box else [*low, *high]))
+        texts.append(text.encode())
+        wanted.append(objects)
+    found = parse(texts, Rules(3, None), name=str)
+    flat = [one for objects in wanted for one in objects]
+    assert found.counts.tolist() == [len(objects) for objects in wanted]
+    assert found.labels.tolist() == [label for label, _ in flat]
+    np.testing.assert_allclose(found.boxes, np.reshape([box for _, box in flat], (-1, 4)), atol=1e-12)
+    assert not found.reasons
+
+
+BAD = {
+    "0 .5 .5 .5": "must have 5 numbers .* Found 4 numbers",
+    "0": "Found 1 numbers",
+    "0 .1 .1 .2 .2 .3": "at least 3 points. Found 6 numbers",
+    "0 .1 .1 .2 .2 .3 .3 .4": "Found 8 numbers",
+    "x .5 .5 .5 .5": "must hold only numbers. Found: 'x'",
+    "0 .5,.5 .5 .5": "Found: '.5,.5'",
+    "0 .5 .5 .5-.5 .5": "Found: '.5-.5'",
+    "0 .5 .5 .5.5": "Found: '.5.5'",
+    "0 1_0 .5 .5 .5": "Found: '1_0'",
+    "0 0x1 .5 .5 .5": "Found: '0x1'",
+    "0 .5 .5 .5 {x}": r"Found: '\{x\}'",
+    "0 .5 .5 nan .5": "must hold finite numbers",
+    "0 .5 .5 .5 inf": "must hold finite numbers",
+    "0 .5 .5 .5 1e999": "must hold finite numbers",
+    "nan .5 .5 .5 .5": "must hold finite numbers",
+    "3 .5 .5 .5 .5": "class number 0 .. 2, because there are 3 classes. Found: 3",
+    "-1 .5 .5 .5 .5": "Found: -1",
+    "0.5 .5 .5 .5 .5": "Found: 0.5",
+    "1e20 .5 .5 .5 .5": "Found: 1e[+]20",
+    "0 120 80 30 40": "must hold coordinates 0 .. 1",
+    "0 -.5 .5 .5 .5": "must hold coordinates 0 .. 1",
+    "0 .5 .5 -.001 .5": "width and a height of at least 0",
+    "0 .5 .5 .5 .5\0": "must hold only numbers",
+    "0 .5 .5 .5 ١": "must hold only numbers",
+    '{"boxes": []}': "must hold only numbers",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_line_is_a_fault_of_its_sample_only(tmp_path, line):
+    good = "1 .5 .5 .5 .5"
+    write(tmp_path, {"a": good, "b": f"{good}\n\n{line}\n{good}", "c": good, "d": good})
+    source = gpuaug.YoloSource(tmp_path)
+    with pytest.raises(GpuaugError, match=f"^line 3 of '.*labels/train/b.txt' .*{BAD[line]}"):
+        source[1]
+    assert len(source.label(1).boxes) == 0
+    for i in (0, 2, 3):
+        assert source[i][1].labels.tolist() == [1]
+        np.testing.assert_allclose(source[i][1].boxes, [[0.25, 0.25, 0.75, 0.75]])
+    for text in (line, f"{good}\r{line}", f"\ufeff{line}"):  # the same alone
+        assert re.search(BAD[line], read(text).reasons[0])
+
+
+def test_bad_keypoints():
+    for line, message in {
+        "0 .5 .5 .5 .5": "must have 11 numbers.* Found 5 numbers",
+        "0 .5 .5 .5 .5 .1 .1 2 .1 .1 3": "must have visibilities 0, 1 or 2",
+        "0 .5 .5 .5 .5 .1 .1 2 .1 7 2": "must hold coordinates 0 .. 1",
+        "0 .5 .5 .5 .5 .1 .1 2 .1 nan 2": "must hold finite",
+        "0 .5 .5 .5 .5 .1 .1 2 .1 .1 2 .2": ".*Found 12 numbers",
+    }.items():
+        found = read("0 .5 .5 .5 .5 .1 .1 2 .1 .1 0\n" + line, points=(2, 3))
+        assert re.match(f"line 2 of '0.txt' {message}", found.reasons[0])
+        assert len(found.keypoints) == len(found.boxes) == found.counts[0] == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.one_of(st.binary(max_size=30), st.text("0123456789. \n-e", max_size=40).map(str.encode)), max_size=6)
+)
+def test_no_bytes_break_the_parser_or_their_neighbours(texts):
+    good = b"1 .5 .5 .5 .5"
+    found = parse([x for text in texts for x in (text, good)], Rules(3, None), name=str)
+    ends = np.cumsum(found.counts)
+    for i in range(1, 2 * len(texts), 2):
+        assert found.counts[i] == 1
+        assert found.labels[ends[i] - 1] == 1
+    for i in range(0, 2 * len(texts), 2):
+        alone = parse([texts[i // 2]], Rules(3, None), name=str)
+        assert alone.counts[0] == found.counts[i]
+        assert (0 in alone.reasons) == (i in found.reasons)
+        assert np.isfinite(alone.boxes).all()
+        assert i not in found.reasons or not found.counts[i]
+
+
+def test_many_bad_files_in_many_blocks(monkeypatch):
+    monkeypatch.setattr("gpuaug.source.yolo_labels.BLOCK_BYTES", 200)
+    texts = [b"1 .5 .5 .5 .5\n" * (i % 4) + (b"x" if i % 7 == 0 else b"") for i in range(300)]
+    texts[5] = OSError("no permission")
+    found = parse(iter(texts), Rules(3, None), name=str)
+    assert set(found.reasons) == {5, *range(0, 300, 7)}
+    assert found.counts.tolist() == [0 if i in found.reasons else i % 4 for i in range(300)]
+    assert "no permission" in found.reasons[5]
+    assert found.reasons[7].startswith("line 4 of '7'")
+
+
+def test_when_no_label_file_can_be_used(tmp_path):
+    write(tmp_path, {"a": "x", "b": "0 1"})
+    with pytest.raises(SourceError, match=r"2 of 2 images cannot be used; line 1 of .*a.txt"):
+        gpuaug.YoloSource(tmp_path)
+    write(tmp_path / "more", {"a": None})
+    with pytest.raises(SourceError, match=r"none of the 1 images .* has a label file.*labels/train/a.txt"):
+        gpuaug.YoloSource(tmp_path / "more")
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_workers_send_the_objects(tmp_path, method):
+    source = gpuaug.YoloSource(write(tmp_path, {"a": "1 .5 .5 .5 .5", "b": None, "c": "2 0 0 1 0 1 .5\n0 .5 .5 1 1"}))
+    reader = Reader(source, num_workers=1, start_method=method, timeout=300, targets=("boxes",))
+    numbers = torch.tensor([2, 1, 0])
+    try:
+        (batch,) = reader.batches([(numbers, torch.zeros_like(numbers), torch.ones(3, dtype=torch.bool))])
+    finally:
+        reader.close()
+    assert batch.targets.offsets.tolist() == [0, 2, 2, 3]
+    assert batch.targets.labels.tolist() == [2, 0, 1]
+    assert batch.targets.boxes.tolist() == [[0, 0, 1, 0.5], [0, 0, 1, 1], [0.25, 0.25, 0.75, 0.75]]
+    assert batch.targets.sizes.tolist() == [[1, 1]] * 3
+
+
+# -- the YAML file and paths
+
+GOOD = {"a": "1 .5 .5 .5 .5"}
+
+
+def test_ways_to_name_a_split(tmp_path):
+    def keys(**more):
+        source = gpuaug.YoloSource(tmp_path, **more)
+        return [source.key(i) for i in range(len(source))]
+
+    write(tmp_path, GOOD)
+    write(tmp_path, {"b": GOOD["a"]}, split="val")
+    assert keys() == ["images/train/a.jpg"]
+    assert keys(split="val") == ["images/val/b.jpg"]
+    (tmp_path / "data.yaml").rename(tmp_path / "coco.yaml")
+    assert keys(split="val") == ["images/val/b.jpg"]
+    assert gpuaug.YoloSource(tmp_path).classes is None
+    assert gpuaug.YoloSource(tmp_path, classes=NAMES).classes == NAMES
+    assert gpuaug.YoloSource(tmp_path, data="coco.yaml").classes == NAMES
+    assert gpuaug.YoloSource(tmp_path, data=tmp_path / "coco.yaml").classes == NAMES
+    write(tmp_path, {"r": GOOD["a"]}, images="{}/images", data={"train": ["images/train", "images/val"], "nc": 2})
+    assert keys() == ["images/train/a.jpg", "images/val/b.jpg"]
+    assert gpuaug.YoloSource(tmp_path).classes == ["class_0", "class_1"]
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump({"train": "../train/images", "path": "nowhere"}))
+    assert keys() == ["train/images/r.jpg"]
+    (tmp_path / "data.yaml").write_text(
+        yaml.safe_dump({"path": "images", "train": "train", "val": f"{tmp_path}/images/val"})
+    )
+    assert keys() == ["images/train/a.jpg"]
+    assert keys(split="val") == ["images/val/b.jpg"]
+    (tmp_path / "list.txt").write_text(f"./images/val/b.jpg\n{tmp_path}/images/train/a.jpg\n")
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump({"train": "list.txt", "names": {"0": "x", 1: "y"}}))
+    assert keys() == ["images/val/b.jpg", "images/train/a.jpg"]
+    assert gpuaug.YoloSource(tmp_path).classes == ["x", "y"]
+    assert gpuaug.YoloSource(tmp_path, split="train")[1][1].labels.tolist() == [1]
+
+
+def test_classes_of_another_run(tmp_path):
+    write(tmp_path, GOOD)
+    source = gpuaug.YoloSource(tmp_path, classes=["cat", "bird", "person", "dog"])
+    assert source[0][1].labels.tolist() == [3]
+    assert source.classes == ["cat", "bird", "person", "dog"]
+    with pytest.raises(SourceError, match=r"lacks 2 of the classes .*'dog', 'cat'"):
+        gpuaug.YoloSource(tmp_path, classes=["person"])
+
+
+DAMAGED = {
+    "[": "cannot be used",
+    "- a": "it holds list",
+    "": "it holds NoneType",
+    "{names: [a, a], train: x}": "each class once. Found twice: 'a'",
+    "{names: {0: a, 2: b}}": "numbers in `names` must be 0 .. 1",
+    "{names: {a: 0}}": "numbers in `names`",
+    "{names: [[a]]}": "`names` must be a list of class names",
+    "{names: a}": "`names` must be a list",
+    "{names: [a], nc: 2}": "`nc` is 2, but `names` has 1",
+    "{nc: 99999999999}": "`nc` must be a whole number",
+    "{nc: true}": "`nc` must be a whole number",
+    "{train: 3}": "`train` must be a path",
+    "{train: [[a]]}": "`train` must be a path",
+    "{train: a, kpt_shape: [17]}": "`kpt_shape` must be",
+    "{train: a, kpt_shape: [1000000000, 3]}": "`kpt_shape` must be",
+    "{train: a, kpt_shape: [3, 3], flip_idx: [1, 2, 0]}": "`flip_idx` must hold .* in pairs",
+    "{train: a, kpt_shape: [2, 3], flip_idx: [0]}": "`flip_idx` must hold",
+    "!!python/object/apply:os.system [ls]": "cannot be used",
+    "[" * 100_000: "cannot be used",
+    "a: &a [x,x]\nb: &b [*a,*a]\nnames: [*b, *b]": "`names` must be a list",
+    "#" * (1 << 21): "2097152 characters",
+    "{val: images/val}": "`source.split` must be in .* which has 'val'. Found: 'train'",
+    "{train: ../../images/train}": "must stay inside `source.root`",
+    "{train: /etc}": "must stay inside",
+    "{train: 's3://bucket/x'}": "must stay inside",
+    "{train: images/none}": "`source.split` does not exist",
+    "{train: list.txt}": "must stay inside",
+    "{train: other.txt}": "must list files that end in .jpg.* Found: 'notes.md'",
+    "{train: none.txt}": "`source.split` must name a FILE",
+    "{train: [images, images/train]}": "overlap",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:40])
+def test_a_damaged_yaml_file_is_an_error_at_the_start(tmp_path, text):
+    write(tmp_path / "set", GOOD, data=text)
+    write(tmp_path, GOOD)  # what paths must not reach
+    (tmp_path / "set" / "list.txt").write_text("images/train/a.jpg\n../images/train/a.jpg\n")
+    (tmp_path / "set" / "other.txt").write_text("notes.md\n")
+    with pytest.raises(SourceError, match=DAMAGED[text]) as caught:
+        gpuaug.YoloSource(tmp_path / "set")
+    assert len(str(caught.value)) < 2000
+
+
+def test_arguments(tmp_path):
+    write(tmp_path, GOOD)
+    with pytest.raises(SourceError, match=r"`source.data` does not exist: .*other.yaml"):
+        gpuaug.YoloSource(tmp_path, data="other.yaml")
+    with pytest.raises(SourceError, match="`source.data` cannot be read"):
+        gpuaug.YoloSource(tmp_path, data="images")
+    with pytest.raises(ConfigError, match="`source.split` must be text"):
+        gpuaug.YoloSource(tmp_path, split=None)
+    (tmp_path / "data.yaml").unlink()
+    with pytest.raises(ConfigError, match="`source.split` must be a name"):
+        gpuaug.YoloSource(tmp_path, split="../other")
+
+
+def test_the_last_images_folder_becomes_labels_and_names_need_not_be_utf_8(tmp_path):
+    name = os.fsdecode(b"x\xffy.z")
+    root = tmp_path / "images"
+    write(root, {name: GOOD["a"], "images/b": None}, data="{train: images/train, names: [a, b, c]}")
+    (root / "images" / "train" / "labels").mkdir()
+    (root / "images" / "train" / "labels" / "b.txt").write_text("2 .5 .5 .5 .5")
+    source = gpuaug.YoloSource(root)
+    assert {source.key(i): source[i][1].labels.tolist() for i in range(2)} == {
+        f"images/train/{name}.jpg": [1],
+        "images/train/images/b.jpg": [2],
+    }
+    write(tmp_path / "flat", {"c": None}, data="{train: pictures}", images="pictures")
+    (tmp_path / "flat" / "pictures" / "c.txt").write_text("0 .5 .5 .5 .5")
+    os.rename(tmp_path / "flat", tmp_path.parent / f"{tmp_path.name}-flat")  # no folder is called images
+    assert gpuaug.YoloSource(tmp_path.parent / f"{tmp_path.name}-flat")[0][1].labels.tolist() == [0]
+
+
+def test_a_bucket_is_the_same_as_its_folder(tmp_path):
+    root = write(tmp_path / "set", {"a": GOOD["a"], "b c": None, "d": "0 x", "e": "2 0 0 1 0 1 .5"})
+    local = gpuaug.YoloSource(root)
+    with s3() as port:
+        url = bucket_of(port, root, "photos")
+        remote = Remote(options=options(f"http://127.0.0.1:{port}"), cache=tmp_path / "cache")
+        source = gpuaug.YoloSource(url, remote=remote)
+        assert (source.digest(), source.objects_digest()) == (local.digest(), local.objects_digest())
+        results = source.read_many([3, 2, 0, 2, 1])
+    assert [isinstance(x, GpuaugError) for x in results] == [False, True, False, True, False]
+    assert "labels/train/d.txt" in str(results[1])
+    for i, row in ((3, 0), (0, 2), (1, 4)):
+        assert results[row][0] == IMAGE
+        assert results[row][1].boxes.tolist() == local[i][1].boxes.tolist()

@@ -1,0 +1,149 @@
+"""Targets of an attacker or a careless user: each gives an error of gpuaug with the value, or a fault of its row."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gpuaug
+from gpuaug.errors import ConfigError, DataError
+
+IMAGES = torch.zeros(2, 3, 40, 60, dtype=torch.uint8)
+RECIPE = gpuaug.Augment(crop=gpuaug.Resize((32, 32)), normalize=None)
+MASKS = torch.full((2, 40, 60), 7)
+
+
+def png(values: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "PNG")
+    return out.getvalue()
+
+
+class Listed(list):
+    panoptic = False
+
+
+def first(samples, targets, **settings):
+    loader = gpuaug.Loader(samples, augment=RECIPE, targets=targets, num_workers=0, device="cpu", **settings)
+    return next(iter(loader)).targets
+
+
+def only_masks(**settings) -> gpuaug.Targets:
+    return gpuaug.Targets(masks=gpuaug.Masks(**settings))
+
+
+@pytest.mark.parametrize(("table", "value"), [("cityscapes", 0), ([9] * 20, 9), ({7: 5}, 5), ({8: 5}, 255), (None, 7)])
+def test_masks_of_a_call_are_mapped(table, value) -> None:
+    _, targets = RECIPE(IMAGES, masks=MASKS, targets=only_masks(map=table))
+    assert targets.masks.unique().tolist() == [value]
+
+
+def test_masks_of_a_call_may_be_arrays_or_lists() -> None:
+    for masks in (MASKS, MASKS.numpy(), list(MASKS), MASKS.to(torch.uint8)):
+        assert RECIPE(IMAGES, masks=masks)[1].masks.unique().tolist() == [7]
+
+
+BOX = [[1.0, 2, 30, 40]]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"masks": MASKS - 8}, "-1"),
+        ({"masks": MASKS + 2**33}, "8589934599"),
+        ({"masks": MASKS.float()}, "float32"),
+        ({"masks": MASKS[0, 0, 0]}, "7"),
+        ({"masks": MASKS * 50, "targets": only_masks(dtype="uint8")}, "350"),
+        ({"masks": MASKS.to("meta")}, "meta"),
+        ({"masks": MASKS, "targets": "segmentation"}, "segmentation"),
+        ({"targets": only_masks()}, "none"),
+        ({"labels": [[1], [2]]}, "none"),
+        ({"boxes": 5}, "5"),
+        ({"boxes": [[[1, 2, 3, 4], [1]], []]}, "inhomogeneous"),
+        ({"boxes": [BOX, BOX], "labels": torch.zeros(3, 1)}, "tensor"),
+        ({"boxes": [BOX, BOX], "labels": [np.array([2**64 - 1], dtype=np.uint64), [0]]}, str(2**64 - 1)),
+        ({"keypoints": np.ones((2, 1, 3, 3)), "targets": gpuaug.Targets(keypoints=gpuaug.Keypoints(flip=[1, 0]))}, "2"),
+    ],
+)
+def test_what_a_call_cannot_use_is_named(given, found) -> None:
+    with pytest.raises(ConfigError) as error:
+        RECIPE(IMAGES, **given)
+    assert found in str(error.value)
+
+
+def test_a_crop_that_needs_boxes_says_so() -> None:
+    recipe = gpuaug.Augment(crop=gpuaug.RandomIoUCrop(32), normalize=None)
+    with pytest.raises(ConfigError, match="needs boxes. Found: masks"):
+        recipe(IMAGES, masks=MASKS)
+
+
+def test_boxes_that_need_gradients() -> None:
+    assert len(RECIPE(IMAGES, boxes=torch.tensor([BOX, BOX], requires_grad=True))[1].boxes) == 2
+
+
+def test_values_above_255_do_not_wrap_in_uint8() -> None:
+    samples = [(png(np.zeros((4, 4, 3), np.uint8)), {"mask": png(np.full((4, 4), v, np.uint16))}) for v in (3, 300)]
+    assert first(samples, only_masks(), shuffle=False).masks.amax(dim=(1, 2)).tolist() == [3, 300]
+    with pytest.raises(DataError, match=r"sample 1 .*300"):
+        first(samples, only_masks(dtype="uint8"), shuffle=False)
+    with pytest.raises(ConfigError, match="300"):
+        gpuaug.Masks(map={3: 300}, dtype="uint8")
+
+
+def test_a_map_changes_the_classes_of_panoptic_masks() -> None:
+    mask = np.zeros((4, 4, 3), np.uint8)
+    mask[:, :2, 0], mask[:, 2:, 1] = 7, 1  # 7 and 256
+    target = {"mask": png(mask), "boxes": [[0, 0, 2, 4], [2, 0, 4, 4]], "labels": [0, 1], "ids": [7, 256]}
+    samples = Listed([(png(mask), target)])
+    samples.panoptic = True
+    assert first(samples, only_masks(map={0: 5, 1: 6})).masks.unique().tolist() == [5, 6]
+
+
+def test_a_source_with_other_keypoints_than_flip() -> None:
+    samples = Listed([(png(np.zeros((4, 4, 3), np.uint8)), {"keypoints": np.ones((1, 3, 3))})])
+    rules = gpuaug.Targets(keypoints=gpuaug.Keypoints(flip=[1, 0]))
+    with pytest.raises(ConfigError, match="3 keypoints"):
+        first(samples, rules)
+    samples.num_keypoints = 3
+    with pytest.raises(ConfigError, match="3 keypoints of the source"):
+        gpuaug.Loader(samples, augment=RECIPE, targets=rules, num_workers=0, device="cpu")
+
+
+def test_pixels_that_claim_to_be_fractions() -> None:
+    samples = [(png(np.zeros((40, 60, 3), np.uint8)), {"boxes": BOX, "size": (1, 1)})]
+    with pytest.raises(DataError, match="1x1 pixels, but the image has 40x60"):
+        first(samples, gpuaug.Targets(boxes=gpuaug.Boxes()))
+
+
+def test_a_folder_of_classes_has_no_targets(tmp_path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/0.png").write_bytes(png(np.zeros((4, 4, 3), np.uint8)))
+    with pytest.raises(ConfigError, match="FolderSource with none"):
+        gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=RECIPE, targets=only_masks())
+
+
+def coco(folder, annotations, *, side=40, masks=None):
+    (folder / "0.png").write_bytes(png(np.zeros((40, 60, 3), np.uint8)))
+    categories = [{"id": 1, "name": "thing", "keypoints": ["left", "right"]}]
+    images = [{"id": 1, "file_name": "0.png", "height": side, "width": side}]
+    text = json.dumps({"images": images, "annotations": annotations, "categories": categories})
+    (folder / "a.json").write_text(text)
+    return gpuaug.CocoSource(folder, annotations="a.json", masks=masks)
+
+
+def test_keypoint_files_without_annotations(tmp_path) -> None:
+    source = coco(tmp_path, [])
+    assert source.num_keypoints == 2
+    assert source[0][1].keypoints.shape == (0, 2, 3)
+
+
+def test_an_outline_that_needs_more_memory_than_there_is(tmp_path) -> None:
+    pytest.importorskip("pycocotools")
+    zigzag = [v for i in range(4000) for v in ((-25000, 0) if i % 2 else (25000, 25000))]
+    annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [0, 0, 5, 5], "segmentation": [zigzag]}
+    source = coco(tmp_path, [annotation], side=13000, masks="instances")
+    with pytest.raises(gpuaug.GpuaugError, match="annotation 1 must have outlines of at most 4194304 pixels"):
+        source[0]

@@ -1,0 +1,346 @@
+"""Targets through the whole loader: what a batch holds, faults, workers, ranks, resume, several views."""
+
+import io
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from pictures import encode, photograph
+from PIL import Image
+
+import gpuaug
+from gpuaug.errors import ConfigError, DataError
+
+COUNT, K_POINTS = 12, 4
+SIZES = [(96, 128), (131, 97), (64, 64), (150, 211)]  # (height, width)
+
+
+def png(values: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "PNG")
+    return out.getvalue()
+
+
+class Pairs:
+    """Photographs with a mask of few classes, some boxes and keypoints."""
+
+    target_kinds = frozenset({"masks", "boxes", "keypoints"})
+    num_keypoints = K_POINTS
+    flip_pairs = (1, 0, 2, 3)
+
+    def __init__(self, change=None) -> None:
+        rng = np.random.default_rng(0)
+        self.items = []
+        for i in range(COUNT):
+            h, w = SIZES[i % len(SIZES)]
+            count = int(rng.integers(0, 5))
+            corner = rng.uniform(0, 0.6, (count, 2)) * (w, h)
+            boxes = np.concatenate([corner, corner + rng.uniform(0.1, 0.4, (count, 2)) * (w, h)], axis=1)
+            points = np.concatenate(
+                [rng.uniform(0, 1, (count, K_POINTS, 2)) * (w, h), np.full((count, K_POINTS, 1), 2.0)], 2
+            )
+            fields = {
+                "mask": png(np.kron(rng.integers(0, 5, (4, 4)), np.ones((h, w)))[:h, :w].astype(np.uint8)),
+                "boxes": boxes,
+                "labels": rng.integers(0, 9, count),
+                "keypoints": points,
+                "ids": np.arange(count) + 100 * i,
+                "size": (h, w),
+            }
+            fields |= (change or {}).get(i, {})
+            self.items.append((encode(photograph(size=(w, h)), quality=90), gpuaug.Target(**fields)))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int):
+        return self.items[index]
+
+    def key(self, index: int) -> str:
+        return f"pair/{index}"
+
+
+ALL = gpuaug.Targets(masks=gpuaug.Masks(), boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
+MASKS = gpuaug.Targets(masks=gpuaug.Masks())
+
+
+def recipe(size: int = 48, backend: str = "fused", **more) -> gpuaug.Augment:
+    ops = {
+        "flip": K.RandomHorizontalFlip(p=0.5),
+        "affine": K.RandomAffine(degrees=20.0, translate=(0.1, 0.1), scale=(0.8, 1.2), p=0.7),
+        "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8),
+    }
+    return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size, scale=(0.4, 1)), ops=ops, backend=backend, **more)
+
+
+def loader(source=None, targets=ALL, **settings) -> gpuaug.Loader:
+    usual = {"augment": recipe(), "batch_size": 5, "num_workers": 0, "seed": 3, "device": "cpu", "targets": targets}
+    return gpuaug.Loader(Pairs() if source is None else source, **usual | settings)
+
+
+def by_sample(batches) -> dict[int, tuple]:
+    """Everything about each sample, whatever its batch."""
+    found = {}
+    for batch in batches:
+        targets = batch.targets
+        images = targets.as_torchvision(first_label=0)
+        for row, index in enumerate(batch.indices.tolist()):
+            one = images[row]
+            masks = None if targets.masks is None else targets.masks[row]
+            parts = [
+                batch.images[row],
+                masks,
+                one.get("boxes"),
+                one["labels"],
+                one.get("keypoints"),
+                targets.matrices[row],
+            ]
+            found[index] = tuple(None if part is None else part.numpy().tobytes() for part in parts)
+    return found
+
+
+def test_what_a_batch_holds():
+    with loader() as made:
+        batch = next(iter(made))
+    images, targets = batch
+    assert isinstance(targets, gpuaug.BatchTargets)
+    assert images.shape == (5, 3, 48, 48)
+    assert targets.masks.shape == (5, 48, 48)
+    assert targets.masks.dtype == torch.int64
+    assert targets.counts.sum() == len(targets.boxes) == len(targets.labels) == len(targets.keypoints)
+    assert (targets.sample == torch.repeat_interleave(torch.arange(5), targets.counts)).all()
+    assert targets.boxes.dtype == targets.keypoints.dtype == torch.float32
+    assert targets.size == (48, 48)
+    assert (targets.boxes >= 0).all()
+    assert (targets.boxes <= 48).all()
+    assert (targets.ids // 100 == batch.indices[targets.sample]).all()
+    assert targets.matrices.shape == (5, 3, 3)
+    assert set(targets.masks.unique().tolist()) <= {0, 1, 2, 3, 4, 255}
+
+
+def test_masks_alone_are_the_second_item():
+    with loader(targets=MASKS) as made:
+        batch = next(iter(made))
+    images, masks = batch
+    assert torch.equal(masks, batch.targets.masks)
+    assert images.shape[2:] == masks.shape[1:]
+
+
+def test_without_targets_nothing_changes():
+    """The same pixels and labels; the labels of the samples are those of their targets."""
+    labelled = Pairs({i: {"label": i} for i in range(COUNT)})
+    with loader(labelled) as one, loader(labelled, targets=None) as other:
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a.images, b.images)
+            assert torch.equal(a.labels, b.labels)
+            assert b.targets is None
+            assert b.labels.tolist() == b.indices.tolist()
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_targets_do_not_depend_on_batch_or_workers(backend):
+    with loader(augment=recipe(backend=backend)) as made:
+        want = by_sample(made)
+    for settings in ({"batch_size": 1}, {"batch_size": 12, "num_workers": 2}, {"batch_size": 3, "prefetch": 0}):
+        with loader(augment=recipe(backend=backend), **settings) as made:
+            assert by_sample(made) == want
+    shares = [loader(augment=recipe(backend=backend), rank=rank, world_size=3, last="uneven") for rank in range(3)]
+    found = {}
+    for share in shares:
+        with share:
+            found |= by_sample(share)
+    assert found == want
+
+
+def test_resume_continues_with_the_next_sample():
+    with loader(batch_size=2) as made:
+        want = by_sample(made)
+    with loader(batch_size=2) as made:
+        passing = iter(made)
+        first = by_sample([next(passing), next(passing)])
+        state = made.state_dict()
+    with loader(batch_size=3) as made:
+        made.load_state_dict(state)
+        rest = by_sample(made)
+    assert first | rest == want
+    assert not first.keys() & rest.keys()
+
+
+def test_fetch_gives_what_the_epoch_gives():
+    with loader() as made:
+        want = by_sample(made)
+        assert by_sample([made.fetch([7, 3], epoch=0)]).items() <= want.items()
+
+
+BAD = {
+    "nan": {"boxes": [[0, 0, np.nan, 4]], "labels": [1], "keypoints": np.ones((1, K_POINTS, 3)), "ids": None},
+    "inverted": {"boxes": [[9, 0, 3, 4]], "labels": [1], "keypoints": np.ones((1, K_POINTS, 3)), "ids": None},
+    "no mask": {"mask": None},
+    "not a png": {"mask": b"x" * 40},
+    "other size": {"size": (7, 7)},
+    "mask of another size": {"mask": png(np.zeros((5, 6), dtype=np.uint8))},
+    "lengths differ": {"labels": np.arange(7)},
+    "shape": {"boxes": np.zeros((2, 5))},
+    "text": {"boxes": [["a", "b", "c", "d"]]},
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_targets_are_a_fault_of_their_sample(change, workers):
+    bad = Pairs({4: change})
+    with loader(num_workers=workers) as made:
+        want = by_sample(made)
+    with loader(bad, faults=gpuaug.Faults(policy="drop"), num_workers=workers) as made:
+        found = by_sample(made)
+    assert found == {index: value for index, value in want.items() if index != 4}
+    with loader(bad, faults=gpuaug.Faults(policy="blank"), num_workers=workers) as made:
+        seen = False
+        for batch in made:
+            targets = batch.targets
+            for row in (batch.indices == 4).nonzero().flatten().tolist():
+                seen = True
+                assert not batch.valid[row]
+                assert (batch.images[row] == 0).all()
+                assert (targets.masks[row] == 255).all()
+                assert targets.counts[row] == 0
+    assert seen
+    with loader(bad, num_workers=workers) as made, pytest.raises(DataError, match="pair/4"):
+        list(made)
+
+
+def test_many_objects_and_none():
+    many = {"boxes": np.tile([1.0, 2, 30, 40], (10_000, 1)), "labels": np.zeros(10_000, int), "ids": None}
+    many["keypoints"] = np.ones((10_000, K_POINTS, 3))
+    none = {"boxes": None, "labels": None, "keypoints": None, "ids": None}
+    still = gpuaug.Augment(crop=gpuaug.Resize((64, 64)))
+    with loader(Pairs({0: many, 1: none}), augment=still, order="sequential") as made:
+        targets = next(iter(made)).targets
+    assert targets.counts[:2].tolist() == [10_000, 0]
+    assert targets.keypoints.shape[1:] == (K_POINTS, 3)
+
+
+def test_several_views_have_a_list():
+    views = {"a": recipe(32), "b": recipe(48, copies=2)}
+    with loader(augment=gpuaug.MultiView(views=views)) as made:
+        images, targets = next(iter(made))
+    assert [tuple(view.masks.shape[1:]) for view in targets] == [(32, 32), (48, 48), (48, 48)]
+    assert len(images) == 3
+    with loader(augment=recipe(32), targets=MASKS) as one:
+        assert next(iter(one)).images.shape[2:] == images[0].shape[2:]
+
+
+def test_annotations_for_the_stored_image_are_turned():
+    """A photograph with EXIF's orientation, annotated as stored and as shown: the same targets."""
+    exif = Image.Exif()
+    exif[274] = 6
+    stored = (80, 120)  # (height, width); upright 120x80
+    data = encode(photograph(size=stored[::-1]), exif=exif)
+    values = np.arange(80 * 120).reshape(stored).astype(np.uint8)
+    box, point = np.array([[10.0, 20, 40, 70]]), np.array([[[12.0, 33, 2]]])
+    as_stored = gpuaug.Target(mask=png(values), boxes=box, labels=[1], keypoints=point, size=stored)
+    # orientation 6: turned by 90 degrees clockwise: x' = height - y, y' = x
+    turned = np.array([[80 - 70.0, 10, 80 - 20, 40]]), np.array([[[79 - 33.0, 12, 2]]])
+    upright = gpuaug.Target(
+        mask=png(np.rot90(values, -1).copy()), boxes=turned[0], labels=[1], keypoints=turned[1], size=stored[::-1]
+    )
+    still = gpuaug.Augment(crop=gpuaug.Resize(stored[::-1]))
+    found = []
+    for target in (as_stored, upright):
+        with loader([(data, target)], augment=still) as made:
+            found.append(next(iter(made)).targets)
+    for name in ("masks", "boxes", "keypoints"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+    assert torch.allclose(found[0].boxes, torch.tensor(turned[0], dtype=torch.float32))
+    assert (found[0].matrices[0, :2, :2] == torch.tensor([[0.0, -1], [1, 0]])).all()
+
+
+def test_what_cannot_be_carried_is_refused():
+    class Own(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(ConfigError, match=r"augment\.ops\.own"):
+        loader(augment=gpuaug.Augment(crop=gpuaug.Resize((8, 8)), ops={"own": Own()}))
+    with pytest.raises(ConfigError, match=r"augment\.views\.a\.ops\.field"):
+        fields = gpuaug.Augment(crop=gpuaug.Resize((64, 64)), ops={"field": K.RandomElasticTransform()})
+        loader(augment=gpuaug.MultiView(views={"a": fields}))
+    with pytest.raises(ConfigError, match="mix"):
+        loader(mix=gpuaug.Mix(mixup_alpha=0.2))
+    with pytest.raises(ConfigError, match=r"augment\.crop.*boxes"):
+        loader(augment=gpuaug.Augment(crop=gpuaug.RandomIoUCrop(32)), targets=MASKS)
+
+    class MasksOnly(Pairs):
+        target_kinds = frozenset({"masks"})
+
+    with pytest.raises(ConfigError, match=r"targets\.boxes"):
+        loader(MasksOnly())
+
+
+def test_layouts_of_frameworks():
+    with loader() as made:
+        batch = next(iter(made))
+    targets = batch.targets
+    assert [len(image["boxes"]) for image in targets.as_torchvision()] == targets.counts.tolist()
+    assert torch.equal(torch.cat([image["labels"] for image in targets.as_torchvision()]), targets.labels + 1)
+    theirs = targets.as_ultralytics()
+    assert torch.equal(theirs["batch_idx"].long(), targets.sample)
+    x1, y1, x2, y2 = targets.boxes.T / 48
+    want = torch.stack([(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1], dim=1)
+    assert torch.allclose(theirs["bboxes"], want)
+    detr = targets.as_detr()
+    assert torch.allclose(torch.cat([image["boxes"] for image in detr]), want)
+    assert [image["orig_size"].tolist() for image in detr] == [list(SIZES[i % 4]) for i in batch.indices.tolist()]
+    assert targets.pixel_mask().shape == (5, 48, 48)
+
+
+def test_a_decoded_batch_is_augmented_as_in_the_loader():
+    """Whole images of one size, without a decoder: equal pixels, masks, boxes and keypoints."""
+    source = Pairs()
+    rows = [i for i in range(COUNT) if SIZES[i % 4] == (96, 128)]
+    bmp = [(encode(Image.open(io.BytesIO(source[i][0])), "BMP"), source[i][1]) for i in rows]
+    rules = gpuaug.Targets(
+        masks=gpuaug.Masks(), boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints(flip=Pairs.flip_pairs)
+    )
+    with loader(bmp, targets=rules, batch_size=len(bmp), order="sequential") as made:
+        want = next(iter(made))
+    images = torch.from_numpy(np.stack([np.asarray(Image.open(io.BytesIO(data))) for data, _ in bmp]))
+    labels = [target.labels for _, target in bmp]
+    found, targets = recipe()(
+        images,
+        masks=torch.from_numpy(np.stack([np.asarray(Image.open(io.BytesIO(target.mask))) for _, target in bmp])),
+        boxes=[torch.from_numpy(target.boxes) for _, target in bmp],
+        labels=labels,
+        keypoints=[target.keypoints for _, target in bmp],
+        targets=rules,
+        seed=3,
+    )
+    assert torch.equal(found, want.images)
+    for name in ("masks", "boxes", "labels", "keypoints", "sample", "counts", "matrices"):
+        assert torch.equal(getattr(targets, name), getattr(want.targets, name)), name
+    alone, masks = recipe()(images, masks=torch.zeros(images.shape[:3], dtype=torch.int64), seed=3)
+    assert torch.equal(alone, found)
+    assert masks.masks.dtype == torch.int64
+    for wrong in (
+        {"boxes": [np.zeros((1, 4))]},
+        {"masks": torch.zeros(3, 4, 5)},
+        {"boxes": [[[9, 0, 3, 4]]] * len(images)},
+    ):
+        with pytest.raises(ConfigError):
+            recipe()(images, **wrong)
+
+
+def test_values_that_the_dtype_cannot_hold_are_a_fault():
+    wide = Pairs({4: {"mask": png(np.full((96, 128), 300, dtype=np.uint16))}})
+    rules = gpuaug.Targets(masks=gpuaug.Masks(dtype="uint8"))
+    with loader(wide, targets=rules, faults=gpuaug.Faults(policy="drop")) as made:
+        batches = list(made)
+    assert all(batch.targets.masks.dtype == torch.uint8 for batch in batches)
+    assert 4 not in torch.cat([batch.indices for batch in batches])
+    with loader(wide, targets=rules) as made, pytest.raises(DataError, match="300"):
+        list(made)
+    with loader(wide, targets=MASKS) as made:
+        assert max(int(masks.max()) for _, masks in made) == 300
+    with pytest.raises(ConfigError, match="300"):
+        recipe()(torch.zeros(1, 3, 8, 9, dtype=torch.uint8), masks=torch.full((1, 8, 9), 300), targets=rules)

@@ -1,0 +1,481 @@
+"""The table of objects: moved, clipped and filtered as rules written out for one object at a time say."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuaug.batch import CropWindows, EncodedTargets
+from gpuaug.targets import geometry
+from gpuaug.targets.objects import Objects, carry
+from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+
+SEEDS = st.integers(0, 2**32 - 1)
+FLIP = (0, 2, 1, 4, 3)
+H, W = 60, 80  # of images and of the output
+MIRROR = np.array([[-1, 0, W], [0, 1, 0], [0, 0, 1.0]])
+ALL = Targets(boxes=Boxes(min_size=0, min_area=0), keypoints=Keypoints(pixel_centers=False))
+COLUMNS = [f.name for f in fields(Objects)]
+
+
+def random_targets(rng: np.random.Generator, counts: list[int], points: int = 5) -> EncodedTargets:
+    """Objects in and around an image. Labels are the numbers of the objects."""
+    n = sum(counts)
+    corner = rng.uniform(-30, 90, (n, 2))
+    boxes = np.concatenate([corner, corner + rng.uniform(0, 60, (n, 2))], axis=1)
+    keypoints = np.concatenate([rng.uniform(-20, 100, (n, points, 2)), rng.integers(0, 3, (n, points, 1))], axis=2)
+    return EncodedTargets(
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        boxes=boxes.astype(np.float32),
+        labels=np.arange(n),
+        keypoints=keypoints.astype(np.float32),
+        crowd=rng.random(n) < 0.2,
+        area=rng.uniform(0, 99, n).astype(np.float32),
+        ids=np.arange(n) + 1000,
+        sizes=np.tile(np.array([H, W], dtype=np.int32), (len(counts), 1)),
+    )
+
+
+def of(boxes: Any, rules: Targets = ALL, *, keypoints: Any = None, samples: int = 1) -> Objects:
+    """Objects of one image after the other, one each if there are several images."""
+    n = len(boxes)
+    encoded = EncodedTargets(
+        offsets=np.arange(samples + 1) if samples > 1 else np.array([0, n]),
+        boxes=np.array(boxes, dtype=np.float32).reshape(n, 4),
+        labels=np.arange(n),
+        keypoints=None if keypoints is None else np.array(keypoints, dtype=np.float32),
+        crowd=np.zeros(n, dtype=bool),
+        area=np.zeros(n, dtype=np.float32),
+        ids=np.full(n, -1),
+        sizes=np.full((samples, 2), 0, dtype=np.int32),
+    )
+    return Objects.of(encoded, rules)
+
+
+def moved(objects: Objects, m: Any = None, *, crop: Any = None, rules: Targets = ALL, **more: Any) -> Objects:
+    """Carry the objects of one image or of several with the same matrices, on a canvas of H x W."""
+    rows = int(objects.sample.max(initial=0)) + 1
+    m, crop = (np.eye(3)[None].repeat(rows, 0) if x is None else np.broadcast_to(x, (rows, 3, 3)) for x in (m, crop))
+    return carry(objects, crop=crop, ops=m, size=(H, W), rules=rules, **{"flip": None, **more})
+
+
+def random_matrices(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Affine matrices about the middle of the canvas, some with a perspective, some the identity."""
+    m = np.eye(3)[None].repeat(rows, axis=0)
+    m[:, :2, :2] += rng.uniform(-1, 1, (rows, 2, 2))
+    m[:, :2, 2] = rng.uniform(-20, 40, (rows, 2))
+    m[:, 2, :2] = rng.uniform(-0.01, 0.01, (rows, 2)) * (rng.random((rows, 1)) < 0.5)
+    m[rng.random(rows) < 0.2] = np.eye(3)
+    return m
+
+
+def random_windows(rng: np.random.Generator, rows: int) -> CropWindows:
+    start = rng.integers(0, 30, (rows, 2))
+    window = np.concatenate([start, rng.integers(10, 30, (rows, 2))], axis=1)
+    return CropWindows(window, rng.integers(5, 90, (rows, 2)), rng.integers(-20, 30, (rows, 2)), (H, W))
+
+
+# -- the reference: one object, rules written out --
+
+
+def apply(m: np.ndarray, x: float, y: float) -> tuple[float, float] | None:
+    x, y, w = m @ [x, y, 1.0]
+    return (x / w, y / w) if w > 0 else None
+
+
+def hull(m: np.ndarray, box: Any) -> list[float] | None:
+    x1, y1, x2, y2 = box
+    corners = [apply(m, x, y) for x in (x1, x2) for y in (y1, y2)]
+    if None in corners:
+        return None
+    xs, ys = zip(*corners, strict=True)
+    return [min(xs), min(ys), max(xs), max(ys)]
+
+
+def clip(box: Any, area: Any) -> list[float] | None:
+    if box is None:
+        return None
+    cut = [max(box[0], area[0]), max(box[1], area[1]), min(box[2], area[2]), min(box[3], area[3])]
+    return cut if cut[0] <= cut[2] and cut[1] <= cut[3] else None
+
+
+def area_of(box: list[float]) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def expected_box(
+    box: Any, crop: np.ndarray, ops: np.ndarray, covered: Any, limits: Boxes, centres: bool
+) -> list[float] | None:
+    whole = hull(crop, box)
+    cut = clip(whole, covered)
+    if centres:
+        x, y = (whole[0] + whole[2]) / 2, (whole[1] + whole[3]) / 2
+        if not (covered[0] < x < covered[2] and covered[1] < y < covered[3]):
+            return None
+    final = clip(hull(ops, cut), [0, 0, W, H]) if cut else None
+    if final is None or min(final[2] - final[0], final[3] - final[1]) < limits.min_size:
+        return None
+    if area_of(final) < limits.min_area:
+        return None
+    if limits.min_visibility:
+        unclipped = hull(ops, whole)
+        if unclipped is None or area_of(final) < limits.min_visibility * area_of(unclipped):
+            return None
+    return final
+
+
+def expected_keypoints(points: Any, crop: np.ndarray, ops: np.ndarray, covered: Any, flip: Any) -> np.ndarray:
+    result = np.zeros_like(points)
+    for k, (x, y, v) in enumerate(points):
+        place: Any = (x, y)
+        for m, (x1, y1, x2, y2) in ((crop, covered), (ops, (0, 0, W, H))):
+            place = place and apply(m, *place)
+            place = place if place and x1 <= place[0] < x2 and y1 <= place[1] < y2 else None
+        if v > 0 and place:
+            result[k] = *place, v
+    swap = flip and np.linalg.det(ops @ crop) < 0
+    return result[list(flip)] if swap else result
+
+
+@pytest.mark.parametrize("with_windows", [False, True])
+@pytest.mark.parametrize("centres", [False, True])
+@given(seed=SEEDS)
+def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, with_windows: bool) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 5, 6).tolist()
+    encoded, rows = random_targets(rng, counts), len(counts)
+    windows, ops = random_windows(rng, rows), random_matrices(rng, rows)
+    limits = Boxes(
+        min_size=float(rng.choice([0, 1, 5])),
+        min_area=float(rng.choice([0, 1, 40])),
+        min_visibility=float(rng.choice([0, 0.1, 0.7])),
+        crowd=str(rng.choice(["drop", "keep"])),
+    )
+    rules = Targets(boxes=limits, keypoints=Keypoints(pixel_centers=False))
+    crop = geometry.crop(windows) @ geometry.orientation(rng.integers(1, 9, rows), np.tile([H, W], (rows, 1)))
+    found = carry(
+        Objects.of(encoded, rules), crop=crop, ops=ops, size=(H, W), rules=rules, flip=FLIP, centres=centres,
+        windows=windows if with_windows else None,
+    )  # fmt: skip
+    expected = []
+    for i, sample in enumerate(np.repeat(range(rows), counts)):
+        (y, x), (h, w) = windows.offset[sample], windows.resized[sample]
+        covered = [max(x, 0), max(y, 0), min(x + w, W), min(y + h, H)] if with_windows else [0, 0, W, H]
+        box = expected_box(encoded.boxes[i].astype(float), crop[sample], ops[sample], covered, limits, centres)
+        if box and not (encoded.crowd[i] and limits.crowd == "drop"):
+            points = expected_keypoints(encoded.keypoints[i].astype(float), crop[sample], ops[sample], covered, FLIP)
+            expected.append((i, sample, box, points))
+    assert found.labels.tolist() == [i for i, *_ in expected]
+    assert found.sample.tolist() == [sample for _, sample, *_ in expected]
+    np.testing.assert_array_equal(found.ids, found.labels + 1000)
+    np.testing.assert_array_equal(found.area, encoded.area[found.labels])
+    np.testing.assert_array_equal(found.crowd, encoded.crowd[found.labels])
+    boxes, points = (np.array([e[k] for e in expected]) for k in (2, 3))
+    np.testing.assert_allclose(found.boxes, boxes.reshape(-1, 4), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.keypoints, points.reshape(-1, 5, 3), rtol=1e-9, atol=1e-9)
+
+
+# -- what comes in, what goes out --
+
+
+def test_coordinates_that_the_run_does_not_ask_for_are_left_out() -> None:
+    encoded = random_targets(np.random.default_rng(0), [2, 3])
+    only_boxes = Objects.of(encoded, Targets(boxes=Boxes(crowd="keep")))
+    assert (only_boxes.keypoints, only_boxes.boxes.dtype, len(only_boxes)) == (None, np.float64, 5)
+    only_points = Objects.of(encoded, Targets(keypoints=Keypoints()))
+    assert (only_points.boxes, only_points.keypoints.dtype) == (None, np.float64)
+    neither = Objects.of(encoded, Targets(masks=Masks()))
+    assert (neither.boxes, neither.keypoints) == (None, None)
+    no_points = Objects.of(replace(encoded, keypoints=None, boxes=None), ALL)
+    assert (no_points.boxes, no_points.keypoints) == (None, None)
+
+
+@pytest.mark.parametrize("crowd", ["drop", "keep"])
+def test_crowds(crowd: Any) -> None:
+    encoded = replace(random_targets(np.random.default_rng(0), [2, 2]), crowd=np.array([True, False, False, True]))
+    objects = Objects.of(encoded, Targets(boxes=Boxes(crowd=crowd)))
+    assert objects.labels.tolist() == ([1, 2] if crowd == "drop" else [0, 1, 2, 3])
+    assert objects.sample.tolist() == ([0, 1] if crowd == "drop" else [0, 0, 1, 1])
+
+
+def test_without_rules_of_boxes_crowds_are_dropped() -> None:
+    encoded = replace(random_targets(np.random.default_rng(0), [2]), crowd=np.array([True, False]))
+    assert Objects.of(encoded, Targets(keypoints=Keypoints())).labels.tolist() == [1]
+
+
+@pytest.mark.parametrize(("pixel_centers", "inside"), [(True, 3.5), (False, 3.0)])
+def test_pixel_indices_become_edges_and_indices_again(pixel_centers: bool, inside: float) -> None:
+    rules = Targets(keypoints=Keypoints(pixel_centers=pixel_centers))
+    objects = of([[0, 0, 9, 9]], rules, keypoints=[[[3, 3, 2], [7, 7, 0], [np.nan, 5, 0]]])
+    assert objects.keypoints.tolist() == [[[inside, inside, 2], [0, 0, 0], [0, 0, 0]]]
+    shown = objects.output_keypoints(rules)
+    assert shown.dtype == np.float32
+    assert shown.tolist() == [[[3, 3, 2], [0, 0, 0], [0, 0, 0]]]
+    assert of([[0, 0, 9, 9]]).output_keypoints(rules) is None
+
+
+def test_the_encoded_arrays_stay_as_they_are() -> None:
+    encoded = random_targets(np.random.default_rng(0), [3, 1])
+    before = {name: getattr(encoded, name).copy() for name in ("boxes", "keypoints", "labels", "crowd")}
+    moved(Objects.of(encoded, Targets(boxes=Boxes(), keypoints=Keypoints())), MIRROR, flip=FLIP)
+    for name, values in before.items():
+        np.testing.assert_array_equal(getattr(encoded, name), values)
+
+
+@pytest.mark.parametrize("counts", [[], [0], [0, 0, 0]])
+def test_no_object_keeps_shapes_and_types(counts: list[int]) -> None:
+    encoded = random_targets(np.random.default_rng(0), counts)
+    objects = Objects.of(encoded, ALL)
+    rows, eye = len(counts), np.eye(3)[None].repeat(len(counts), axis=0)
+    for empty in (objects, carry(objects, crop=eye, ops=eye, size=(H, W), rules=ALL, flip=FLIP, centres=True)):
+        assert [getattr(empty, name).dtype for name in COLUMNS] == [
+            np.int64, np.float64, np.int64, np.float64, np.bool_, np.float32, np.int64,
+        ]  # fmt: skip
+        assert (empty.boxes.shape, empty.keypoints.shape) == ((0, 4), (0, 5, 3))
+        assert empty.counts(rows).tolist() == counts
+        assert len(empty.rows(np.arange(rows))) == 0
+
+
+def test_objects_that_are_all_dropped_leave_empty_arrays() -> None:
+    gone = moved(of([[-50, -50, -10, -10], [500, 0, 600, 10]], keypoints=np.ones((2, 5, 3))))
+    assert (gone.boxes.shape, gone.boxes.dtype, gone.keypoints.shape) == ((0, 4), np.float64, (0, 5, 3))
+
+
+# -- one table --
+
+
+@given(seed=SEEDS)
+def test_all_columns_are_filtered_together(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    objects = Objects.of(random_targets(rng, rng.integers(0, 4, 5).tolist()), ALL)
+    keep = rng.random(len(objects)) < 0.5
+    for taken in (objects.take(keep), objects.take(np.flatnonzero(keep))):
+        for name in COLUMNS:
+            np.testing.assert_array_equal(getattr(taken, name), getattr(objects, name)[keep])
+
+
+@given(seed=SEEDS)
+def test_rows_renumbers_samples_and_keeps_what_belongs_to_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 4, 6)
+    objects = Objects.of(random_targets(rng, counts.tolist()), Targets(boxes=Boxes(crowd="keep")))
+    rows = rng.permutation(6)[: rng.integers(0, 7)]
+    kept = objects.rows(rows)
+    np.testing.assert_array_equal(kept.counts(len(rows)), counts[rows])
+    assert (np.diff(kept.sample) >= 0).all()
+    for number, row in enumerate(rows):
+        mine, before = kept.sample == number, objects.sample == row
+        for name in ("boxes", "labels", "ids", "area", "crowd"):
+            np.testing.assert_array_equal(getattr(kept, name)[mine], getattr(objects, name)[before])
+
+
+def test_counts_has_a_number_for_each_sample() -> None:
+    objects = Objects.of(random_targets(np.random.default_rng(0), [0, 2, 0, 1, 0]), Targets(boxes=Boxes(crowd="keep")))
+    counts = objects.counts(5)
+    assert (counts.tolist(), counts.dtype) == ([0, 2, 0, 1, 0], np.int64)
+
+
+@given(seed=SEEDS)
+def test_an_image_does_not_depend_on_the_others(seed: int) -> None:
+    """To the last bit, in any batch."""
+    rng = np.random.default_rng(seed)
+    counts, rules = rng.integers(0, 9, 8), Targets(boxes=Boxes(min_visibility=0.2), keypoints=Keypoints())
+    objects = Objects.of(random_targets(rng, counts.tolist()), rules)
+    crop, ops = geometry.crop(random_windows(rng, 8)), random_matrices(rng, 8)
+    together = carry(objects, crop=crop, ops=ops, size=(H, W), rules=rules, flip=FLIP)
+    for row in range(8):
+        one = np.array([row])
+        alone = carry(objects.rows(one), crop=crop[one], ops=ops[one], size=(H, W), rules=rules, flip=FLIP)
+        for name in COLUMNS:
+            np.testing.assert_array_equal(getattr(alone, name), getattr(together.rows(one), name))
+
+
+# -- moving --
+
+
+@pytest.mark.parametrize("pixel_centers", [True, False])
+@given(seed=SEEDS)
+def test_flip_twice_is_the_identity(seed: int, pixel_centers: bool) -> None:
+    rng = np.random.default_rng(seed)
+    rules = Targets(boxes=Boxes(crowd="keep"), keypoints=Keypoints(pixel_centers=pixel_centers))
+    start = moved(Objects.of(random_targets(rng, [7]), rules), rules=rules)
+    vertical = np.array([[1, 0, 0], [0, -1, H], [0, 0, 1.0]])
+    for flip in (MIRROR, vertical):
+        once = moved(start, flip, rules=rules, flip=FLIP)
+        twice = moved(once, flip, rules=rules, flip=FLIP)
+        np.testing.assert_allclose(twice.boxes, start.boxes, atol=1e-12)
+        np.testing.assert_allclose(twice.keypoints, start.keypoints, atol=1e-12)
+        # a point and its mirror image have changed places
+        np.testing.assert_array_equal(once.keypoints[:, FLIP, 2], start.keypoints[..., 2])
+
+
+def test_left_and_right_swap_only_where_the_image_is_mirrored() -> None:
+    points = [[[10, 10, 1], [20, 20, 2]]] * 4
+    objects = of([[0, 0, 40, 40]] * 4, keypoints=points, samples=4)
+    transpose = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 1.0]])
+    turn = np.array([[-1, 0, W], [0, -1, H], [0, 0, 1.0]])
+    crop, ops = np.stack([np.eye(3), np.eye(3), transpose, transpose]), np.stack([turn, MIRROR, np.eye(3), MIRROR])
+    found = carry(objects, crop=crop, ops=ops, size=(H, W), rules=ALL, flip=(1, 0))
+    assert found.keypoints[..., 2].tolist() == [[1, 2], [2, 1], [2, 1], [1, 2]]
+    unpaired = carry(objects, crop=crop, ops=ops, size=(H, W), rules=ALL, flip=None)
+    assert unpaired.keypoints[..., 2].tolist() == [[1, 2]] * 4
+
+
+def test_four_quarter_turns_are_the_identity() -> None:
+    turn = np.array([[0, -1, 60], [1, 0, 0], [0, 0, 1.0]])
+    start = of([[3, 7, 20, 41], [0, 0, 60, 60]], keypoints=[[[5, 6, 1], [0, 0, 0]]] * 2)
+    turned = start
+    for _ in range(4):
+        turned = moved(turned, turn, flip=(1, 0))
+    np.testing.assert_array_equal(turned.boxes, start.boxes)
+    np.testing.assert_array_equal(turned.keypoints, start.keypoints)
+
+
+def test_boxes_are_clipped_after_the_crop_and_at_the_end() -> None:
+    c = np.sqrt(0.5)
+    middle, back = np.array([[1, 0, 40], [0, 1, 30], [0, 0, 1.0]]), np.array([[1, 0, -40], [0, 1, -30], [0, 0, 1.0]])
+    turn = middle @ np.array([[c, -c, 0], [c, c, 0], [0, 0, 1]]) @ back
+    box = [70, 20, 170, 40]  # 90 pixels of it are right of the canvas
+    first = geometry.hulls(turn[None], np.array([[70.0, 20, 80, 40]]))
+    both = moved(of([box]), turn)
+    np.testing.assert_allclose(both.boxes, first.clip(0, [W, H, W, H]), atol=1e-12)
+    only_at_the_end = geometry.hulls(turn[None], np.array([box], dtype=float)).clip(0, [W, H, W, H])
+    assert (both.boxes[0, 2:] - both.boxes[0, :2]).prod() < (only_at_the_end[0, 2:] - only_at_the_end[0, :2]).prod()
+
+
+def test_what_the_crop_removed_does_not_come_back() -> None:
+    left = np.array([[1, 0, -50], [0, 1, 0], [0, 0, 1.0]])
+    found = moved(of([[90, 0, 110, 20], [60, 0, 79, 20]], keypoints=[[[95, 5, 2]], [[65, 5, 2]]]), left)
+    assert found.boxes.tolist() == [[10, 0, 29, 20]]
+    only_points = replace(of([[0, 0, 1, 1]], keypoints=[[[95, 5, 2], [65, 5, 2]]]), boxes=None)
+    assert moved(only_points, left).keypoints.tolist() == [[[0, 0, 0], [15, 5, 2]]]
+
+
+def test_keypoints_are_never_moved_to_the_border() -> None:
+    points = [[[0, 0, 2], [79.5, 59.5, 1], [80, 5, 2], [5, 60, 2], [-0.1, 5, 1]]]
+    found = moved(of([[0, 0, 80, 60]], keypoints=points))
+    assert found.keypoints.tolist() == [[[0, 0, 2], [79.5, 59.5, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]]
+
+
+def test_objects_without_boxes_are_all_kept() -> None:
+    objects = replace(of([[0, 0, 1, 1]] * 2, keypoints=[[[500, 5, 2]], [[5, 5, 2]]]), boxes=None)
+    found = moved(objects, rules=Targets(keypoints=Keypoints()))
+    assert found.keypoints.tolist() == [[[0, 0, 0]], [[5, 5, 2]]]
+
+
+def test_a_box_that_ends_just_outside_is_dropped_although_there_are_no_limits() -> None:
+    """Not kept with x1 > x2 for being near enough to the smallest size."""
+    beside = np.array([[1, 0, W + 1e-10], [0, 1, 0], [0, 0, 1]])
+    assert len(moved(of([[0, 0, 5, 5]]), beside)) == 0
+
+
+def test_boxes_move_without_rules_of_boxes() -> None:
+    objects = of([[0, 0, 5, 5], [100, 0, 105, 5]], keypoints=[[[1, 1, 2]]] * 2)
+    found = moved(objects, MIRROR, rules=Targets(keypoints=Keypoints()))
+    assert found.boxes.tolist() == [[75, 0, 80, 5]]
+
+
+def test_an_object_behind_the_viewer_is_dropped() -> None:
+    m = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1]])  # w' <= 0 right of x = 50
+    objects = of([[5, 5, 10, 10], [40, 5, 60, 10], [60, 5, 70, 10]], keypoints=[[[8, 8, 2], [60, 8, 2]]] * 3)
+    found = moved(objects, m)
+    assert found.labels.tolist() == [0]
+    assert found.keypoints[0, :, 2].tolist() == [2, 0]
+
+
+# -- filters --
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"min_size": 2}, [0, 2, 3]),
+        ({"min_area": 20}, [0, 1]),
+        ({"min_area": 20.1}, [0]),
+        ({"min_visibility": 0.5}, [0, 1, 2, 4]),
+        ({"min_visibility": 0.51}, [0, 1, 4]),
+        ({"min_visibility": 1}, [0, 1, 4]),
+    ],
+)
+def test_limits(limits: dict[str, float], kept: list[int]) -> None:
+    boxes = [
+        [0, 0, 30, 30],
+        [10, 10, 30, 11],  # thin
+        [78, 0, 82, 4],  # half of it inside
+        [78, 20, 98, 24],  # a tenth of it
+        [5, 5, 5, 5],  # no area
+        [80.5, 0, 90, 10],  # outside
+        [-20, -20, -5, -5],
+    ]
+    rules = Targets(boxes=Boxes(**{"min_size": 0, "min_area": 0, **limits}))
+    found = moved(of(boxes, rules), rules=rules)
+    assert found.labels.tolist() == kept
+
+
+def test_limits_hold_in_pixels_of_the_output() -> None:
+    third = np.diag([1 / 3, 1 / 3, 1])
+    found = moved(of([[1, 1, 4, 4], [1, 1, 3.9, 4]], Targets(boxes=Boxes())), crop=third, rules=Targets(boxes=Boxes()))
+    assert found.labels.tolist() == [0]  # exactly one pixel, in spite of rounding
+
+
+def test_centres_on_the_border_of_the_crop_are_outside() -> None:
+    window = CropWindows(np.array([[7, 13, 30, 41]]), np.array([[H, W]]), np.array([[0, 0]]), (H, W))
+    at = [[13, 20], [13.25, 20], [54, 20], [53.75, 20], [20, 7], [20, 7.25], [20, 37], [20, 36.75]]
+    boxes = [[x - 2, y - 2, x + 2, y + 2] for x, y in at]
+    found = moved(of(boxes), crop=geometry.crop(window), windows=window, centres=True)
+    assert found.labels.tolist() == [1, 3, 5, 7]
+    assert len(moved(of(boxes), crop=geometry.crop(window), windows=window)) == 8
+
+
+def test_windows_clip_to_the_part_that_the_image_covers() -> None:
+    """A letterbox: the image is 80 x 30 in the middle of 80 x 60. A box that leaves the image ends at its border."""
+    window = CropWindows(np.array([[0, 0, 30, 80]]), np.array([[30, 80]]), np.array([[15, 0]]), (H, W))
+    objects = of([[5, -10, 10, 40], [5, -9, 10, -2]], keypoints=[[[6, 5, 2], [6, -5, 2]]] * 2)
+    found = moved(objects, crop=geometry.crop(window), windows=window)
+    assert found.boxes.tolist() == [[5, 15, 10, 45]]
+    assert found.keypoints.tolist() == [[[6, 20, 2], [0, 0, 0]]]
+    assert len(moved(objects, crop=geometry.crop(window))) == 2
+
+
+def test_a_window_beside_the_canvas_leaves_nothing() -> None:
+    window = CropWindows(np.array([[0, 0, 1, 1]]), np.array([[1, 1]]), np.array([[-5, 0]]), (H, W))
+    found = moved(of([[0, 0, 80, 60]], keypoints=[[[0.5, 0.5, 2]]]), crop=geometry.crop(window), windows=window)
+    assert len(found) == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_values_without_a_place_are_dropped_without_a_warning(value: float, recwarn: pytest.WarningsRecorder) -> None:
+    keypoints = [[[value, value, 2], [1, 1, 2]]] * 2
+    m = np.array([[1, 0.1, 0], [0.1, 1, 0], [0, 0, 1]])
+    rules = Targets(boxes=Boxes(min_visibility=0.01), keypoints=Keypoints())
+    found = moved(of([[value, 0, value, 5], [0, 0, 5, 5]], rules, keypoints=keypoints), m, rules=rules, flip=(1, 0))
+    assert found.labels.tolist() == [1]
+    assert found.keypoints[0, :, 2].tolist() == [0, 2]
+    assert not recwarn
+
+
+def test_boxes_far_outside_an_image_cover_it_or_vanish() -> None:
+    found = moved(of([[-1e6, -1e6, 1e6, 1e6], [1e6, 1e6, 2e6, 2e6]]), MIRROR)
+    assert found.labels.tolist() == [0]
+    assert found.boxes.tolist() == [[0, 0, W, H]]
+
+
+def test_ten_thousand_objects() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(10_000, np.ones(16) / 16)
+    rules = Targets(boxes=Boxes(crowd="keep"), keypoints=Keypoints())
+    objects = Objects.of(random_targets(rng, counts.tolist(), points=5), rules)
+    ops = random_matrices(rng, 16)
+    found = carry(objects, crop=np.eye(3)[None].repeat(16, 0), ops=ops, size=(H, W), rules=rules, flip=FLIP)
+    assert 1000 < len(found) < 10_000
+    np.testing.assert_array_equal(found.counts(16), np.bincount(found.sample, minlength=16))
+    assert (found.boxes >= 0).all()
+    assert (found.boxes <= [W, H, W, H]).all()
+    assert found.boxes.flags.c_contiguous
+    assert found.keypoints.flags.c_contiguous

@@ -1,0 +1,345 @@
+"""Packing with masks, boxes and keypoints: the same targets as the original, formulas for smaller sizes, faults."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from pictures import encode, photograph
+from PIL import Image
+
+import gpuaug
+from gpuaug.decode.decoder import Decode
+from gpuaug.errors import ConfigError, DataError, SourceError
+from gpuaug.loader.faults import Faults
+from gpuaug.source import runs
+from gpuaug.source.packed import PackedSource
+from gpuaug.source.shards import ShardSource
+from gpuaug.targets import masks
+from gpuaug.tools.main import main
+from gpuaug.tools.pack import job
+from gpuaug.tools.pack.command import pack, verify
+from gpuaug.tools.pack.job import Pack
+from gpuaug.tools.pack.targets import encode_mask
+
+PILLOW = Decode(backend="pillow")
+COUNT, POINTS = 11, 3
+SIZES = [(60, 80), (91, 57), (40, 40), (75, 101)]  # (height, width), stored
+ALL = gpuaug.Targets(masks=gpuaug.Masks(), boxes=gpuaug.Boxes(crowd="keep"), keypoints=gpuaug.Keypoints())
+
+
+def png(values: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "PNG")
+    return out.getvalue()
+
+
+def palette(values: np.ndarray) -> bytes:
+    image, out = Image.fromarray(values).convert("P"), io.BytesIO()
+    image.putdata(values.reshape(-1).tolist())
+    image.putpalette([(37 * k) % 256 for k in range(768)])
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+class Scenes:
+    """Photographs with masks of all kinds; some are turned by EXIF, with targets for the stored image."""
+
+    target_kinds = frozenset({"masks", "boxes", "keypoints"})
+    num_keypoints = POINTS
+    flip_pairs = (0, 2, 1)
+    classes = tuple(f"thing {k}" for k in range(9))
+
+    def __init__(self, change: dict[int, dict] | None = None) -> None:
+        rng = np.random.default_rng(1)
+        self.items = []
+        for i in range(COUNT):
+            h, w = SIZES[i % 4]
+            count = i % 4
+            corner = rng.uniform(0, 0.6, (count, 2)) * (w, h)
+            boxes = np.concatenate([corner, corner + rng.uniform(0.1, 0.4, (count, 2)) * (w, h)], axis=1)
+            points = np.concatenate(
+                [rng.uniform(0, 1, (count, POINTS, 2)) * (w, h), rng.integers(0, 3, (count, POINTS, 1))], axis=2
+            )
+            values = rng.integers(0, 256, (h, w)).astype(np.uint8)
+            forms = [png(values), palette(values), png(values.astype(np.uint16) * 200), runs.encode(values // 64)]
+            fields = {"mask": forms[i % 4], "boxes": boxes, "labels": rng.integers(0, 9, count), "keypoints": points,
+                      "ids": 50 * i + np.arange(count), "crowd": np.arange(count) == 2, "size": (h, w),
+                      "area": rng.uniform(1, 99, count)}  # fmt: skip
+            fields |= (change or {}).get(i, {})
+            exif = Image.Exif()
+            exif[274] = 1 if i < 5 else i - 3  # 2 .. 7
+            image = encode(photograph(size=(w, h)), "JPEG", quality=95, exif=exif)
+            self.items.append((image, gpuaug.Target(**fields)))
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[bytes, gpuaug.Target]:
+        return self.items[index]
+
+    def key(self, index: int) -> str:
+        return f"scene/{index}"
+
+
+def run(source: object, out: Path, *, policy: str = "raise", **what: object) -> dict:
+    how = {"decode": PILLOW, "faults": Faults(policy=policy), "num_workers": 0}
+    return pack(source, out, what=Pack(**{"samples": 4, **what}), **how)
+
+
+@pytest.fixture(scope="module", params=["jpeg", "uint8"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("targets") / request.param
+    run(Scenes(), out, sizes=[24, 400], format=request.param)
+    return out
+
+
+def batches(source: object, targets: gpuaug.Targets = ALL, **settings: object) -> list[gpuaug.Batch]:
+    ops = {"flip": K.RandomHorizontalFlip(p=0.5), "turn": K.RandomAffine(degrees=20.0, p=0.7)}
+    recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32, scale=(0.4, 1)), ops=ops)
+    usual = {"augment": recipe, "batch_size": 4, "num_workers": 0, "seed": 3, "device": "cpu", "decode": PILLOW}
+    with gpuaug.Loader(source, targets=targets, **usual | settings) as loader:
+        return list(loader)
+
+
+def test_training_sees_the_same_targets(packed: Path) -> None:
+    """No image is larger than the packed size, so nothing is resized; seven are turned upright."""
+    source = PackedSource(packed)
+    assert source.target_kinds == Scenes.target_kinds
+    assert source.num_keypoints == POINTS
+    assert source.flip_pairs == (0, 2, 1)
+    assert source.classes == [*Scenes.classes]
+    other = PackedSource(packed, classes=[*reversed(Scenes.classes), "more"])
+    assert other.num_classes == 10
+    assert (8 - other[3][1].labels == source[3][1].labels).all()
+    with pytest.raises(SourceError, match="`source.classes` lacks"):
+        PackedSource(packed, classes=Scenes.classes[:5])
+    for a, b in zip(batches(Scenes()), batches(source), strict=True):
+        assert torch.equal(a.indices, b.indices)
+        assert torch.equal(a.targets.masks, b.targets.masks)
+        assert a.targets.counts.tolist() == b.targets.counts.tolist()
+        assert sum(a.targets.counts) > 0
+        for name in ("labels", "ids", "crowd", "area", "sample", "sizes"):
+            assert torch.equal(getattr(a.targets, name), getattr(b.targets, name)), name
+        assert torch.allclose(a.targets.boxes, b.targets.boxes, atol=1e-3)
+        assert torch.allclose(a.targets.keypoints, b.targets.keypoints, atol=1e-3)
+
+
+def test_smaller_sizes_follow_the_formulas(packed: Path) -> None:
+    source, whole, original = PackedSource(packed, size=24), PackedSource(packed), Scenes()
+    assert (source.shapes().min(axis=1) == 24).all()
+    for i in range(COUNT):
+        (_, target), (_, large) = source[i], whole[i]
+        (h, w), (height, width) = source.shapes()[i], whole.shapes()[i]
+        assert target.size == (h, w)
+        assert large.size == (height, width)
+        scale = np.array([w / width, h / height])
+        np.testing.assert_allclose(target.boxes.reshape(-1, 2), large.boxes.reshape(-1, 2) * scale, atol=1e-4)
+        seen = large.keypoints[..., 2] > 0
+        want = (large.keypoints[..., :2] + 0.5) * scale - 0.5
+        np.testing.assert_allclose(target.keypoints[seen][:, :2], want[seen], atol=1e-4)
+        np.testing.assert_allclose(target.area, large.area * scale.prod(), rtol=1e-5)
+        values = [masks.decode(t.mask, stored=t.size, exif=1, max_pixels=10**6) for t in (target, large)]
+        rows = (2 * np.arange(h) + 1) * height // (2 * h)
+        columns = (2 * np.arange(w) + 1) * width // (2 * w)
+        assert (values[0] == values[1][rows][:, columns]).all()
+        if i < 5:  # not turned
+            stored = masks.decode(original[i][1].mask, stored=(height, width), exif=1, max_pixels=10**6)
+            assert (values[1] == stored).all()
+            np.testing.assert_array_equal(large.boxes, original[i][1].boxes.astype(np.float32))
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 2}, {"cache": gpuaug.RamCache(max_bytes=2**22)}, {"ahead": 2**20},
+                                      {"prefetch": 0}])  # fmt: skip
+def test_workers_and_caches_change_nothing(packed: Path, settings: dict) -> None:
+    want = batches(PackedSource(packed))
+    for a, b in zip(want, batches(PackedSource(packed), **settings), strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.targets.masks, b.targets.masks)
+        assert torch.equal(a.targets.boxes, b.targets.boxes)
+
+
+def test_each_epoch_has_the_targets_of_its_size(packed: Path) -> None:
+    recipe = gpuaug.Augment(crop=gpuaug.Resize((16, 16)))
+    usual = {"augment": recipe, "batch_size": 11, "num_workers": 0, "device": "cpu", "decode": PILLOW, "targets": ALL}
+    with gpuaug.Loader(PackedSource(packed, size={0: 24, 1: 400}), **usual) as loader:
+        first, second = next(iter(loader)).targets, next(iter(loader)).targets
+    for targets, size in ((first, 24), (second, 400)):
+        shapes = PackedSource(packed, size=size).shapes()
+        assert (targets.sizes.numpy() == shapes[targets.indices.numpy()]).all()
+
+
+def test_a_url_gives_the_same(packed: Path) -> None:
+    pytest.importorskip("fsspec")
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(packed), f"/{packed.name}", recursive=True)
+    here, there = PackedSource(packed), PackedSource(f"memory://{packed.name}")
+    for i in range(COUNT):
+        (a, x), (b, y) = here[i], there[i]
+        assert bytes(a) == bytes(b)
+        assert bytes(x.mask) == bytes(y.mask)
+    for a, b in zip(batches(here), batches(there), strict=True):
+        assert torch.equal(a.targets.masks, b.targets.masks)
+
+
+def test_tars_stay_webdataset(tmp_path: Path) -> None:
+    run(Scenes(), tmp_path / "out")
+    with tarfile.open(tmp_path / "out" / "full" / "00000.tar") as tar:
+        assert tar.getnames() == [f"{i:09d}.{end}" for i in range(4) for end in ("jpg", "seg.png")]
+        mask = Image.open(io.BytesIO(tar.extractfile("000000001.seg.png").read()))
+        assert mask.mode == "L"  # without the palette
+    shards, source = ShardSource(str(tmp_path / "out" / "full"), labels="none"), PackedSource(tmp_path / "out")
+    assert [shards[i][0] for i in range(COUNT)] == [bytes(source[i][0]) for i in range(COUNT)]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("largest", [1, 255, 256, 65535, 65536, 2**24 - 1])
+@pytest.mark.parametrize("panoptic", [False, True])
+def test_masks_are_exact(raw: bool, largest: int, panoptic: bool) -> None:
+    rng = np.random.default_rng(largest)
+    for side in (1, 9, 64):
+        noise = rng.integers(0, largest + 1, (side, side + 3))
+        calm = np.sort(noise.reshape(-1)).reshape(noise.shape)
+        for values in (noise, calm, np.full_like(noise, largest)):
+            mask = values.astype(np.uint8 if largest < 256 else np.int32)
+            data = encode_mask(mask, raw=raw, panoptic=panoptic)
+            back = masks.decode(data, stored=mask.shape, exif=1, max_pixels=10**6, ids_in_rgb=panoptic)
+            assert (back == mask).all()
+
+
+BAD = {
+    "no mask": {"mask": None},
+    "damaged": {"mask": b"x" * 40},
+    "other size": {"mask": png(np.zeros((5, 6), np.uint8))},
+    "inverted": {"boxes": [[9, 0, 3, 4.0]] * 2},
+    "annotated size": {"size": (7, 7)},
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_a_bad_target_is_a_fault_of_its_sample(change: dict, tmp_path: Path) -> None:
+    source = Scenes({6: change})
+    with pytest.raises(DataError, match="scene/6"):
+        run(source, tmp_path / "raised", sizes=30)
+    found = run(source, tmp_path / "out", policy="drop", sizes=30)
+    assert [entry["key"] for entry in found["dropped"]] == ["scene/6"]
+    clean, left = tmp_path / "clean", PackedSource(tmp_path / "out")
+    run(Scenes(), clean, sizes=30)
+    others = [i for i in range(COUNT) if i != 6]
+    for k, i in enumerate(others):
+        (a, x), (b, y) = left[k], PackedSource(clean)[i]
+        assert bytes(a) == bytes(b)
+        assert bytes(x.mask) == bytes(y.mask)
+        assert np.array_equal(x.boxes, y.boxes)
+        assert np.array_equal(x.keypoints, y.keypoints)
+        assert x.ids.tolist() == y.ids.tolist()
+
+
+def test_sources_that_declare_nothing_and_samples_without_objects(tmp_path: Path) -> None:
+    items = [(data, gpuaug.Target(boxes=target.boxes, labels=target.labels)) for data, target in Scenes().items]
+    run(items, tmp_path / "boxes", samples=1)
+    source = PackedSource(tmp_path / "boxes")
+    assert source.target_kinds == {"boxes"}
+    for a, (_, b) in zip(source, items, strict=True):
+        assert len(a[1].boxes) == len(b.boxes)
+    run([(data, gpuaug.Target(mask=target.mask, label=7)) for data, target in Scenes().items], tmp_path / "masks")
+    source = PackedSource(tmp_path / "masks")
+    assert source.target_kinds == {"masks"}
+    assert source[3][1].label == source.label(3).label == 7
+    points = [(d, gpuaug.Target(keypoints=t.keypoints, labels=t.labels)) for d, t in Scenes().items]
+    run(points, tmp_path / "points")
+    only = gpuaug.Targets(keypoints=gpuaug.Keypoints())
+    for a, b in zip(batches(points, only), batches(PackedSource(tmp_path / "points"), only), strict=True):
+        assert torch.allclose(a.targets.keypoints, b.targets.keypoints, atol=1e-3)
+
+
+def test_fractions_become_pixels_and_large_images_are_packed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Annotations as YOLO has them; and the same bytes if the images of a batch do not fit beside each other."""
+    box = np.array([[0.25, 0.5, 0.75, 1.0]])
+    items = [
+        (d, gpuaug.Target(mask=t.mask, boxes=box, labels=[k], size=(1, 1))) for k, (d, t) in enumerate(Scenes().items)
+    ]
+    run(items, tmp_path / "a", sizes=[24])
+    source = PackedSource(tmp_path / "a")
+    assert source.target_kinds == {"masks", "boxes"}
+    for i in range(COUNT):
+        h, w = source.shapes()[i]
+        np.testing.assert_allclose(source[i][1].boxes, box * (w, h, w, h), rtol=1e-6)
+        assert source[i][1].labels.tolist() == [i]
+    monkeypatch.setattr(job, "_CANVAS_BYTES", 100)
+    run(items, tmp_path / "b", sizes=[24])
+    names = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+
+
+def test_a_stopped_run_continues_and_processes_change_no_byte(tmp_path: Path) -> None:
+    def content(place: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+    run(Scenes(), tmp_path / "a", sizes=[24])
+    with pytest.raises(DataError):
+        run(Scenes({6: {"mask": None}}), tmp_path / "b", sizes=[24])
+    assert (tmp_path / "b" / ".partial" / "done" / "00000.json").exists()
+    run(Scenes(), tmp_path / "b", sizes=[24])
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+    with pytest.raises(ConfigError, match="holds another job.*pixel_centers"):
+        run(Scenes(), tmp_path / "a", sizes=[24], pixel_centers=False)
+
+
+def test_damage_is_found(packed: Path, tmp_path: Path) -> None:
+    def fresh() -> Path:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.copytree(packed, tmp_path / "out")
+        return tmp_path / "out"
+
+    out = fresh()
+    assert verify(out) == []
+    name = sorted(path.name for path in (out / "400").glob("00000.*"))[0]
+    begin = int(np.load(out / "index" / "400.mask_offsets.npy")[1])
+    data = bytearray((out / "400" / name).read_bytes())
+    data[begin + 30] ^= 1
+    (out / "400" / name).write_bytes(data)
+    boxes = np.load(out / "index" / "24.boxes.npy")
+    np.save(out / "index" / "24.boxes.npy", boxes + 1)
+    assert [line.split(":")[0] for line in verify(out)] == [f"400/{name}", "index/24.boxes.npy"]
+    np.save(out / "index" / "24.boxes.npy", boxes[1:])
+    with pytest.raises(SourceError, match=r"24\.boxes\.npy"):
+        PackedSource(out, size=24)
+    bounds = np.load(fresh() / "index" / "object_bounds.npy")
+    np.save(out / "index" / "object_bounds.npy", bounds[::-1].copy())
+    with pytest.raises(SourceError, match="object_bounds"):
+        PackedSource(out)
+    begins = np.load(fresh() / "index" / "400.mask_offsets.npy")
+    for wrong in (begins + 2**40, begins * 0):
+        np.save(out / "index" / "400.mask_offsets.npy", wrong)
+        with pytest.raises(SourceError):
+            PackedSource(out)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, (data, target) in enumerate(Scenes().items):
+        if i % 4 != 3:  # runs are no files
+            for name, content in (("images/{}.jpg", data), ("masks/{}.png", target.mask)):
+                file = tmp_path / "in" / name.format(i)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+    call = ["pack", "source=masks", f"source.root={tmp_path / 'in'}", f"out={tmp_path / 'out'}", "sizes=[24]"]
+    assert main([*call, "num_workers=1", "verify=true", f"json={tmp_path / 'r.json'}"]) == 0
+    assert "masks" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r.json").read_text())["targets"] == ["masks"]
+    words = ["source=packed", f"source.root={tmp_path / 'out'}", "targets=segmentation", "augment=standard"]
+    with gpuaug.build(gpuaug.compose("train", [*words, "augment.crop.size=16", "device=cpu"])) as loader:
+        _, found = next(iter(loader))
+    assert found.shape[1:] == (16, 16)
+    assert main([*call, "pixel_centers=maybe"]) == 2

@@ -1,0 +1,284 @@
+"""`gpuaug preview` with targets: masks, boxes and keypoints are drawn where they are, on every picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+pytest.importorskip("skimage")
+pytest.importorskip("sklearn")
+
+import scenes as made
+
+import gpuaug
+from gpuaug.source.coco_json import parse
+from gpuaug.tools import sheet
+from gpuaug.tools.main import main
+from gpuaug.tools.preview import annotations as drawing
+from gpuaug.tools.preview import command as preview
+from gpuaug.tools.preview.annotations import Annotations, Style, color_of, drawn
+
+SIZE = (150, 200)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write(tmp_path_factory.mktemp("scenes"), count=4, size=SIZE, things=4)
+
+
+def coco(scenes: Path, **more: object) -> gpuaug.CocoSource:
+    return gpuaug.CocoSource(scenes / "images", annotations=scenes / "instances.json", **more)
+
+
+SEGMENTATION = gpuaug.Targets(masks=gpuaug.Masks())
+POSE = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
+
+
+def samples(source: object, targets: gpuaug.Targets, augment: gpuaug.Augment, count: int = 3) -> list[preview.Sample]:
+    with gpuaug.Loader(source, targets=targets, augment=augment, num_workers=0, prefetch=0, device="cpu") as loader:
+        return preview.samples_of(loader, gpuaug.Decode(num_threads=1), indices=range(count), epochs=[0, 1])
+
+
+def blended(picture: np.ndarray, color: tuple[int, int, int], share: float) -> np.ndarray:
+    return np.rint(picture + (np.array(color) - picture) * share)
+
+
+def interior(mask: np.ndarray, value: int) -> np.ndarray:
+    """Pixels of a value whose neighbours have it too."""
+    same = mask == value
+    inner = same.copy()
+    inner[:-1] &= same[1:]
+    inner[:, :-1] &= same[:, 1:]
+    inner[-1:] = inner[:, -1:] = False
+    return inner
+
+
+def test_masks_have_the_colors_of_their_classes(scenes: Path) -> None:
+    augment = gpuaug.Augment(crop=gpuaug.RandomScaleCrop(160, base=120), ops={"flip": K.RandomHorizontalFlip()})
+    seen = set()
+    for sample in samples(gpuaug.MaskFolderSource(scenes), SEGMENTATION, augment):
+        for picture, shown in zip(sample.pictures, sample.annotations, strict=True):
+            assert shown.mask is not None
+            pixels = np.asarray(picture).astype(float)
+            out = np.asarray(drawn(picture, 1, shown, Style(SEGMENTATION))).astype(float)
+            for value in np.unique(shown.mask).tolist():
+                inner = interior(shown.mask, value)
+                seen.add(value)
+                if value == 255:  # light or dark stripes, and the image behind them
+                    light, dark = (blended(pixels, tone, 0.8)[inner] for tone in (sheet.STRIPED, sheet.STRIPE))
+                    is_light, is_dark = ((np.abs(out[inner] - x) <= 1).all(axis=1) for x in (light, dark))
+                    assert (is_light | is_dark).all()
+                    assert 0.6 < is_light.mean() < 0.9 or inner.sum() < 500
+                else:
+                    color, share = (color_of(value - 1), 0.5) if value else (drawing.BACKGROUND, 0.4)
+                    assert np.abs(out[inner] - blended(pixels, color, share)[inner]).max(initial=0) <= 1
+    assert seen == {0, 1, 2, 3, 255}
+
+
+def test_boxes_and_labels_are_drawn_inside_their_edges() -> None:
+    picture = Image.new("RGB", (120, 100), (90, 90, 90))
+    shown = Annotations(
+        None, np.array([[20.0, 30, 80, 90]], np.float32), None, np.array([1]), np.array([False]), np.array([5])
+    )
+    style = Style(gpuaug.Targets(boxes=gpuaug.Boxes()), ["a", "cat"])
+    out = np.asarray(drawn(picture, 1, shown, style))
+    color = list(color_of(1))
+    for y, x in ((30, 70), (89, 50), (60, 20), (60, 21), (60, 79)):
+        assert out[y, x].tolist() == color
+    assert out[60, 50].tolist() == [90, 90, 90]
+    assert (out[:, 85:] == 90).all()
+    label = out[16:30, 20:40]  # above the box
+    assert (label == color).all(axis=2).mean() > 0.4
+    assert label.sum(axis=2).min() < sum(color) / 2  # black text
+    twice = np.asarray(drawn(picture, 2, shown, style))  # the line does not become thicker
+    assert [(row == color).all() for row in twice[120, 38:46]] == [False, False, True, True, False, False, False, False]
+
+
+def test_labels_do_not_cover_each_other_or_small_objects() -> None:
+    picture, free = Image.new("RGB", (200, 200)), np.array([[10.0, 50, 90, 120]] * 2, np.float32)
+    tiny = np.array([[150.0, 150, 160, 158]], np.float32)
+    style = Style(gpuaug.Targets(boxes=gpuaug.Boxes()), ["class"])
+
+    def text_pixels(boxes: np.ndarray) -> int:
+        n = len(boxes)
+        shown = Annotations(None, boxes, None, np.zeros(n, int), np.zeros(n, bool), np.full(n, -1))
+        out = np.asarray(drawn(picture, 1, shown, style)).astype(int)
+        return int((out == color_of(0)).all(axis=2).sum())
+
+    one, both = text_pixels(free[:1]), text_pixels(free)
+    assert both > one + 150  # the second label is at another place
+    assert text_pixels(tiny) <= 2 * (10 + 8) * 2
+
+
+def test_keypoints_are_dots_with_the_sources_skeleton(scenes: Path) -> None:
+    source = coco(scenes)
+    assert source.skeleton == ((0, 1), (1, 2), (2, 0))
+    augment = gpuaug.Augment(crop=gpuaug.Letterbox(240))
+    style = Style(replace_boxes(POSE), source.classes, source.skeleton)
+    dots = lines = 0
+    for sample in samples(source, POSE, augment):
+        for picture, shown in zip(sample.pictures, sample.annotations, strict=True):
+            assert shown.keypoints is not None
+            alone = replace(shown, boxes=None)
+            out = np.asarray(drawn(picture, 1, alone, style))
+            bare = np.asarray(drawn(picture, 1, alone, replace(style, skeleton=())))
+            visible = shown.keypoints[..., 2] > 0
+            last = {}  # dots that are drawn later may cover earlier ones
+            for points in shown.keypoints:
+                for k, (x, y, v) in enumerate(points.tolist()):
+                    if v:
+                        last[int(x), int(y)] = k
+            spread = [p for p in last if all(max(abs(p[0] - q[0]), abs(p[1] - q[1])) > 12 for q in last if q != p)]
+            for x, y in spread:
+                if 4 < x < 235 and 4 < y < 235:
+                    assert bare[y, x].tolist() == list(color_of(last[x, y]))
+                    dots += 1
+            lines += int((out != bare).any()) if visible.any() else 0
+    assert dots > 5
+    assert lines > 0
+
+
+def replace_boxes(targets: gpuaug.Targets) -> gpuaug.Targets:
+    return gpuaug.Targets(boxes=targets.boxes, keypoints=targets.keypoints)
+
+
+def test_originals_have_the_annotations_of_the_file(scenes: Path) -> None:
+    document = json.loads((scenes / "instances.json").read_text())
+    for sample in samples(coco(scenes), POSE, gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32))):
+        own = [a for a in document["annotations"] if a["image_id"] == sample.index + 1]
+        assert sample.annotated is not None
+        boxes = np.array([[x, y, x + w, y + h] for x, y, w, h in (a["bbox"] for a in own)])
+        np.testing.assert_allclose(sample.annotated.boxes, boxes, atol=1e-3)
+        assert sample.annotated.ids.tolist() == [a["id"] for a in own]
+        points = np.array([a["keypoints"] for a in own]).reshape(-1, 3, 3)
+        points[..., :2] += 0.5 * (points[..., 2:] > 0)
+        seen = points[..., 2] > 0
+        np.testing.assert_allclose(sample.annotated.keypoints[seen], points[seen], atol=1e-3)
+    for sample in samples(gpuaug.MaskFolderSource(scenes), SEGMENTATION, gpuaug.Augment(crop=gpuaug.Resize(32))):
+        with Image.open(scenes / "masks" / f"{sample.index:03d}.png") as mask:
+            assert sample.annotated is not None
+            assert np.array_equal(sample.annotated.mask, np.asarray(mask))
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 8])
+def test_turned_originals_are_drawn_with_turned_masks(orientation: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(orientation)
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    exif = Image.Exif()
+    exif[274] = orientation
+    values = rng.integers(0, 4, (30, 40)).astype(np.uint8)
+    Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(tmp_path / "images" / "a.jpg", exif=exif)
+    Image.fromarray(values).save(tmp_path / "masks" / "a.png")
+    augment = gpuaug.Augment(crop=gpuaug.Resize(24))
+    (sample,) = samples(gpuaug.MaskFolderSource(tmp_path), SEGMENTATION, augment, count=1)
+    turned = Image.fromarray(values)
+    turned.getexif()[274] = orientation
+    assert sample.annotated is not None
+    assert sample.original is not None
+    assert np.array_equal(sample.annotated.mask, np.asarray(ImageOps.exif_transpose(turned)))
+    assert sample.original.size == sample.annotated.mask.shape[::-1]
+
+
+def test_an_object_has_one_color_in_all_pictures(scenes: Path) -> None:
+    pytest.importorskip("pycocotools")
+    targets = gpuaug.Targets(masks=gpuaug.Masks(kind="instances"), boxes=gpuaug.Boxes())
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(64, scale=(0.2, 0.5)))
+    colors: dict[int, set[tuple[int, int, int]]] = {}
+    for sample in samples(coco(scenes, masks="instances"), targets, augment):
+        style = Style(targets).for_sample(sample.annotated)
+        assert sample.annotated is not None
+        for shown in (sample.annotated, *sample.annotations):
+            for k, number in enumerate(shown.ids.tolist()):
+                colors.setdefault(number, set()).add(style.color(shown, k))
+        assert len({style.color(sample.annotated, k) for k in range(len(sample.annotated))}) == len(sample.annotated)
+    assert set(map(len, colors.values())) == {1}
+
+
+def test_the_legend_names_the_classes_that_are_shown() -> None:
+    def mask(*values: int) -> Annotations:
+        none = np.zeros(0, dtype=np.int64)
+        return Annotations(np.array([values]), None, None, none, none.astype(bool), none)
+
+    style = Style(SEGMENTATION, ["road", "car"])
+    assert style.legend([mask(0, 1, 255), mask(7)]) == [
+        (drawing.BACKGROUND, "0: road"), (color_of(0), "1: car"), (color_of(6), "7"), (None, "255: ignored"),
+    ]  # fmt: skip
+    many = style.legend([mask(*range(100))])
+    assert len(many) == drawing.LEGEND + 1
+    assert many[-1][1] == f"and {100 - drawing.LEGEND} more classes"
+    assert len({color_of(k) for k in range(200)}) == 200
+    row = sheet.Row("row", [], [sheet.Cell(Image.new("RGB", (40, 40)), "cell")])
+    page = np.asarray(sheet.sheet([row], heading="h", lines=["l"], legend=[*many, (None, "255: ignored")]))
+    assert all((page == chip).all(axis=2).sum() > 60 for chip in (color_of(0), color_of(5), sheet.STRIPED))
+    text = sheet.page([row], heading="h", lines=["l"], legend=[((1, 2, 3), "<b>"), (None, "255: ignored")])
+    assert "#010203" in text
+    assert "&lt;b&gt;" in text
+    assert "dotted" in text
+
+
+COMMANDS = {
+    "segmentation": ("source=masks", "targets=segmentation"),
+    "detection": ("source=coco", "targets=detection", "augment.crop._target_=gpuaug.RandomIoUCrop",
+                  "~augment.crop.scale", "~augment.crop.ratio"),
+    "instances": ("source=coco", "targets=instances", "source.masks=instances"),
+    "pose": ("source=coco", "targets=pose"),
+    "views": ("source=coco", "targets=detection", "augment=dino", "augment.backend=kornia"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"), [*((name, "png") for name in COMMANDS), ("segmentation", "html"), ("detection", "html")]
+)
+def test_command(name: str, ending: str, scenes: Path, tmp_path: Path) -> None:
+    if name == "instances":
+        pytest.importorskip("pycocotools")
+    of_coco = [f"source.root={scenes}/images", f"source.annotations={scenes}/instances.json"]
+    where = of_coco if "source=coco" in COMMANDS[name] else [f"source.root={scenes}"]
+    out = tmp_path / f"p.{ending}"
+    words = ["preview", *COMMANDS[name], *where, f"out={out}", f"json={tmp_path}/p.json", "samples=2", "draws=1"]
+    assert main(words) == 0
+    assert len(json.loads((tmp_path / "p.json").read_text())["indices"]) == 2
+    if ending == "html":
+        text = out.read_text()
+        assert ("2: triangle" in text) == (name not in ("segmentation", "instances"))
+        assert ("255: ignored" in text) == (name == "segmentation")
+        assert ("objects" in text) == (name != "segmentation")
+        return
+    with Image.open(out) as page:
+        pixels = np.asarray(page.convert("RGB"))
+    shown = sum((pixels == color_of(k)).all(axis=2).sum() > 50 for k in range(3))
+    assert shown >= 2  # outlines and labels have the pure colors
+
+
+def test_a_sample_with_damaged_targets_is_shown_without_them(scenes: Path, tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+        for file in sorted((scenes / name).iterdir())[:2]:
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "masks" / "000.png").write_bytes(b"no mask")
+    augment = gpuaug.Augment(crop=gpuaug.Resize(32))
+    source, faults = gpuaug.MaskFolderSource(tmp_path), gpuaug.Faults(policy="blank")
+    settings = {"targets": SEGMENTATION, "augment": augment, "faults": faults, "num_workers": 0, "device": "cpu"}
+    with gpuaug.Loader(source, **settings) as loader:
+        bad, good = preview.samples_of(loader, gpuaug.Decode(num_threads=1), indices=[0, 1], epochs=[0])
+        rows = preview.rows([bad, good], epochs=[0], views=[""], cell=64, style=Style.of(loader))
+    assert bad.annotated is None
+    assert good.annotated is not None
+    assert bad.original is not None
+    assert len(rows) == 2
+    assert torch.tensor(bad.annotations[0].mask).eq(255).all()
+
+
+@pytest.mark.parametrize("lines", [[[1, 9]], [[1]], [1], "x", [[1, "2"]], [[0, 1]], None])
+def test_a_damaged_skeleton_is_no_skeleton(lines: object, scenes: Path) -> None:
+    document = json.loads((scenes / "instances.json").read_text())
+    document["categories"][2]["skeleton"] = lines
+    assert parse(json.dumps(document).encode(), masks=None, place="a.json").skeleton == ()
