@@ -28,7 +28,8 @@ hypothesis_settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parent.parent  # of the repository
 SHARED = [
     ROOT,
-    *(ROOT / "tests" / name for name in (".", "source", "decode", "augment", "loader")),
+    *(ROOT / "tests" / name for name in (".", "source", "decode", "augment", "loader", "targets")),
+    ROOT / "bench",
 ]  # for child processes
 TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, out of the way of other packages
 

@@ -13,12 +13,13 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SHARED
 from hostile import lossless_jpeg
 from pictures import encode, photograph
 from PIL import Image
 from test_decode import by_pillow, close_enough, failing_in_decode, pack, uniforms, views
 from test_distributed import run, seen
+from test_loader_targets import ALL, MASKS, Pairs
 
 import gpuaug
 from gpuaug.augment.crop import ResizeCenterCrop
@@ -102,7 +103,30 @@ def equal(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[i], expected[i]) for i in expected)
 
 
-# --- pixels
+# --- pixels and targets
+
+
+@pytest.mark.parametrize("kind", ["all", "masks with a field"])
+@cuda
+def test_targets_are_the_cpus(kind, device):
+    """Masks, boxes and keypoints are bit-equal, except where the field of an elastic transform rounds otherwise."""
+    still = [K.RandomHorizontalFlip(p=0.5), K.RandomAffine(20.0, scale=(0.8, 1.2), p=0.7)]
+    ops = {"flip": still[0], "affine": still[1]}
+    if kind != "all":
+        ops |= {"elastic": K.RandomElasticTransform(p=0.7), "turn": K.RandomRotation(20.0, p=0.7)}
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(64), ops=ops)
+    targets = ALL if kind == "all" else MASKS
+    found = []
+    for where in ("cpu", device):
+        with build(Pairs(), where, augment=augment, targets=targets, order="sequential", batch_size=5) as loader:
+            found.append([batch.targets.to("cpu") for batch in loader])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.counts, b.counts)
+        for name in ("boxes", "labels", "keypoints", "sample", "matrices"):
+            if getattr(a, name) is not None:
+                assert torch.equal(getattr(a, name), getattr(b, name)), name
+        different = (a.masks != b.masks).float().mean().item()
+        assert different <= (0 if kind == "all" else 0.002)
 
 
 @pytest.mark.parametrize("which", ["photos", "plain"])
@@ -386,7 +410,7 @@ def test_a_closed_loader_gives_its_memory_back(plain, device):
 
 CONTEXTS = """
 import json, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/bench", sys.argv[1] + "/tests"]
+sys.path[:0] = json.loads(sys.argv[1])
 import hazards, test_gpu
 from pathlib import Path
 if __name__ == "__main__":
@@ -407,7 +431,7 @@ if __name__ == "__main__":
     ],
 )
 def test_a_context_is_opened_on_the_loaders_device_alone(plain, device, expected):
-    command = [sys.executable, "-c", CONTEXTS, str(ROOT), str(plain), device]
+    command = [sys.executable, "-c", CONTEXTS, json.dumps([*map(str, SHARED)]), str(plain), device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -10,6 +10,7 @@ from pictures import encode, photograph
 from PIL import Image
 
 import gpuaug
+from gpuaug.augment.target_stage import TargetStage
 from gpuaug.errors import ConfigError, DataError
 
 COUNT, K_POINTS = 12, 4
@@ -344,3 +345,18 @@ def test_values_that_the_dtype_cannot_hold_are_a_fault():
         assert max(int(masks.max()) for _, masks in made) == 300
     with pytest.raises(ConfigError, match="300"):
         recipe()(torch.zeros(1, 3, 8, 9, dtype=torch.uint8), masks=torch.full((1, 8, 9), 300), targets=rules)
+
+
+def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
+    """As on CUDA: the host only crops, and torch moves the masks where the images are."""
+    with loader() as made:
+        want = by_sample(made)
+    sample = TargetStage.sample
+
+    def as_on_cuda(self, batch, decoded, device, **more):
+        sample(self, batch, decoded, torch.device("cuda"), **more)
+        assert all(view.moves for view in batch.views)
+
+    monkeypatch.setattr(TargetStage, "sample", as_on_cuda)
+    with loader() as made:
+        assert by_sample(made) == want
