@@ -118,12 +118,7 @@ class ParquetSource(RowSource):
                 tables = list(pool.map(partial(_table, columns=needed, storage=self._storage), files, metadata))
             if column is not None:
                 values = list(pool.map(partial(_values, column=column, storage=self._storage), files, metadata))
-        rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
-        self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
-        self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
-        self._names = FileKeys(Names.of([[os.fsencode(name) for name in names]]), bounds_of([sum(g) for g in rows]))
-        if not len(self._names):
-            raise SourceError(f"no images in {len(files)} Parquet files of {redact(self.root)!r}: they have no rows.")
+        self._set_rows(metadata, names)
         if column is not None:
             are_arrays = isinstance(values[0], np.ndarray)
             labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
@@ -133,11 +128,20 @@ class ParquetSource(RowSource):
         self._has_masks = masks is not None
         table = None if objects is None else import_pyarrow().concat_tables(tables)
         self._set_objects(table, objects, classes, box_format)
+        self._reset()
+        self._activate(subset, exclude, began=began)
+
+    def _set_rows(self, metadata: Sequence[Any], names: Sequence[str]) -> None:
+        """Keys, and where each row group begins. ``names`` are those of the files."""
+        rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
+        self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
+        self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
+        self._names = FileKeys(Names.of([[os.fsencode(name) for name in names]]), bounds_of([sum(g) for g in rows]))
+        if not len(self._names):
+            raise SourceError(f"no images in {len(names)} Parquet files of {redact(self.root)!r}: they have no rows.")
         largest = max(n for groups in rows for n in groups)
         remedy = ". In shuffled order each image costs a whole group, except with `cache=ram`" if largest > 1 else ""
         log.info("source %s: row groups have up to %d images and are read whole%s", redact(self.root), largest, remedy)
-        self._reset()
-        self._activate(subset, exclude, began=began)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_footer", "_groups")}

@@ -285,11 +285,6 @@ def _write_index(job: Job) -> None:
             put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
         for number, shard in enumerate(shards):
             written[shard_name(size, number, job.what.format)] = [shard["bytes"], shard["hash"]]
-    dropped = []
-    for shard, note in enumerate(notes):
-        for row, stage, reason, *_ in note["faults"]:
-            index = int(job.numbers(shard)[row])
-            dropped.append({"key": job.source.key(index), "index": index, "stage": stage, "reason": reason})
     manifest = {
         "kind": KIND,
         "version": VERSION,
@@ -300,12 +295,23 @@ def _write_index(job: Job) -> None:
         "classes": classes,
         "labels": None if label_dtype is None else np.dtype(label_dtype).name,
         **({} if targets is None else {"targets": targets}),
-        "dropped": dropped,
+        "dropped": _dropped(job, notes),
         "job": job.describe(),
         "files": dict(sorted(written.items())),
     }
     manifest = json.loads(json.dumps(manifest))
     files.write(job.work / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+
+
+def _dropped(job: Job, notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples that could not be packed, with the reason."""
+    faults = [
+        (int(job.numbers(shard)[row]), *rest) for shard, note in enumerate(notes) for row, *rest in note["faults"]
+    ]
+    return [
+        {"key": job.source.key(index), "index": index, "stage": stage, "reason": reason}
+        for index, stage, reason, *_ in faults
+    ]
 
 
 def _publish(job: Job) -> dict[str, Any]:
