@@ -34,7 +34,7 @@ def detector(classes: int) -> FCOS:
 
 
 def to_source(boxes: Tensor, matrix: Tensor) -> Tensor:
-    """Map boxes [n, 4] on the network's input to the source image. ``matrix`` [3, 3] is its row of targets.matrices."""
+    """Map boxes [n, 4] on the network's input to the source image. ``matrix`` [3, 3]: its row of targets.matrices."""
     corners = nn.functional.pad(boxes.cpu().double().view(-1, 2), (0, 1), value=1.0)  # [2 n, 3]: x, y, 1
     mapped = corners @ matrix.inverse().T
     return (mapped[:, :2] / mapped[:, 2:]).view(-1, 4)
@@ -42,7 +42,7 @@ def to_source(boxes: Tensor, matrix: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(net: FCOS, loader: gpuaug.Loader, *, score: float = 0.4) -> tuple[float, float]:
-    """Recall and precision of the boxes above ``score``: same class, and an IoU of at least 0.5 with the annotation."""
+    """Recall and precision of boxes above ``score``. A match has the same class and an IoU of at least 0.5."""
     net.eval()
     found, objects, right, made = 0, 0, 0, 0
     source: Any = loader.source

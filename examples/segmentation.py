@@ -1,4 +1,4 @@
-"""Semantic segmentation: a small U-Net learns from images and their masks; intersection over union on held-out images.
+"""Semantic segmentation: trains a small U-Net on images and masks; prints the IoU on held-out images.
 
 python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.6
 python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.6 --seed 1

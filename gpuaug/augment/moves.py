@@ -3,9 +3,10 @@
 takes: prepared operations, and the choices for each sample (numpy, on the host).
 does: looks up the matrix of each chosen module in its entry (augment/ops) and multiplies the matrices of a sample.
 gives: one float64 matrix per sample from the canvas to itself, in continuous pixel edges: an image spans 0..W x 0..H.
-Between the matrices stand the fields of elastic transforms, which only masks can follow.
+Elastic transforms have no matrix. Each gives a field, between the matrices, which only masks can follow.
 
-Kornia's matrices map pixel indices, with ``align_corners`` or without: it only decides how padding by reflection works.
+Kornia's matrices map pixel indices, with ``align_corners`` or without: this flag only decides how
+padding by reflection works.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Field:
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
-        # as the image: the last bits of one row alone would differ, and with them the labels of a few pixels
+        # at least two rows, as for the image: with one row, the last bits and so a few labels would differ
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
         at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
@@ -91,7 +92,8 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     Returns:
         Matrices float64 [B, 3, 3] that map (x, y, 1), in pixel edges of the canvas, to the place after the
         operations; the identity for a sample that no operation moves. A :class:`Field` for each elastic transform,
-        at its place between the matrices. Without fields that is one matrix. Empty if no sample moves.
+        at its place between the matrices. Without fields, the list has one entry. It is empty if no
+        sample moves.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):
@@ -147,7 +149,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
     return made
 
 
-# --- what targets can follow
+# --- operations that targets can follow
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:

@@ -1,8 +1,9 @@
 """Crops for segmentation and detection: random scale, letterbox, and the IoU crop of SSD.
 
-takes: uniforms float32 [B, count], heights and widths int64 [B] after EXIF orientation; some also boxes or masks.
+takes: uniforms float32 [B, count], heights and widths int64 [B] after EXIF orientation; some need boxes or masks too.
 does: the algorithms of torchvision, mmsegmentation and YOLO, vectorized over the batch.
-gives: :class:`CropWindows`, as the crops of crop.py. The matrix of a row's integers maps boxes and keypoints exactly.
+gives: :class:`CropWindows`, as the crops of crop.py. The matrix made from a row's integers maps boxes and keypoints
+exactly.
 
 Where a formula is torchvision's, it is computed in float32, as torchvision computes it. So the same uniforms give the
 same integers.
@@ -58,8 +59,9 @@ class RandomScaleCrop(Crop):
 
     - torchvision's segmentation references: ``RandomScaleCrop(480, base=520)``. The shorter side is a random whole
       number from ``int(scale[0] * base)`` to ``int(scale[1] * base)``; the longer side is rounded down.
-    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. The image is made as large as
-      ``base`` times a random factor allows (longer and shorter side, rounded down); its sides are rounded to nearest.
+    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. ``base`` times a
+      random factor, rounded down, limits the longer and the shorter side. The image gets the largest size within
+      these limits; its sides are rounded to nearest.
     - large scale jitter (arXiv:2012.07177; torchvision's ``ScaleJitter`` and ``FixedSizeCrop``):
       ``RandomScaleCrop(1024, scale=(0.1, 2.0), base=None, anchor="diagonal")``. The image is fitted into ``size``
       and multiplied by a random factor; its sides are rounded down.
@@ -223,9 +225,9 @@ class Letterbox(Crop):
     """Fits the whole image into ``size``, keeps its aspect ratio and pads the rest, as YOLO does.
 
     The image is resized by ``r = min(H / h, W / w)`` to ``round(h * r)`` and ``round(w * r)`` pixels (half to even, at
-    least 1). If it is centred and the padding is odd, the pixel more is at the bottom or at the right.
+    least 1). If it is centred and the padding is odd, the extra pixel is at the bottom or at the right.
 
-    With ``shorter`` it equals the resizing inside torchvision's detectors: both sides are rounded down, and
+    With ``shorter``, this crop equals the resizing inside torchvision's detectors: both sides are rounded down, and
     ``r = min(shorter / min(h, w), H / h, W / w)``.
 
     Args:
@@ -295,13 +297,13 @@ class RandomIoUCrop(Crop):
     """Zooms out, crops a part that overlaps an object, and resizes it, as SSD does (arXiv:1512.02325).
 
     Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``. The aspect ratio is not kept.
-    Objects whose centre is outside the crop do not count: ``centres`` tells the next stage to remove them.
+    Objects whose centre is outside the crop do not count, and the next stage removes them, because ``centres`` is True.
 
-    torchvision repeats until a crop is found. Here a sample has up to 16 rounds of ``trials``; then its image is not
-    cropped (0.03 % of images). An image without boxes is not cropped.
+    torchvision repeats until a crop is found. Here a sample has at most 16 rounds of ``trials`` crops. If none of
+    them fits, its image is not cropped (0.03 % of images). An image without boxes is not cropped.
 
-    If the crop contains parts of the zoomed-out border, both edges of the image on the canvas are rounded to nearest,
-    so it is at most half a pixel (or, if it is smaller than a pixel, one pixel) off torchvision's.
+    If the crop contains parts of the zoomed-out border, both edges of the image on the canvas are rounded to nearest.
+    So the image is at most half a pixel off torchvision's (one pixel, if the image is smaller than a pixel).
 
     Args:
         size: output (H, W); an int is a square.
@@ -309,7 +311,7 @@ class RandomIoUCrop(Crop):
         max_scale: largest height and width of the crop, at most 1.
         min_aspect_ratio: smallest width / height of the crop in pixels.
         max_aspect_ratio: largest width / height of the crop in pixels.
-        sampler_options: minimum IoU of the crop and one object; one of these is drawn per round. 1 or more: no crop.
+        sampler_options: minimum IoUs of the crop and one object; each round draws one of them. 1 or more: no crop.
             None: 0, 0.1, 0.3, 0.5, 0.7, 0.9 and 1.
         trials: number of crops per round, 1..1000.
         zoom_out: smallest and largest height and width of the zoomed-out image, as a factor from 1 to 100. None: no
@@ -380,7 +382,8 @@ class RandomIoUCrop(Crop):
             heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
             objects: the boxes of all samples, in any order.
             masks: not used.
-            redraw: (round >= 1, rows int64 [n]) to further uniforms float32 [n, count]. None: one round.
+            redraw: function of (round >= 1, rows int64 [n]) that returns more uniforms float32 [n, count]. None: one
+                round.
 
         Raises:
             ConfigError: ``u`` has another shape, or ``objects`` are missing.

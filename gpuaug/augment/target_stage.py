@@ -36,12 +36,12 @@ from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 Float64 = NDArray[np.float64]
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _LARGEST_BYTE = 255
-_LARGEST_FRACTION = 2  # of a box in fractions of the image; above it, they are pixels
+_LARGEST_FRACTION = 2  # the largest coordinate of a box in fractions of the image; pixels are larger
 _NORMALIZED = (1, 1)  # size of annotations whose coordinates are fractions of the upright image
 
 
 class Recipe(Protocol):
-    """What is needed of the recipe of the images, an Augment or MultiView."""
+    """What this module needs of the recipe of the images, which is an Augment or MultiView."""
 
     @property
     def views(self) -> Sequence[Any]:
@@ -62,7 +62,7 @@ class Upright:
     """Targets of a batch on upright images, before the crop.
 
     Attributes:
-        table: as the worker sent it, in pixels.
+        table: the worker's table, converted to pixels.
         objects: in pixels of the annotated images; ``ids`` are rows of ``table``.
         boxed: the same objects in pixels of the upright images, for crops.
         matrices: float64 [B, 3, 3], from the annotated to the upright image.
@@ -87,8 +87,8 @@ class Placed:
     Attributes:
         objects: in pixels of the output; ``ids`` are rows of the batch's table.
         matrices: float64 [B, 3, 3], from the annotated image to the output.
-        windows: the crop.
-        moves: matrices and fields of the operations, in order.
+        windows: the crop windows.
+        moves: matrices and displacement fields of the operations, in order.
         masks: [B, H, W], set by :meth:`TargetStage.decode`.
     """
 
@@ -113,8 +113,8 @@ class TargetStage:
     Args:
         rules: what the run asks for.
         recipe: the recipe of the images.
-        flip: for each keypoint, the number of its mirror image; None: points keep their places.
-        panoptic: whether masks hold annotation numbers in three channels, as COCO's panoptic files.
+        flip: for each keypoint, the index of its mirror image; None: points keep their places.
+        panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class TargetStage:
         return TargetBatch(upright, views)
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
-        """Decode the masks and sample them for every view, in ``batch``. Return the faults."""
+        """Decode the masks, sample them for every view, and store them in ``batch``. Return the faults."""
         decoded, faults = batch.upright.masks, list[Fault]()
         if decoded is None and self.rules.masks is not None:
             decoded, faults = self._decode(encoded, info, decoder)
@@ -210,7 +210,7 @@ class TargetStage:
         threads: int = 1,
         each: Callable[..., None] = one_by_one,
     ) -> None:
-        """Crop and resize upright masks for every view, in ``batch``. On a CPU also move them by the operations."""
+        """Crop and resize upright masks for every view of ``batch``. On a CPU, the operations move them too."""
         rules, small = self.rules.masks, self.fill <= 255 and all(m is None or m.dtype == np.uint8 for m in decoded)
         narrow = torch.uint8 if small else torch.int32
         on_host = device.type == "cpu" or self._instances
@@ -218,7 +218,7 @@ class TargetStage:
             first = view.moves[0] if view.moves and on_host else None
             inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
             left = view.moves if inverse is None else view.moves[1:]
-            # written once, if nothing else has to be done with them
+            # if this is the last step, write the final dtype at once
             last = device.type == "cpu" and not left and not self._instances and rules is not None
             dtype = _DTYPES[rules.dtype] if last and rules is not None and (small or rules.dtype != "uint8") else narrow
             made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
@@ -293,7 +293,7 @@ class TargetStage:
         )
 
     def _finished_masks(self, view: Placed, *, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
-        """Masks on the device, after the moves that the host has not made."""
+        """Masks on the device. The moves that the host has not applied are applied here."""
         if self.rules.masks is None or view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
@@ -320,7 +320,7 @@ class TargetStage:
     def _decode(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Upright masks [h, w] per sample, mapped; None for a sample with a fault."""
+        """Upright masks [h, w] per sample, with the values of the table; None for a sample with a fault."""
         data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
         faults: list[Fault] = []
@@ -342,7 +342,7 @@ class TargetStage:
         decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
         if self.panoptic and encoded.targets is not None:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-            if self._table is not None:  # of the classes
+            if self._table is not None:  # the table maps classes
                 found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
         for row, largest in self._too_large(found):
             reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
@@ -469,7 +469,7 @@ class Given:
 
 
 def _array(value: Any) -> NDArray[Any]:
-    """As an array; lists of several lengths become one of objects, which is refused later."""
+    """As an array. Lists of different lengths may become an array of objects, which is refused later."""
     try:
         return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
@@ -477,7 +477,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _beyond(table: EncodedTargets) -> NDArray[np.bool_]:
-    """Whether a sample has a box that is no fraction of the image, bool [B]. YOLO allows a border."""
+    """Whether a sample has a box too large to be in fractions of the image, bool [B]. YOLO's may be a bit outside."""
     sample = np.repeat(np.arange(len(table.offsets) - 1), np.diff(table.offsets))
     found = np.zeros(len(table.offsets) - 1, dtype=np.bool_)
     if table.boxes is not None:
@@ -486,7 +486,7 @@ def _beyond(table: EncodedTargets) -> NDArray[np.bool_]:
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
-    """Scale annotations that are fractions of the upright image, [B, 2] ``sizes``, to pixels."""
+    """Convert annotations in fractions of the upright image to pixels. ``sizes`` [B, 2]: of the images."""
     rows = (table.sizes == _NORMALIZED).all(axis=1)
     if not rows.any():
         return table
@@ -521,7 +521,7 @@ def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
 
 
 def _number_segments(found: list[NDArray[Any] | None], table: EncodedTargets, *, as_objects: bool, fill: int) -> None:
-    """Replace annotation numbers in masks by object numbers (1, 2, ...; else 0) or by classes (else ``fill``)."""
+    """Replace annotation ids in masks by object numbers (1, 2, ...) or classes. An unknown id becomes ``fill``."""
     for row, mask in enumerate(found):
         if mask is None:
             continue

@@ -50,7 +50,7 @@ def collect(
         num_keypoints: number of keypoints of an object, if the source knows it.
 
     Returns:
-        The table; the encoded masks, one per sample ([] if the run needs none); a fault of each row with bad targets.
+        The table; the encoded masks, one per sample ([] if the run needs none); one fault per row with bad targets.
     """
     bad = dict.fromkeys(skip, "")
     masks: list[memoryview] = []
@@ -65,7 +65,7 @@ def collect(
                 mask = _mask(target) if "masks" in names else mask
                 if target is not None and target.size is not None:
                     sizes[row] = target.size
-            except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch's are RuntimeErrors
+            except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
                 bad[row] = str(error)
         if "masks" in names:
             masks.append(_NO_MASK if row in bad else mask)
@@ -120,7 +120,7 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
         if value is None or (missing is None and name not in names):
             continue
         array = np.asarray(value)
-        if not array.size:  # an empty list has no whole numbers, and no second axis
+        if not array.size:  # numpy makes an empty list float64 [0]
             array = np.zeros((0, *(max(n, 0) for n in shape)), dtype=kind)
         matches = array.ndim == 1 + len(shape) and all(
             n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)

@@ -42,12 +42,12 @@ class CocoSource(ListedSource):
         annotations: the JSON file: a path, below ``root`` if it is relative, or the first part of its name, such as
             ``person_keypoints`` for ``root/annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
             panoptic masks, else ``instances``.
-        split: subfolder of the images, such as ``train2017``; it also ends the name of the annotations. None: paths in
-            the file are relative to ``root``, and ``annotations`` must be a path.
+        split: subfolder of the images, such as ``train2017``; the annotations' name ends in it too. None: paths in the
+            file are relative to ``root``, and ``annotations`` must be a path.
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths; needs
             pycocotools. ``panoptic``: PNG files of segment ids, in the folder that has the name of the JSON file
             without ``.json``. None: no masks.
-        empty: ``drop`` leaves out images without objects, and the others are numbered without gaps. ``keep``: keeps
+        empty: ``drop`` leaves out images without objects, and the others are numbered without gaps. ``keep`` keeps
             them.
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
         subset, exclude: as in :class:`FolderSource`.
@@ -81,7 +81,7 @@ class CocoSource(ListedSource):
             import_pycocotools()
         mapping = None if classes is None else class_mapping(classes)
         self.masks = masks
-        self.panoptic = masks == "panoptic"  # masks hold annotation numbers
+        self.panoptic = masks == "panoptic"  # masks hold annotation ids
         self._storage = Storage(remote)
         place = _annotations_path(absolute(root), annotations, split, masks)
         self.root = absolute(root) if split is None else join(absolute(root), split)

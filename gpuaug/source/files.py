@@ -20,7 +20,7 @@ from gpuaug.source.remote.storage import FileInfo, Range, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # of one folder, through links in linked folders: n folders that link to each other have n! paths
+MOST_VISITS = 8  # visits of a folder by links in linked folders: n folders that link to each other have n! paths
 TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
 LARGEST_TEXT = 1 << 24  # bytes of one annotation file
 URLS_AT_ONCE = 256  # annotation files that are read together
@@ -29,7 +29,7 @@ URLS_AT_ONCE = 256  # annotation files that are read together
 def open_tree(
     root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root"
 ) -> LocalTree | UrlTree:
-    """The files below a folder or URL whose names end in one of ``endings``. ``key`` is the key that named it."""
+    """The files below a folder or URL whose names end in one of ``endings``. ``key``: for messages."""
     return UrlTree(root, storage, endings, key=key) if is_url(root) else LocalTree(root, endings, key=key)
 
 
@@ -95,7 +95,7 @@ def _bounded(urls: list[str], storage: Storage) -> Iterator[bytes | Exception]:
 
 
 def read_text(path: str, storage: Storage) -> str:
-    """Text of an annotation file. Other bytes than UTF-8 use ``surrogateescape``.
+    """Text of an annotation file. Bytes that are not UTF-8 are kept by ``surrogateescape``.
 
     Raises:
         OSError, ReadError: if the file cannot be read.
@@ -107,7 +107,7 @@ def read_text(path: str, storage: Storage) -> str:
 
 
 def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
-    """The lines of a file that lists samples, without empty lines. ``key`` is the key that named it.
+    """The lines of a file that lists samples, without empty lines. ``key`` is its configuration key, for messages.
 
     Raises:
         SourceError: if the file cannot be read, is empty, or names a sample twice.

@@ -40,11 +40,11 @@ class MaskFolderSource(FileSource):
     ==================  ================================  ==============================  ==============================
 
     Args:
-        root: folder or URL that contains the two folders; None: they are given as paths or URLs.
-        images: folder of the images: relative to ``root``, or a path or URL.
+        root: folder or URL that contains the two folders; None: ``images`` and ``masks`` are paths or URLs.
+        images: folder of the images: relative to ``root``, an absolute path, or a URL.
         masks: folder of the masks, in the same form.
         image_suffix: end of an image's name before its extension. Other images are ignored and counted in the log.
-        mask_suffix: end of a mask's name before its extension, instead of ``image_suffix``.
+        mask_suffix: end of a mask's name before its extension, where its image's name has ``image_suffix``.
         list: a FILE of the samples to use, in its order, relative to ``root``. Each line is the path of an image in its
             folder, without suffix and extension. None: all images.
         extensions: file name extensions of images; case is ignored.
@@ -164,7 +164,7 @@ class MaskFolderSource(FileSource):
                 f"{len(alone)} of {len(images)} images in {redact(self.root)!r} have no mask: "
                 f"{some([os.fsdecode(images[stem]) for stem in alone])}. In {redact(self.masks)!r} there is no "
                 f"{alone[0] + ending!r}. Check `source.image_suffix`, `source.mask_suffix` and "
-                "`source.mask_extension`, or name the images that have masks in `source.list`."
+                "`source.mask_extension`, or list only the images that have masks, in `source.list`."
             )
         if is_whole and (unused := len(masks) - len(images)):
             log.info("source %s: %d masks are ignored, because they have no image", redact(self.masks), unused)

@@ -14,7 +14,7 @@ from gpuaug.source.files import LARGEST_TEXT
 
 BoxFormat = Literal["xywh", "xyxy"]
 
-# names of each column, those of COCO first, then those of gpuaug.Target; the first that is there is used
+# names of each column, those of COCO first, then those of gpuaug.Target; the first name that exists is used
 NAMES: dict[str, tuple[str, ...]] = {
     "boxes": ("bbox", "boxes"),
     "labels": ("category_id", "category", "label", "labels"),
@@ -23,7 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "area": ("area",),
     "ids": ("id", "ids"),
 }
-REQUIRED = ("boxes", "labels")  # all objects of a sample must have them, or, for labels, none
+REQUIRED = ("boxes", "labels")  # boxes: all objects of a sample must have them; labels: all or none
 LISTS = ("objects", "annotations")  # fields that hold the objects
 
 
@@ -47,13 +47,13 @@ def parse(
     classes: Mapping[str, int] | None = None,
     box_format: BoxFormat = "xywh",
 ) -> dict[str, Any]:
-    """Fields of a :class:`~gpuaug.batch.Target`: boxes, labels and what else the JSON has.
+    """Fields of a :class:`~gpuaug.batch.Target`: boxes, labels, and what the JSON has besides them.
 
     Args:
         data: the JSON.
         num_keypoints: number of keypoints of an object; None: keypoints are ignored.
         classes: numbers of the classes by name.
-        box_format: of a column ``bbox``.
+        box_format: the format of a column ``bbox``.
 
     Raises:
         ValueError: if it is not valid; the text says why.
@@ -158,7 +158,7 @@ def _whole(values: list[Any], name: str) -> NDArray[np.int64]:
 def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> NDArray[np.int64]:
     if values and all(isinstance(value, str) for value in values):
         if classes is None:
-            raise ValueError(f"`{name}` is {values[0]!r:.100}: number the names of classes in `source.classes`")
+            raise ValueError(f"`{name}` is {values[0]!r:.100}: set `source.classes` to give class names their numbers")
         if unknown := [value for value in values if value not in classes]:
             raise ValueError(f"`{name}` is {unknown[0]!r:.100}, which `source.classes` does not have")
         return np.array([classes[value] for value in values], dtype=np.int64)

@@ -15,8 +15,8 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # of one map; larger images are not decoded either
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first number of run lengths as numbers, and as COCO's text; else: of polygons
-LONGEST_OUTLINE = 1 << 22  # pixels around all polygons of an object
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # the first packed number: kind of run lengths, else count of polygons
+LONGEST_OUTLINE = 1 << 22  # pixels: total length around all polygons of an object
 BLOCK = 4096  # objects that are packed at a time
 LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
 
@@ -34,7 +34,7 @@ class Segmentations:
     """Outlines of N objects, in the order of a table of objects.
 
     Args:
-        values: of each object, as parsed from JSON: a list of polygons [x, y, x, y, ...], run lengths
+        values: the outline of each object, as parsed from JSON: a list of polygons [x, y, x, y, ...], run lengths
             ``{"size": [height, width], "counts": ...}``, or None.
 
     Raises:
@@ -54,19 +54,19 @@ class Segmentations:
     ) -> NDArray[Any]:
         """The map of object numbers of one image: 0 is no object, k + 1 is object ``begin + k``.
 
-        Where objects overlap, the one of fewer pixels is on top. Crowds are below all others.
+        Where objects overlap, the one with fewer pixels is on top. Crowds are below all others.
 
         Args:
             begin, end: the image's objects.
             size: (height, width) of the image.
             crowd: [end - begin], whether an object is a crowd; None: none is.
-            ids: [end - begin], the annotations' numbers, for messages.
+            ids: [end - begin], the annotations' ids, for messages.
 
         Returns:
             Unsigned integers [H, W], not contiguous.
 
         Raises:
-            GpuaugError: if an outline is damaged; names the annotation.
+            GpuaugError: if an outline is damaged; the message names the annotation.
         """
         height, width = size
         if height * width > MOST_PIXELS:
@@ -98,7 +98,7 @@ def _blocks(values: Iterable[Any]) -> Iterable[list[bytes]]:
 
 
 def _pack(value: Any) -> bytes:
-    """Bytes of one outline, a multiple of four before COCO's text; b"": no outline."""
+    """Bytes of one outline. Before COCO's text, their count is a multiple of four. b"": no outline."""
     try:
         if isinstance(value, dict):
             return _pack_runs(value)
@@ -156,15 +156,15 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
     around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)
-    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel of it, and dies without
+    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel of it, and crashes if it gets none
         raise ValueError(f"must have outlines of at most {LONGEST_OUTLINE} pixels. Found: {around:.0f}")
     encoded = mask.frPyObjects(polygons, height, width)
     return bytes((encoded[0] if rings == 1 else mask.merge(encoded))["counts"])
 
 
 def _counts(text: bytes) -> NDArray[np.int64]:
-    """Run lengths in COCO's text: numbers of 5 bits per character, from the third on as a difference to the last but
-    one (``rleFrString`` in pycocotools' maskApi.c, which trusts its input)."""
+    """Run lengths from COCO's text. A character holds 5 bits of a number. From index 3 on, a number is the difference
+    to the number two before it (``rleFrString`` in pycocotools' maskApi.c, which does not check its input)."""
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
     if not len(codes) or (codes < 0).any() or (codes > 63).any() or codes[-1] & 32:
         raise ValueError("has run lengths with invalid text")

@@ -1,4 +1,4 @@
-"""Data sets in the form of Pascal VOC: one XML file of objects for each image."""
+"""Data sets in Pascal VOC's format: one XML file of objects for each image."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VocSource(AnnotatedSource):
     (xmin - 1, ymin - 1, xmax, ymax), as in detectron2. A sample is ``(bytes, Target)``.
 
     A damaged XML file, or one with another structure, makes its sample a fault when it is read. Files with a document
-    type (``<!DOCTYPE``) are refused, because entities may be expanded without end.
+    type (``<!DOCTYPE``) are refused, because entities can expand without limit.
 
     Args:
         root: folder or URL of VOCdevkit.

@@ -1,4 +1,4 @@
-"""Data sets in the form of YOLO: a label file beside each image, and a YAML file that names classes and splits."""
+"""Data sets in YOLO's format: a label file beside each image, and a YAML file that names classes and splits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gpuaug.source.yolo_labels import Rules, parse
 
 log = logging.getLogger("gpuaug")
 
-LARGEST_YAML = 1 << 20  # characters; its parser needs about 10 s for them
+LARGEST_YAML = 1 << 20  # characters; the parser needs about 10 s for so many
 MOST_CLASSES = 1 << 20
 MOST_KEYPOINTS = 1 << 12
 
@@ -45,8 +45,8 @@ class YoloSource(AnnotatedSource):
 
     A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, and the target's size is (1, 1), because the
     size of an image is not known before its header is read. A label file with a bad line makes its sample a fault when
-    it is read: a word that is no number, a wrong count of numbers, an unknown class, or a coordinate more than 0.01
-    outside 0..1.
+    the sample is read. A line is bad if it has a word that is not a number, a wrong count of numbers, an unknown class,
+    or a coordinate more than 0.01 outside 0..1.
 
     Args:
         root: folder or URL of the data set.
@@ -117,7 +117,7 @@ class YoloSource(AnnotatedSource):
                 f"no images for `source.split={split}` in {redact(self.root)!r}: no file ends in {', '.join(endings)}."
             )
         if len(set(names)) < len(names):
-            raise SourceError(f"the places of `source.split={split}` in {described.place!r} overlap. Name each once.")
+            raise SourceError(f"the paths of `source.split={split}` in {described.place!r} overlap. Name each once.")
         return names, listing if len(listing) == len(names) else {}
 
     def _places(self, described: _Data, split: str) -> list[str]:
@@ -246,7 +246,7 @@ def _folder(root: str, path: Any) -> str:
 
 
 def _splits(fields: Mapping[Any, Any]) -> dict[str, list[str]]:
-    """The places of each split. Other keys of the file hold no text, or are not splits."""
+    """The paths of each split. Other keys of the file are ignored."""
     splits = {}
     for key, value in fields.items():
         places = [value] if isinstance(value, str) else value
@@ -297,7 +297,7 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
 
 
 def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = False) -> str:
-    """A path of the YAML file or of a list, relative to the root. ``folder`` is what it is relative to.
+    """A path of the YAML file or of a list, relative to the root. ``folder``: a relative path starts there.
 
     A split may begin with ``../``, as in Roboflow's files, which ultralytics reads from the folder of the YAML file.
     """

@@ -30,12 +30,13 @@ class BatchTargets:
         keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
         sample: int64 ``[N]``, row of the batch that an object belongs to; ascending.
         counts: int64 ``[B]``, number of objects of each image.
-        ids: int64 ``[N]``, number of the annotation in its file; -1: it has none.
-        crowd: bool ``[N]``, True for an annotation of many objects at once.
-        area: float32 ``[N]``, area as the file says, in pixels of the source; NaN: it does not say.
-        indices: int64 ``[B]``, number of the sample in the source.
+        ids: int64 ``[N]``, id of the annotation in its file; -1: it has none.
+        crowd: bool ``[N]``, True for an annotation that covers many objects (COCO's iscrowd).
+        area: float32 ``[N]``, area in the annotation file, in pixels of the source; NaN: it has none.
+        indices: int64 ``[B]``, index of the sample in the source.
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
-        covered: int64 ``[B, 4]``, (top, left, bottom, right) of the output that the image covers before operations.
+        covered: int64 ``[B, 4]``, (top, left, bottom, right): part of the output that the image covers before
+            operations.
         matrices: float64 ``[B, 3, 3]``, from pixels of the source to pixels of the output. The inverse maps
             predictions back. Pixel i covers i..i+1.
         size: (height, width) of the output.
@@ -88,8 +89,8 @@ class BatchTargets:
     def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
         """One dictionary per image, as torchvision's detection models take it.
 
-        Its keys: ``boxes``, ``labels``, ``masks`` (uint8 [n, H, W], for instance masks), ``keypoints``, ``image_id``
-        (number of the sample), ``area`` (of the boxes in the output) and ``iscrowd``.
+        Its keys: ``boxes``, ``labels``, ``masks`` (uint8 [n, H, W], only with ``targets=instances``), ``keypoints``,
+        ``image_id`` (index of the sample), ``area`` (of the boxes in the output) and ``iscrowd``.
 
         Args:
             first_label: the label of class 0. These models need 1, because 0 is their background.
@@ -125,8 +126,8 @@ class BatchTargets:
         """One dictionary per image, as DETR's models in ``transformers`` take it.
 
         Its keys: ``class_labels``, ``boxes`` (centre, width and height as fractions of the output), ``image_id``,
-        ``iscrowd``, ``area`` (of the boxes in the output), ``size`` and ``orig_size`` (height, width), and for instance
-        masks ``masks``.
+        ``iscrowd``, ``area`` (of the boxes in the output), ``size`` and ``orig_size`` (height, width), and
+        ``masks`` (only with ``targets=instances``).
         """
         columns: dict[str, Any] = {"class_labels": self.labels, "iscrowd": self.crowd.long()}
         if self.boxes is not None:

@@ -1,4 +1,4 @@
-"""Matrices that map points and boxes from an image to the output, and their application. All in float64.
+"""Matrices that map points and boxes from an image to the output, and functions that apply them, in float64.
 
 Coordinates are continuous pixel edges (x, y): an image spans 0..W x 0..H, and pixel i covers i..i+1. A matrix [3, 3]
 maps the column vector (x, y, 1) of the input to the output.
@@ -14,7 +14,8 @@ from gpuaug.batch import CropWindows, Int64
 Bool = NDArray[np.bool_]
 Float64 = NDArray[np.float64]
 
-# Index: EXIF number 1..8; 0 means no orientation. Row: x, then y of the upright image, as (x, y) of the stored image.
+# Index: EXIF number 1..8; 0 means no orientation. Rows: x and y of the upright image; columns: x and y of the stored
+# image.
 _UPRIGHT = np.array(
     [
         [[1, 0], [0, 1]],
@@ -52,7 +53,7 @@ def orientation(exif: Int64, stored: Int64) -> Float64:
 
 
 def crop(windows: CropWindows) -> Float64:
-    """Matrices float64 [B, 3, 3] from upright images to the canvas, for crop windows.
+    """Matrices float64 [B, 3, 3] from upright images to the canvas (the output before the operations).
 
     >>> halved = CropWindows(np.array([[0, 20, 40, 60]]), np.array([[20, 30]]), np.array([[0, 5]]), (20, 40))
     >>> crop(halved)[0].tolist()  # x' = (x - 20) / 2 + 5
@@ -67,7 +68,7 @@ def crop(windows: CropWindows) -> Float64:
 
 
 def from_indices(m: Float64) -> Float64:
-    """Convert matrices [.., 3, 3] of pixel indices, where pixel i is at i, to pixel edges: ``T(1/2) m T(-1/2)``.
+    """Convert matrices [.., 3, 3] from pixel indices (pixel i is at i) to pixel edges: ``T(1/2) m T(-1/2)``.
 
     Kornia's matrices are of pixel indices.
 
@@ -89,7 +90,7 @@ def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
 
     Returns:
         The mapped points, float64 [N, K, 2], and bool [N, K]: False where a perspective puts the point behind the
-        viewer (w' <= 0) and the mapped point is NaN.
+        viewer (w' <= 0); there the mapped point is NaN.
 
     >>> points(np.diag([2.0, 2.0, 1.0])[None], np.array([[[3.0, 4.0]]]))[0].tolist()
     [[[6.0, 8.0]]]
@@ -120,7 +121,7 @@ def mirrored(m: Float64) -> Bool:
     """Whether matrices [.., 3, 3] mirror an image: bool [..].
 
     The determinant of all nine numbers has the sign of the map's determinant at every point in front of the viewer.
-    That of the four linear numbers has not: under a perspective it changes with the position of the origin.
+    The determinant of the four linear numbers does not: under a perspective it changes with the position of the origin.
 
     >>> mirrored(np.stack([np.diag([-1.0, 1.0, 1.0]), np.diag([-1.0, -1.0, 1.0])])).tolist()
     [True, False]

@@ -1,4 +1,4 @@
-"""Label maps of a batch: decoded to numbers, then cropped, resized and moved like their images, by nearest neighbour.
+"""Masks of a batch: decoded to numbers, then cropped, resized and moved like their images, by nearest neighbour.
 
 takes: encoded masks, the crop windows of their images, and the matrices of the operations.
 does: decodes a mask to class or object numbers (`decode`), changes numbers by a table (`lookup`), and samples each mask
@@ -16,7 +16,7 @@ rounding. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in flo
     x, y = x / w, y / w                                     if the last row of m is not (0, 0, 1)
 
 The output is canvas pixel (floor(y), floor(x)); ``fill`` if it is outside the canvas or the resized window, if
-``w <= 0``, or if a number is NaN. The order makes C++, torch on the CPU and torch on CUDA agree in every bit.
+``w <= 0``, or if a number is NaN. This order makes C++, torch on the CPU and torch on CUDA agree in every bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY = 0  # PNG's colour type
-_LARGEST_KEY = 2**24 - 1  # of a table, the largest number that three bytes of colour hold
+_LARGEST_KEY = 2**24 - 1  # of a table: the largest number that three bytes of colour can hold
 _LARGEST = 2**31 - 1
 _OUTPUTS = (np.uint8, np.int32, np.int64)
 _PIXELS_AT_ONCE = 2**22  # `gather` needs up to 50 bytes of temporaries per pixel
@@ -74,7 +74,7 @@ def lookup(map: Any, fill: int) -> Int32 | None:
     Args:
         map: ``cityscapes`` (labelIds to trainIds), ``ade20k`` (1..150 to 0..149), the new values of 0, 1, 2, ..., or a
             mapping from old to new values, whose keys may be text, as in YAML.
-        fill: the new value of all others.
+        fill: the new value of all values that ``map`` does not name.
 
     Raises:
         ConfigError: if ``map`` is something else, or a number is out of range.
@@ -117,7 +117,7 @@ def _key(key: Any, map: Any) -> int:
 
 
 def mapped(mask: Mask, table: Int32) -> Mask:
-    """The values of a mask, uint8 or int32 of at least 0, changed by a table of :func:`lookup`."""
+    """The values of a mask (uint8, or int32 without negative values), changed by a table of :func:`lookup`."""
     small = table.max() <= 255
     if mask.dtype == np.uint8:
         return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
@@ -142,15 +142,16 @@ def decode(
     Args:
         data: a PNG, or the runs of an object-number map (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: orientation of the image, 1..8. A mask of the image's upright size is taken as it is. A mask of the stored
+        exif: orientation of the image, 1..8. A mask of the image's upright size is not turned. A mask of the stored
             size is turned like the image. The mask's own EXIF is ignored.
         max_pixels: limit, checked before memory is allocated.
         table: from :func:`lookup`.
-        ids_in_rgb: colours are numbers, R + 256 G + 65536 B, as in COCO's panoptic masks. Else colours are an error.
+        ids_in_rgb: whether colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. If not, a mask in colour
+            is an error.
 
     Returns:
-        [h, w], upright, contiguous, maybe read-only. uint8 for PNGs of at most 8 bits, for runs and for tables whose
-        values are all below 256; else int32.
+        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, for runs and for tables
+        whose values are all below 256; else int32.
 
     Raises:
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
@@ -199,11 +200,11 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """The PNG without chunks that do not affect values: readers inflate texts and profiles to 1,000 times their size.
+    """The PNG without chunks that do not affect values. Text and profiles may inflate to 1,000 times their size.
 
     Raises:
-        HeaderError: if the file ends early or a checksum is wrong. Pillow does not check those of pixels, and a damaged
-            label looks like any other label.
+        HeaderError: if the file ends early or a checksum is wrong. Pillow does not check the checksums of
+            pixels, and a damaged label looks like any other label.
     """
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
@@ -264,7 +265,7 @@ def place(
     threads: int = 1,
     each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
-    """Crop, resize and warp each mask into its row of ``out``, as this module's first lines say.
+    """Crop, resize and warp each mask into its row of ``out``, as the top of this module says.
 
     Args:
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
@@ -273,7 +274,7 @@ def place(
         inverse: float64 [n, 3, 3], output to canvas, in pixel edges. None: no operation moves the masks.
         fill: value outside.
         threads: number of threads of masks.cpp.
-        each: calls ``work(k)`` for many k, if there is no compiler.
+        each: calls ``work(k)`` for many k; used only if there is no compiler.
 
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
@@ -342,7 +343,7 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row that the resized window covers, and the mask's row for it and each one behind it."""
+    """The first canvas row that the resized window covers, and the mask's rows for it and the rows after it."""
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)

@@ -1,7 +1,7 @@
 """Objects of a batch: one table, which moves with the images through the crop and the operations.
 
 takes: the objects that a source gave, matrices of the crop and of the operations, and the rules of the run.
-does: moves boxes and keypoints, clips, and drops objects with everything that belongs to them. All on the host.
+does: moves boxes and keypoints, clips, and drops objects with everything that belongs to them. It runs on the host.
 gives: :class:`Objects` in pixels of the output.
 """
 
@@ -82,7 +82,7 @@ class Objects:
         return np.bincount(self.sample, minlength=batch_size).astype(np.int64, copy=False)
 
     def take(self, keep: Bool | Int64) -> Objects:
-        """The objects where ``keep`` is True, or with these numbers, with everything that belongs to them."""
+        """Some objects, with all their columns. ``keep``: bool [N], or the indices of the objects."""
         columns = ((f.name, getattr(self, f.name)) for f in fields(self))
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
@@ -125,11 +125,11 @@ def carry(
     Args:
         objects: N objects, in pixels of their images.
         crop: float64 [B, 3, 3], image to canvas: the crop, times the orientation if the annotations were made for the
-            stored image. Only scales, moves, mirrors and transposes.
+            stored image. It only scales, moves, mirrors and transposes.
         ops: float64 [B, 3, 3], canvas to output: the product of the operations.
-        size: (H, W) of the canvas, which is also the output's.
+        size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
-        flip: for each keypoint the number of its mirror image, applied where crop and operations mirror the image.
+        flip: for each keypoint the index of its mirror image, used where crop and operations mirror the image.
             None: keypoints keep their places.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
         windows: the crop's windows; then objects are also clipped to the part of the canvas that the image covers.
@@ -165,18 +165,18 @@ def carry(
 
 
 def _half(rules: Targets) -> float:
-    """What is added to keypoints on entry and subtracted at the end."""
+    """The offset that is added to keypoints at the start and subtracted at the end."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 
 def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """The part of the canvas that each resized window covers, as boxes [B, 4]; inverted where it misses the canvas."""
+    """The part of the canvas that each resized window covers, as boxes [B, 4]; x2 < x1 or y2 < y1 if none."""
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
 
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
-    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False where nothing is left; NaN is nothing."""
+    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False where nothing is left, or one is NaN."""
     start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
     return np.concatenate([start, stop], axis=1), _both(start <= stop)
 
@@ -188,7 +188,7 @@ def _centre_inside(boxes: Float64, area: Float64) -> Bool:
 
 
 def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) -> Bool:
-    """Whether boxes [N, 4] of the output keep the rules. ``cut`` [N, 4] are the boxes after the crop, not clipped."""
+    """Whether boxes [N, 4] of the output satisfy the limits. ``cut`` [N, 4]: the boxes after the crop, not clipped."""
     limits = rules.boxes
     sides = boxes[:, 2:] - boxes[:, :2]
     if limits is None:
@@ -203,7 +203,7 @@ def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) ->
 
 
 def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
-    """Keypoints [N, K, 3] after the crop and the operations; (0, 0, 0) where one of the two puts them outside."""
+    """Keypoints [N, K, 3] after the crop and the operations; (0, 0, 0) where either puts them outside."""
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
     for m, area in ((crop, covered), (ops, canvas)):
         xy, _ = geometry.points(m, xy)
@@ -214,5 +214,5 @@ def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: F
 
 
 def _both(true: Bool) -> Bool:
-    """Whether x and y of each row, the last axis, are True. Two columns are faster than ``all``."""
+    """Whether both values of the last axis (x and y) are True. This is faster than ``all``."""
     return true[..., 0] & true[..., 1]

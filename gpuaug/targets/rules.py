@@ -1,4 +1,4 @@
-"""Rules for the targets of a run: which targets it has, what lies outside an image, which objects are kept."""
+"""Rules for the targets of a run: which targets it has, the fill value of masks, and which objects are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
 def _largest(table: Any) -> int:
-    """The largest new value; values that are no numbers are refused when the table is made."""
+    """The largest new value. Values that are not numbers are ignored here, and refused when the table is made."""
     values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
     return max((value for value in values if isinstance(value, int)), default=0)
 
@@ -26,11 +26,11 @@ class Masks:
 
     Args:
         fill: value outside the image, and in the mask of a sample that cannot be decoded. None: 255, which losses
-            ignore; for instance masks 0, which is no object.
-        map: changes the values of a mask first: ``cityscapes``, ``ade20k``, a list (new value of 0, 1, ...), or a
-            mapping such as {7: 0, 8: 1}; values that are not named become ``fill``. None: values stay.
+            ignore; with ``kind="instances"``, 0, which is no object.
+        map: new values, set before the mask is sampled: ``cityscapes``, ``ade20k``, a list (new value of 0, 1, ...), or
+            a mapping such as {7: 0, 8: 1}; values that are not named become ``fill``. None: values do not change.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
-        kind: ``classes``: the source's masks. ``instances``: 0 is no object, k + 1 is the sample's object k.
+        kind: ``classes``: values are classes. ``instances``: 0 is no object, k + 1 is object k of the sample.
 
     >>> Masks(map="cityscapes").fill
     255
@@ -61,14 +61,14 @@ class Masks:
 class Boxes:
     """Objects with a box. A box becomes the smallest upright box around its moved corners, clipped to the image.
 
-    Clipped twice: after the crop, and after the operations. An object is dropped, with everything that belongs to it,
-    if its box is smaller than one of the limits.
+    It is clipped twice: after the crop, and after the operations. An object is dropped, with everything that belongs
+    to it, if its box is smaller than one of the limits.
 
     Args:
         min_size: smallest width and height in pixels of the output.
         min_area: smallest area in pixels of the output.
         min_visibility: smallest area after clipping, as a fraction of the area before it; 0..1.
-        crowd: ``drop`` leaves out annotations of many objects at once, ``keep`` keeps them.
+        crowd: ``drop`` leaves out annotations that cover many objects (COCO's iscrowd), ``keep`` keeps them.
 
     >>> Boxes(min_visibility=0.1).min_size
     1.0
@@ -98,10 +98,11 @@ class Keypoints:
     """Points of objects. A point outside the output gets visibility 0 and the position (0, 0).
 
     Args:
-        flip: for each point, the number of its mirror image, such as the left eye for the right eye. Applied where the
-            image is mirrored. None: as the source says (COCO's 17 points have their pairs); else points keep their
-            places.
-        pixel_centers: True: whole numbers are the centres of pixels, as in COCO. False: they are edges, as in boxes.
+        flip: for each point, the index of its mirror image: for the left eye, that of the right eye. Used where the
+            image is mirrored. None: the pairs of the source (COCO's 17 points have them); if it has none, points keep
+            their places.
+        pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: they are the edges
+            of pixels, as in boxes.
 
     >>> Keypoints(flip=[0, 2, 1]).flip
     (0, 2, 1)
@@ -126,7 +127,7 @@ class Keypoints:
 
 
 class Targets:
-    """The targets of a run. What a source has, but is None here, is left out.
+    """The targets of a run. Kinds that are None are left out, even if the source has them.
 
     Args:
         masks: rules of masks; None: no masks.

@@ -1,6 +1,6 @@
 """Photometric distortion of SSD: several colour changes, each with its own gate. Kornia has no such operation.
 
-It is prepared as six slots of Kornia's modules, so both backends run it with the steps that they have.
+It is prepared as six slots of Kornia's modules, so both backends run it with the steps that they already have.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class PhotometricDistort(nn.Module):
     - ``torchvision``: equals torchvision's ``RandomPhotometricDistort``. Brightness multiplies, contrast blends with
       the mean gray of the image, saturation blends with the gray of the pixel.
     - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats. Brightness is added, contrast multiplies,
-      saturation multiplies the S of HSV. mmsegmentation rounds hue to steps of 1/180. For mmdetection's use
+      saturation multiplies the S of HSV. mmsegmentation rounds hue to steps of 1/180. For mmdetection's version, use
       ``hue=(-0.05, 0.05), channels=0.5``.
 
     Use it as an entry of a recipe's ``ops``.
 
     Args:
         style: ``torchvision`` or ``mmseg``.
-        brightness: range of the factor >= 0, or of the addition in -1..1. None: (0.875, 1.125), or
+        brightness: range of the factor, >= 0; for ``mmseg``, of the added value, -1..1. None: (0.875, 1.125), or
             (-32/255, 32/255) for ``mmseg``.
         contrast: range of the factor, >= 0.
         saturation: range of the factor, >= 0.

@@ -1,8 +1,8 @@
 """Targets of packed images: masks resized by the same rule as the images, and objects in pixels of the packed images.
 
 takes: an :class:`EncodedBatch` with targets, its headers, and the windows that resize its images.
-does: checks targets as a training does, resizes masks by half-pixel nearest, and moves objects. Nothing is clipped or
-dropped, because a training has rules for that.
+does: checks targets as a training run does, resizes masks by half-pixel nearest, and moves objects. Nothing is clipped
+or dropped, because the rules of a training run decide that.
 gives: the encoded masks of each size, and columns of numbers for ``out/index/``.
 """
 
@@ -44,7 +44,7 @@ COMMON = ("counts", "labels", "crowd", "ids")  # columns that are the same for a
 def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
     """The targets of a source, as JSON for the manifest; None if it has none.
 
-    If the source does not declare ``target_kinds``, the first sample that can be read tells them.
+    If the source does not declare ``target_kinds``, they are taken from the first sample that can be read.
     """
     declared = getattr(source, "target_kinds", None)
     found = _of_example(source) if declared is None else declared
@@ -97,7 +97,7 @@ class TargetPacker:
         self._stage = TargetStage(self._rules, Augment())
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
-        """The targets of a batch at every size. ``windows``: per size, resizes the whole images."""
+        """The targets of a batch at every size. ``windows``: for each size, they resize the whole images."""
         upright = self._stage.upright(batch, headers, self._decoder)
         faults, objects, encoded = list(upright.faults), upright.objects, list[list[bytes]]()
         for row, data in enumerate(batch.masks):
@@ -149,7 +149,7 @@ class TargetRows:
     rules: Targets
 
     def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:
-        """The objects of some rows as columns. Those of one size begin with its name."""
+        """The objects of some rows as columns. The names of columns of one size begin with the size."""
         if self.rules.boxes is None and self.rules.keypoints is None:
             return {}
         columns: Columns = {}
@@ -180,9 +180,9 @@ def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.fl
 def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
     """A mask, uint8 or int32 [H, W], without loss.
 
-    A PNG of gray values (8 bits, or 16 if a value needs them), or of colours R + 256 G + 65536 B if a panoptic mask has
-    larger values. Runs (see `source.runs`) with ``raw``, unless they need more bytes than the pixels, and for larger
-    values of other masks.
+    With ``raw``: runs (see `source.runs`), unless they need more bytes than the pixels. Else a PNG of gray values (8
+    bits, or 16 if a value needs them). Values above 16 bits are a PNG of colours R + 256 G + 65536 B for panoptic
+    masks, and runs for other masks.
     """
     largest = int(mask.max())
     if raw and len(made := runs.encode(mask)) <= mask.nbytes:
@@ -219,7 +219,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
     joined: Columns = {}
     for name in parts[0] if parts else ():
         columns = [part[name] for part in parts]
-        some = [column for column in columns if len(column)] or columns[:1]  # no object: any number of keypoints
+        some = [column for column in columns if len(column)] or columns[:1]  # without objects, K may differ
         if len({column.shape[1:] for column in some}) > 1:
             found = sorted({column.shape[1] for column in some})
             raise SourceError(f"all objects must have the same number of keypoints. Found: {found}.")

@@ -1,4 +1,4 @@
-"""Compares masks and boxes with torchvision's (masks also with Pillow's and Kornia's), by crop and operation.
+"""Compares masks and boxes with torchvision's (masks also with Pillow's and Kornia's), for the crop and each operation.
 
 Both sides get the same upright masks and boxes and the same random parameters. Boxes are compared before any rule drops
 some of them. Differences of boxes are in pixels of the output.
@@ -35,13 +35,13 @@ TIES = 0.002  # share of mask pixels: two pixels are equally near, or an edge fa
 MOVES = ("horizontal_flip", "vertical_flip", "rotate", "affine", "perspective", "elastic")  # torchvision's
 FILLED = MOVES[2:]  # take a fill value
 _OLD_NEAREST = (
-    "torchvision resizes masks by `nearest`, which takes a pixel up to one too far up and left; gpuaug takes the "
-    "nearest pixel, as Pillow does"
+    "torchvision resizes masks by `nearest`, which takes a pixel that is up to one pixel too far up and left; gpuaug "
+    "takes the nearest pixel, as Pillow does"
 )
 _TIES = "where two pixels are equally near, rounding decides which one is taken"
 _HULLS = (
     "after several operations that rotate or shear, torchvision's boxes are larger: it puts a box around the box of "
-    "the operation before; gpuaug puts one box around the moved corners"
+    "the previous operation; gpuaug puts one box around the moved corners"
 )
 _SAMPLED = "torchvision samples a mask in every operation, gpuaug once for all of them"
 
@@ -132,7 +132,7 @@ def compare(
         loader: it has targets.
         view: one of its views.
         samples: number, key and upright targets of each sample.
-        epoch: its random parameters are used; operations that it does not apply are looked for in later epochs.
+        epoch: its random parameters are used. If an operation is not applied in it, later epochs are searched.
         note: called with what is not compared, and why.
     """
     assert loader.targets is not None
@@ -142,7 +142,7 @@ def compare(
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        note("keypoints are not compared: torchvision moves them up to a pixel off; they follow the boxes' matrices")
+        note("keypoints are not compared: torchvision's are up to a pixel off; ours move by the boxes' matrices")
     originals = [(index, key, _placed(targets, rules)) for index, key, targets in samples]
     crop = _Step("crop", _recipe(view, view.augment.replace(ops=None, copies=1, normalize=None)))
     everything = _Step("everything", _recipe(view, view.augment.replace(copies=1, normalize=None)))
@@ -208,7 +208,7 @@ def _operations(
     """Compare each operation alone, on cropped targets."""
     moving = [op for op in view.augment.prepared if any(_moves(m) for modules in op.slots for m in modules)]
     if still := [f"`{op.name}`" for op in view.augment.prepared if op not in moving]:
-        note(f"{', '.join(still)}: only pixel values change, so masks and boxes stay")
+        note(f"{', '.join(still)}: only pixel values change, so masks and boxes stay the same")
     cropped = []
     for index, key, original in originals:
         made, _, _ = _ours(crop.recipe, loader, index, original, rules, epoch=epoch)
@@ -249,13 +249,13 @@ def _compare(
     for op, c, slots in taken:
         found, names = calls_of(op, c, slots, ours.size)
         if isinstance(found, str):
-            note(f"masks and boxes: `{op.name}` is not compared, nor is `everything` with it: {found}")
+            note(f"masks and boxes: `{op.name}` is not compared, so neither is `everything`: {found}")
             return True
         calls += [call for call in found if call[0] in MOVES]
         kinds |= names
     fill = 0 if rules.masks is None else rules.masks.fill
     resized = bool((window.resized[0] != window.window[0, 2:]).any())
-    reasons = [why(kinds & {"RandomPerspective"}, "float")]  # it takes pixel centers in torchvision
+    reasons = [why(kinds & {"RandomPerspective"}, "float")]  # torchvision's perspective uses pixel centers
     several = sum(name in FILLED for name, _ in calls) > 1
     if given.boxes is not None and ours.boxes is not None:
         theirs, dropped = _boxes(given, window, calls)

@@ -1,4 +1,4 @@
-"""Draws masks, boxes and keypoints on pictures, and finds those of original images."""
+"""Draws masks, boxes and keypoints on pictures, and reads the targets of original images."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Annotations:
         keypoints: float32 [n, K, 3], (x, y, visibility); None: no keypoints.
         labels: int64 [n], class of each object.
         crowd: bool [n].
-        ids: int64 [n], number of each annotation in its file; -1: it has none.
+        ids: int64 [n], id of each annotation in its file; -1: it has none.
     """
 
     mask: NDArray[Any] | None
@@ -230,7 +230,7 @@ def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
 
 
 def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image.Image:
-    """Half of the image and half of each pixel's color; outlines in full color; stripes where pixels are ignored."""
+    """The image mixed half and half with mask colors; outlines in full color; stripes where pixels are ignored."""
     assert annotations.mask is not None
     mask = np.asarray(Image.fromarray(annotations.mask).resize(image.size, Image.Resampling.NEAREST))
     values, number = np.unique(mask, return_inverse=True)
@@ -272,13 +272,13 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """The class of each box, at the first free place. None if there is no such place, or the box is smaller."""
+    """Write the class of each box at the first free place. No text if no place is free, or the box is smaller."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""
         text = fitting(style.name(int(annotations.labels[number])) + crowd, face, min(120, size[0] - 4))
         width, height = round(face.getlength(text)) + 4, TEXT + 3
-        if width * height > (x2 - x1) * (y2 - y1):  # it would hide more than it names
+        if width * height > (x2 - x1) * (y2 - y1):  # the text would hide more than the box
             continue
         left = max(0, min(x1, size[0] - width))
         places = [(left, y1 - height), (left, y1), (left, y2), (left, y2 - height), (max(0, x2 - width), y1)]
