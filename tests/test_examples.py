@@ -218,7 +218,7 @@ LEARN = ["batch_size=4", "num_workers=0", "device=cpu"]
 def test_segmentation_learns(scenes: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     means = example("segmentation").train(scenes, scenes, LEARN, epochs=4)
-    assert means[-1] < 0.8 * means[0]
+    assert means[-1] < 0.9 * means[0]
     (mean,) = re.findall(r"mean IoU (\d\.\d\d); of each class \[.+\]", capsys.readouterr().out)
     assert 0 < float(mean) < 1
 
