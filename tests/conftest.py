@@ -1,5 +1,6 @@
 """Photographs for the tests: windows of the ones inside scikit-image's and scikit-learn's wheels."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -32,6 +33,16 @@ SHARED = [
     ROOT / "bench",
 ]  # for child processes
 TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, out of the way of other packages
+
+
+@pytest.fixture(scope="session")
+def v2():
+    """``torchvision.transforms.v2``, which runs without torchvision's compiled operators."""
+    from gpuaug.tools.parity.counterpart import torchvision
+
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(TORCHVISION))
+    return torchvision()[0]
 
 
 def window(photo: np.ndarray, rng: np.random.Generator) -> Image.Image:

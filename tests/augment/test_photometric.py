@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import colorsys
-import importlib.util
 import json
-import sys
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TORCHVISION
 from torch import Tensor
 
 import gpuaug
 from gpuaug.augment.policy import prepare
 from gpuaug.errors import ConfigError
-from gpuaug.tools.parity.counterpart import torchvision
 
 BACKENDS = ("fused", "kornia")
 STYLES = ("torchvision", "mmseg")
-
-
-@pytest.fixture(scope="module")
-def v2() -> ModuleType:
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    return torchvision()[0]
 
 
 @pytest.fixture

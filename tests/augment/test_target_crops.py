@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TORCHVISION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +19,6 @@ import gpuaug
 from gpuaug.augment.recipe import Drawn
 from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError
-from gpuaug.tools.parity.counterpart import torchvision
 
 SIDES = [(375, 500), (500, 333), (1, 1), (1, 700), (900, 1), (2, 3), (37, 41), (2000, 3000), (511, 513)]
 some = settings(max_examples=40, deadline=None)
@@ -34,13 +30,6 @@ class Objects:
 
     boxes: np.ndarray
     sample: np.ndarray
-
-
-@pytest.fixture(scope="module")
-def v2() -> ModuleType:
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    return torchvision()[0]
 
 
 def uniforms(crop: Any, count: int, seed: int) -> np.ndarray:

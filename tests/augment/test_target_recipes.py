@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +17,7 @@ import pytest
 import scenes
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TORCHVISION
+from conftest import ROOT
 from omegaconf import OmegaConf
 from PIL import Image
 from test_photometric import mmseg
@@ -29,7 +27,6 @@ from torch import Tensor
 import gpuaug
 from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.recipe import Drawn
-from gpuaug.tools.parity.counterpart import torchvision
 
 FOLDER = ROOT / "conf" / "gpuaug" / "augment"
 TRAIN = [
@@ -78,13 +75,6 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     points = [np.array([a["keypoints"] for a in some]).reshape(-1, 3, 3) for some in own]
     images = stack("images", ".jpg").permute(0, 3, 1, 2).contiguous()
     return Scenes(folder, images, stack("masks", ".png"), boxes, labels, points)
-
-
-@pytest.fixture(scope="module")
-def v2() -> ModuleType:
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    return torchvision()[0]
 
 
 @cache

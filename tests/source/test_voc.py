@@ -1,14 +1,11 @@
 """Pascal VOC: boxes against torchvision's parser and detectron2's formula, damaged XML, splits, URLs."""
 
-import importlib.util
 import pickle
 import re
-import sys
 import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from conftest import TORCHVISION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph
@@ -18,7 +15,6 @@ import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.source import Remote
 from gpuaug.source.voc import CLASSES, _parse
-from gpuaug.tools.parity.counterpart import torchvision
 
 OBJECTS = {
     "2007_000001": [("dog", (1, 1, 47, 31), 0), ("person", (10, 12, 10, 12), 1)],
@@ -87,12 +83,7 @@ def test_boxes_are_those_of_the_files(tmp_path):
     assert "2 images, 2 objects" in repr(drop)
 
 
-def test_against_torchvision(tmp_path):
-    if importlib.util.find_spec("torchvision") is None:
-        if not TORCHVISION.exists():
-            pytest.skip("torchvision is not installed")
-        sys.path.append(str(TORCHVISION))
-    torchvision()
+def test_against_torchvision(tmp_path, v2):
     from torchvision.datasets import VOCDetection
 
     rng = np.random.default_rng(0)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from typing import Any
 
 import kornia
 import numpy as np
 import pytest
 import torch
-from conftest import TORCHVISION
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from gpuaug.batch import CropWindows
 from gpuaug.decode.plan import oriented_batch
-from gpuaug.errors import ConfigError
 from gpuaug.targets import geometry
-from gpuaug.tools.parity.counterpart import torchvision
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -260,14 +255,8 @@ SIZE = (120, 160)  # H, W
 
 
 @pytest.fixture(scope="module")
-def peer() -> Any:
+def peer(v2: Any) -> Any:
     """torchvision.transforms.v2.functional."""
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    try:
-        v2, _ = torchvision()
-    except ConfigError as error:
-        pytest.skip(f"torchvision cannot be imported: {error}")
     return v2.functional
 
 

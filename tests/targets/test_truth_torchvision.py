@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +9,6 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from conftest import TORCHVISION
 from kornia.augmentation.container.params import ParamItem
 from kornia.constants import DataKey, Resample
 from PIL import Image
@@ -20,8 +17,6 @@ from truth import CROPS, SIZES, batch_of, encoded, gaussian, loader, measured, p
 
 import gpuaug
 from gpuaug.augment.parameters import tensors
-from gpuaug.errors import ConfigError
-from gpuaug.tools.parity.counterpart import torchvision
 
 SIZE = (90, 122)  # (height, width); an odd difference would make every pixel of a quarter turn a tie
 COUNT = 12  # images
@@ -43,14 +38,9 @@ OPS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def functional() -> ModuleType:
+def functional(v2: ModuleType) -> Any:
     """``torchvision.transforms.v2.functional``."""
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    try:
-        return torchvision()[0].functional
-    except ConfigError as error:
-        pytest.skip(f"torchvision is not there: {error}")
+    return v2.functional
 
 
 def given(seed: int, size: tuple[int, int] = SIZE) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -17,7 +16,6 @@ from PIL import Image
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
-from conftest import TORCHVISION
 
 import gpuaug
 from bench import photographs
@@ -29,10 +27,8 @@ from gpuaug.tools.parity.counterpart import counterpart, torchvision
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _torchvision() -> None:
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    torchvision()
+def _torchvision(v2: object) -> None:
+    """The command needs it."""
 
 
 @pytest.fixture(scope="module")

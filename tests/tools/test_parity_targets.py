@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
 import scenes as made
-from conftest import TORCHVISION
 
 import gpuaug
 from gpuaug.tools.main import main
@@ -28,10 +25,8 @@ from gpuaug.tools.parity.targets import TargetDifference
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _torchvision() -> None:
-    if importlib.util.find_spec("torchvision") is None:
-        sys.path.append(str(TORCHVISION))
-    torchvision()
+def _torchvision(v2: object) -> None:
+    """The command needs it."""
 
 
 @pytest.fixture(scope="module")
