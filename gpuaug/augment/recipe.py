@@ -33,7 +33,6 @@ from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.augment.target_crops import TARGET_CROPS
 from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
@@ -343,7 +342,10 @@ class Augment(_Recipe):
         backend: str = "fused",
     ) -> None:
         super().__init__()
-        checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS, optional=True)
+        if crop is not None and not isinstance(crop, CROPS):
+            from gpuaug.augment.target_crops import TARGET_CROPS  # other recipes do not need it
+
+            checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS)
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, _BACKENDS)

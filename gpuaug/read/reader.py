@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from gpuaug import checks
-from gpuaug.batch import EncodedBatch, EncodedTargets, Fault
+from gpuaug.batch import EncodedBatch, EncodedTargets, Fault, Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.read.targets import as_target, collect
 from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
@@ -263,6 +262,10 @@ class _Encode:
                 faults.append(Fault(row, "read", "0 bytes"))
             encoded.append(item[0])
             labels.append(item[1])
+        if not self.targets and not any(isinstance(label, Target | Mapping) for label in labels):
+            return encoded, self._labels(labels, numbers, stale), tuple(faults), None
+        from gpuaug.read.targets import as_target, collect  # runs without targets do not import it
+
         found = [as_target(label, number) for number, label in zip(numbers, labels, strict=True)]
         targets = None
         if self.targets:
@@ -294,8 +297,7 @@ class _Encode:
         for number, item in zip(some, self._ask(some, stale), strict=True):
             if not isinstance(item, Exception):
                 label = _checked(item, number)[1]
-                target = as_target(label, number)
-                return label if target is None else target.label
+                return label.get("label") if isinstance(label, Mapping) else getattr(label, "label", label)
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
