@@ -174,7 +174,7 @@ BAD = {
     "text": (b'[{"bbox": ["1", "2", "3", "4"]}]', "`bbox` of each object must be 4 numbers"),
     "ragged": (b'[{"bbox": [1, 2, 3, 4]}, {"bbox": [1, 2]}]', "`bbox` of each object must be 4 numbers"),
     "huge": (b'[{"bbox": [1, 2, 3, 1%s]}]' % (b"0" * 400), "`bbox` of each object must be 4 numbers"),
-    "name": (b'[{"bbox": [1, 2, 3, 4], "category": "dog"}]', "in `source.classes`"),
+    "name": (b'[{"bbox": [1, 2, 3, 4], "category": "dog"}]', "`source.classes`"),
     "half a class": (b'[{"bbox": [1, 2, 3, 4], "category_id": 1.5}]', "must be a whole number"),
     "large id": (b'[{"bbox": [1, 2, 3, 4], "id": 9223372036854775808}]', "must be a whole number"),
     "lengths": (b'{"bbox": [[1, 2, 3, 4]], "category_id": []}', "`category_id` has 0 entries, but `bbox` has 1"),
