@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger va
 LARGEST_VIEW = 178_000_000  # pixels of a view; equals the default of `decode.max_pixels`
 _TRIES = 10  # of RandomResizedCrop before it falls back to a central crop, as in torchvision
 Float64 = NDArray[np.float64]
+Known = NDArray[np.bool_]  # [B], False for a sample that cannot be decoded
 Redraw = Callable[[int, Int64], Float]
 
 
@@ -45,6 +46,14 @@ class BoxTable(Protocol):
     @property
     def sample(self) -> Int64:
         """Row of each box's image."""
+
+
+class Reads(NamedTuple):
+    """What some crops read besides sizes and uniforms; see :meth:`Crop.windows`."""
+
+    objects: BoxTable | None
+    masks: Sequence[NDArray[Any] | None] | None
+    redraw: Redraw | None
 
 
 class Crop:
@@ -87,12 +96,6 @@ class Crop:
         Raises:
             ConfigError: ``u`` has another shape, the images do not fit the crop, or a target in ``needs`` is missing.
         """
-        return self._windows(*self._arrays(u, heights, widths))
-
-    def _arrays(
-        self, u: Float | None, heights: Int64, widths: Int64
-    ) -> tuple[Float64, Int64, Int64, NDArray[np.bool_]]:
-        """Uniforms float64 [B, count], heights and widths of at least 1, and which samples can be decoded."""
         known = np.asarray(heights) > 0
         # A sample that cannot be decoded has size 0. Size 1 gives its row a valid box.
         heights, widths = (np.maximum(np.asarray(n, dtype=np.int64), 1) for n in (heights, widths))
@@ -101,9 +104,9 @@ class Crop:
             raise ConfigError(
                 f"`u` must be float32 [{len(heights)}, {self.count}] for {type(self).__name__}. Found: shape {u.shape}."
             )
-        return u.astype(np.float64), heights, widths, known
+        return self._windows(u.astype(np.float64), heights, widths, known, Reads(objects, masks, redraw))
 
-    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         raise NotImplementedError
 
 
@@ -137,7 +140,7 @@ class RandomResizedCrop(Crop):
         self.ratio = positive_range("ratio", ratio, high=math.inf)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         area, log_ratio = u[:, 2::2], u[:, 3::2]  # [B, 10]
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         target = (heights * widths)[:, None] * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -190,7 +193,7 @@ class RandomCrop(Crop):
         self.padding = tuple(values * (4 // len(values)))
         self.fill = color(fill)
 
-    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         left, top, right, bottom = self.padding
         limits = np.stack([heights, widths], axis=1)
         free = limits - self.size + np.array([top + bottom, left + right])
@@ -234,7 +237,7 @@ class ResizeCenterCrop(Crop):
         self.size = pair("size", size)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         h, w = resized_sides(self.resize, heights, widths)
         H, W = self.size
         # CenterCrop pads a smaller image with (H - h) // 2 pixels at the top and left. It crops a larger image from
@@ -278,7 +281,7 @@ class Resize(Crop):
             )
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
-    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         h, w = resized_sides(self.size, heights, widths, longest=self.max_size)
         sizes = np.unique(np.stack([h, w], axis=1)[known], axis=0).tolist()
         if len(sizes) > 1:

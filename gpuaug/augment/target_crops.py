@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from gpuaug import checks
 from gpuaug.augment.crop import (
     LARGEST_SIDE,
-    BoxTable,
     Crop,
     Float64,
-    Redraw,
+    Known,
+    Reads,
     color,
     integers,
     pair,
@@ -119,37 +119,14 @@ class RandomScaleCrop(Crop):
         """``masks`` if ``cat_max_ratio`` is below 1."""
         return frozenset({"masks"} if self.cat_max_ratio < 1 else ())
 
-    def windows(
-        self,
-        u: Float | None,
-        heights: Int64,
-        widths: Int64,
-        *,
-        objects: BoxTable | None = None,
-        masks: Sequence[_Mask] | None = None,
-        redraw: Redraw | None = None,
-    ) -> CropWindows:
-        """Compute the windows of a batch.
-
-        Args:
-            u: float32 [B, count] in [0, 1).
-            heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
-            objects: not used.
-            masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
-                ``cat_max_ratio`` is below 1.
-            redraw: not used.
-
-        Raises:
-            ConfigError: ``u`` has another shape, or ``masks`` are needed and missing.
-        """
-        draws, heights, widths, known = self._arrays(u, heights, widths)
-        sides = self._sides(draws[:, 0], heights, widths)  # [B, 2]
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
+        sides = self._sides(u[:, 0], heights, widths)  # [B, 2]
         free = np.maximum(sides - self.size, 0)
-        corner = self._corner(draws[:, 1:3], free)
+        corner = self._corner(u[:, 1:3], free)
         if self.cat_max_ratio < 1:
-            if masks is None:
+            if (masks := reads.masks) is None:
                 raise _missing(self, "masks", "Use a source with masks, or `cat_max_ratio: 1`.")
-            again = np.stack([self._corner(p, free) for p in np.split(draws[:, 3:], self.REDRAWS, axis=1)], axis=1)
+            again = np.stack([self._corner(p, free) for p in np.split(u[:, 3:], self.REDRAWS, axis=1)], axis=1)
             for row in np.flatnonzero(known & free.any(axis=1)).tolist():
                 if (mask := masks[row]) is not None:
                     corner[row] = self._mixed(mask, sides[row].tolist(), [corner[row], *again[row]])
@@ -265,7 +242,7 @@ class Letterbox(Crop):
         """Number of uniforms: one if ``shorter`` has several values."""
         return int(isinstance(self.shorter, tuple))
 
-    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: NDArray[np.bool_]) -> CropWindows:
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         given = np.stack([heights, widths], axis=1)
         factor = (np.array(self.size) / given).min(axis=1, keepdims=True)
         if self.shorter is not None:
@@ -365,33 +342,11 @@ class RandomIoUCrop(Crop):
         """Number of uniforms of a round: two gates, zoom, its column and row, option, and four of each trial."""
         return 6 + 4 * self.trials
 
-    def windows(
-        self,
-        u: Float | None,
-        heights: Int64,
-        widths: Int64,
-        *,
-        objects: BoxTable | None = None,
-        masks: Sequence[_Mask] | None = None,
-        redraw: Redraw | None = None,
-    ) -> CropWindows:
-        """Compute the windows of a batch.
-
-        Args:
-            u: float32 [B, count] in [0, 1).
-            heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
-            objects: the boxes of all samples, in any order.
-            masks: not used.
-            redraw: function of (round >= 1, rows int64 [n]) that returns more uniforms float32 [n, count]. None: one
-                round.
-
-        Raises:
-            ConfigError: ``u`` has another shape, or ``objects`` are missing.
-        """
-        wide, heights, widths, known = self._arrays(u, heights, widths)
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
+        objects, redraw = reads.objects, reads.redraw
         if objects is None:
             raise _missing(self, "boxes", "Use a source with boxes, or gpuaug.Resize.")
-        draws = wide.astype(np.float32)
+        draws = u.astype(np.float32)
         corner, canvas = self._zoomed(draws, np.stack([heights, widths], axis=1))
         crop = np.concatenate([np.zeros_like(canvas), canvas], axis=1)
         order = np.argsort(objects.sample, kind="stable")
