@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import readme
 import scenes
 from contestants import Spec
 from loader import Contestant, machine
@@ -46,7 +47,6 @@ ELSEWHERE = ("torchvision", "torchvision_pil", "albumentations")
 # recipe, who, the smallest accepted ratio; of both torchvisions the faster counts
 BARS = {(SEG, "torchvision"): 2.5, (DET, "torchvision"): 4.0, (WARP, "albumentations"): 1.2, (WARP, "kornia"): 5.0}
 STAGES = {(WARP, ("masks",)): 1.15, (SEG, ("masks",)): None, (WARP, ("boxes", "keypoints")): 1.02}
-BEGIN, END = "<!-- targets.py -->", "<!-- end of targets.py -->"
 
 
 def data(folder: Path, count: int) -> Path:
@@ -236,8 +236,7 @@ def main() -> None:
     if args.table:
         text = table(json.loads(args.table.read_text()))
         if args.readme:
-            before, rest = args.readme.read_text().split(BEGIN, 1)
-            args.readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+            readme.put(args.readme, "targets.py", text)
         else:
             print(text)
         return

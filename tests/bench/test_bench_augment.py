@@ -8,17 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import augment as bench
+import augment_peers as peers
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-try:
-    import augment as bench
-    import augment_peers as peers
-finally:
-    sys.path.remove(str(ROOT / "bench"))
 
 
 def case(recipe: str, batch: int = 6, size: int = 32) -> Any:

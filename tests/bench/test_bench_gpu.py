@@ -9,15 +9,10 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import gpu as bench
+import hazards
 import pytest
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-try:
-    import gpu as bench
-    import hazards
-finally:
-    sys.path.remove(str(ROOT / "bench"))
 
 
 def part(name: str, code: str, limit: int = 60, **more: Any) -> Any:

@@ -1,38 +1,16 @@
 """bench/loader.py: that it runs, and that its ratios and table say what was measured."""
 
-import json
-import os
-import subprocess
 import sys
 
+import loader as bench
 import pytest
-from conftest import ROOT
-
-BENCH = ROOT / "bench"
+from quick import quick
 
 
-@pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(BENCH))
-    try:
-        import loader
-    finally:
-        sys.path.remove(str(BENCH))
-    return loader
-
-
-def quick(tmp_path, *more):
-    file = tmp_path / "report.json"
-    code = subprocess.run(
-        [sys.executable, str(BENCH / "loader.py"), "--quick", "--data", str(tmp_path), "--json", str(file), *more],
-        capture_output=True, text=True, timeout=1800, env={**os.environ, "PYTHONPATH": ""},
-    )  # fmt: skip
-    assert code.returncode == 0, code.stderr
-    return json.loads(file.read_text())
-
-
-def test_a_quick_run_measures_ours_its_stages_and_their_ceiling(tmp_path, bench):
-    report = quick(tmp_path, "--set", "photos", "--recipe", "flip", "--who", "ours", "read", "decode", "augment")
+def test_a_quick_run_measures_ours_its_stages_and_their_ceiling(tmp_path):
+    report = quick(
+        "loader.py", tmp_path, "--set", "photos", "--recipe", "flip", "--who", "ours", "read", "decode", "augment"
+    )
     rows = {row["who"]: row for row in report["results"]}
     assert set(rows) == {"ours", "read", "decode", "augment", "ceiling"}
     for who in ("ours", "read", "decode", "augment"):
@@ -53,14 +31,14 @@ def test_a_quick_run_measures_ours_its_stages_and_their_ceiling(tmp_path, bench)
 
 @pytest.mark.long
 def test_everybody_who_can_run_here_does(tmp_path):
-    report = quick(tmp_path)
+    report = quick("loader.py", tmp_path)
     reasons = {(row["set"], row["recipe"], row["who"]): row["reason"] for row in report["results"] if "reason" in row}
     assert {who for _, _, who in reasons} <= {"torchvision", "torchvision_v2", "ffcv", "ffcv_raw", "spdl"}, reasons
     assert report["ratios"]["standard"]["kornia_eager"] > 0
     assert report["ratios"]["standard_s3"]["local"] > 0
 
 
-def test_ratios_are_ours_over_the_faster_torchvision(bench):
+def test_ratios_are_ours_over_the_faster_torchvision():
     def row(who, rate, kind="photos", recipe="standard"):
         return {"set": kind, "recipe": recipe, "who": who, "images_per_second": rate}
 
@@ -78,7 +56,7 @@ def test_ratios_are_ours_over_the_faster_torchvision(bench):
     assert "standard_engine" not in found
 
 
-def test_the_jpeg_engine_is_compared_with_the_jpeg_engine(bench):
+def test_the_jpeg_engine_is_compared_with_the_jpeg_engine():
     rates = {"ours": 900.0, "dali_reader": 600.0, "ours_engine": 1500.0, "dali_reader_engine": 750.0}
     rows = [{"set": "photos", "recipe": "standard", "who": w, "images_per_second": r} for w, r in rates.items()]
     found = bench.ratios(rows)
@@ -89,14 +67,14 @@ def test_the_jpeg_engine_is_compared_with_the_jpeg_engine(bench):
 
 
 @pytest.mark.parametrize("who", ["ours", "dali_reader", "dali_proxy", "kornia_eager"])
-def test_only_who_is_named_so_decodes_with_the_engine(bench, who):
+def test_only_who_is_named_so_decodes_with_the_engine(who):
     for name, load in ((who, 0.0), (f"{who}_engine", 0.65)):
         assert bench.Spec(name, "flip", "", 8, 1, 1, "cuda", "float32", {}).engine == load
     assert not bench.takes_part(f"{who}_engine", "flip", "photos", "cpu")
     assert bench.takes_part(who, "flip", "photos", "cpu")
 
 
-def test_on_a_gpu_reading_has_cores_of_its_own(bench):
+def test_on_a_gpu_reading_has_cores_of_its_own():
     rows = [{"who": w, "images_per_second": r} for w, r in (("read", 1000.0), ("decode", 3000.0), ("augment", 6000.0))]
     (gpu,) = bench._derived(rows, "photos", "flip", on_gpu=True)
     (cpu,) = bench._derived(rows, "photos", "flip", on_gpu=False)
@@ -104,7 +82,7 @@ def test_on_a_gpu_reading_has_cores_of_its_own(bench):
     assert cpu["images_per_second"] == pytest.approx(1 / (1 / 1000 + 1 / 3000 + 1 / 6000))
 
 
-def test_the_table_goes_between_its_marks_and_touches_nothing_else(bench):
+def test_the_table_goes_between_its_marks_and_touches_nothing_else():
     text = "# Measurements\n\nhand-written\n"
     once = bench.insert(text, "| a |")
     assert once.startswith("# Measurements\n\nhand-written\n\n## loader.py")
@@ -115,7 +93,7 @@ def test_the_table_goes_between_its_marks_and_touches_nothing_else(bench):
     assert twice.count(bench.BEGIN) == 1
 
 
-def test_the_s3_server_gives_the_folder_as_it_is(bench, tmp_path):
+def test_the_s3_server_gives_the_folder_as_it_is(tmp_path):
     from gpuaug.source import FolderSource, Remote
     from gpuaug.source.remote.storage import Range, Storage
 
@@ -132,23 +110,22 @@ def test_the_s3_server_gives_the_folder_as_it_is(bench, tmp_path):
         assert "moto" in server.how
 
 
-def started(bench, root, who="read"):
+def started(root, who="read"):
     spec = bench.Spec(who, "flip", str(root), 8, 1, 1, "cpu", "float32", {})
     return bench.Contestant(spec, sys.executable, preload=None, data=str(root), delay=0.0)
 
 
-def test_a_contestant_that_cannot_begin_says_why(tmp_path, bench):
-    contestant = started(bench, tmp_path / "nowhere")
+def test_a_contestant_that_cannot_begin_says_why(tmp_path):
+    contestant = started(tmp_path / "nowhere")
     try:
         assert "nowhere" in contestant.reason
     finally:
         contestant.close()
 
 
-def test_a_contestant_that_dies_is_a_reason_and_ends_nobody_else(tmp_path, bench, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
+def test_a_contestant_that_dies_is_a_reason_and_ends_nobody_else(tmp_path):
     root = bench.prepare(tmp_path, "photos", 16)
-    contestant = started(bench, root)
+    contestant = started(root)
     try:
         assert contestant.reason is None
         contestant.round()

@@ -1,38 +1,12 @@
 """bench/targets.py: that it runs, that its contestants do the same work, and that its table says what was measured."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
-from conftest import ROOT
-
-BENCH = ROOT / "bench"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(BENCH))
-    try:
-        import targets
-    finally:
-        sys.path.remove(str(BENCH))
-    return targets
+import targets as bench
+from quick import quick
 
 
-def quick(tmp_path, *more):
-    file = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "targets.py"), "--quick", "--data", str(tmp_path), "--json", str(file), *more],
-        capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text())
-
-
-def test_a_quick_run_measures_ours_with_and_without_masks(tmp_path, bench):
-    report = quick(tmp_path, "--recipe", bench.SEG, "--who", "ours", "images_only")
+def test_a_quick_run_measures_ours_with_and_without_masks(tmp_path):
+    report = quick("targets.py", tmp_path, "--recipe", bench.SEG, "--who", "ours", "images_only")
     rows = {row["who"]: row for row in report["results"]}
     assert set(rows) == {"ours", "images_only"}
     masked, plain = rows["ours"], rows["images_only"]
@@ -51,22 +25,22 @@ def test_a_quick_run_measures_ours_with_and_without_masks(tmp_path, bench):
     assert text.count("not run") == len(bench.BARS)
 
 
-def test_kornias_batches_hold_what_ours_hold(tmp_path, bench):
-    report = quick(tmp_path, "--recipe", bench.WARP, "--who", "ours", "kornia", "--no-stages")
+def test_kornias_batches_hold_what_ours_hold(tmp_path):
+    report = quick("targets.py", tmp_path, "--recipe", bench.WARP, "--who", "ours", "kornia", "--no-stages")
     ours, kornia = (row["facts"] for row in report["results"])
     for name, limit in (("mean", 0.3), ("deviation", 0.3), ("background", 0.15), ("things", 0.1), ("ignored", 0.1)):
         assert ours[name] == pytest.approx(kornia[name], abs=limit), name
     assert kornia["other labels"] == 0
 
 
-def test_boxes_of_batches_are_counted(tmp_path, bench):
-    report = quick(tmp_path, "--recipe", bench.DET, "--who", "ours", "--no-stages")
+def test_boxes_of_batches_are_counted(tmp_path):
+    report = quick("targets.py", tmp_path, "--recipe", bench.DET, "--who", "ours", "--no-stages")
     facts = report["results"][0]["facts"]
     assert 2 < facts["boxes"] <= 7
     assert 0 < facts["covered by boxes"] < 1
 
 
-def test_bars_are_of_the_faster_torchvision(bench):
+def test_bars_are_of_the_faster_torchvision():
     def row(who, ratio):
         return {"recipe": bench.SEG, "who": who, "ratio": ratio, "ratios": [ratio - 0.1, ratio + 0.1]}
 
