@@ -47,6 +47,7 @@ class Target:
         area: [n], area of each object in pixels.
         ids: [n], number of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
+        fractions: whether boxes and keypoints are fractions of the upright image's width and height (YOLO's files).
         label: of the whole image, as a source without targets gives it.
 
     >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
@@ -61,6 +62,7 @@ class Target:
     area: Any = None
     ids: Any = None
     size: tuple[int, int] | None = None
+    fractions: bool = False
     label: Any = None
 
 
@@ -78,6 +80,8 @@ class EncodedTargets:
         ids: int64 [N]; -1: the source has no number.
         sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
         masks: whether ``data`` of the batch also holds a mask for each image.
+        fractions: bool [B], True if the sample's boxes and keypoints are fractions of the upright image; None: no
+            sample's.
     """
 
     offsets: Int64
@@ -89,6 +93,7 @@ class EncodedTargets:
     ids: Int64
     sizes: Int32
     masks: bool = False
+    fractions: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,6 @@ from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 Float64 = NDArray[np.float64]
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _LARGEST_BYTE = 255
-_LARGEST_FRACTION = 2  # the largest coordinate of a box in fractions of the image; pixels are larger
-_NORMALIZED = (1, 1)  # size of annotations whose coordinates are fractions of the upright image
 
 
 class Recipe(Protocol):
@@ -142,18 +140,16 @@ class TargetStage:
         table = encoded.targets
         assert table is not None
         sizes = np.stack([info.height, info.width], axis=1)
-        normalized = (table.sizes == _NORMALIZED).all(axis=1) & (sizes > 1).any(axis=1) & (sizes > 0).all(axis=1)
-        beyond = normalized & _beyond(table)
         table = _in_pixels(table, sizes)
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
         annotated = table.sizes.astype(np.int64)
         known: NDArray[Any] = np.asarray((sizes > 0).all(axis=1))
-        given = known & (annotated > 0).all(axis=1) & (annotated != _NORMALIZED).any(axis=1)
+        given = known & (annotated > 0).all(axis=1)
         as_upright = (annotated == sizes).all(axis=1)
         as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
         faults = [
             Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
-            for row in np.flatnonzero(np.asarray((given & ~as_upright & ~as_stored) | beyond)).tolist()
+            for row in np.flatnonzero(np.asarray(given & ~as_upright & ~as_stored)).tolist()
         ]
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
@@ -476,19 +472,10 @@ def _array(value: Any) -> NDArray[Any]:
         raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error
 
 
-def _beyond(table: EncodedTargets) -> NDArray[np.bool_]:
-    """Whether a sample has a box too large to be in fractions of the image, bool [B]. YOLO's may be a bit outside."""
-    sample = np.repeat(np.arange(len(table.offsets) - 1), np.diff(table.offsets))
-    found = np.zeros(len(table.offsets) - 1, dtype=np.bool_)
-    if table.boxes is not None:
-        found[sample[(np.abs(table.boxes) > _LARGEST_FRACTION).any(axis=1)]] = True
-    return found
-
-
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
     """Convert annotations in fractions of the upright image to pixels. ``sizes`` [B, 2]: of the images."""
-    rows = (table.sizes == _NORMALIZED).all(axis=1)
-    if not rows.any():
+    rows = table.fractions
+    if rows is None:
         return table
     scale = np.where(rows[:, None], np.maximum(sizes, 1), 1).repeat(np.diff(table.offsets), axis=0)[:, ::-1]
     boxes, keypoints = table.boxes, table.keypoints

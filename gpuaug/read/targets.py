@@ -70,6 +70,7 @@ def collect(
         if "masks" in names:
             masks.append(_NO_MASK if row in bad else mask)
         rows.append(columns)
+    fractions = np.array([target is not None and bool(target.fractions) for target in targets], dtype=np.bool_)
     counts = [len(columns["labels"]) if columns else 0 for columns in rows]
     table = _joined([columns for columns in rows if columns], names, num_keypoints)
     sample = np.repeat(np.arange(len(rows)), counts)
@@ -92,6 +93,7 @@ def collect(
         ids=table["ids"],
         sizes=sizes,
         masks="masks" in names,
+        fractions=fractions if fractions.any() else None,
     )
     return encoded, masks, faults
 

@@ -43,8 +43,8 @@ class YoloSource(AnnotatedSource):
     * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon. Its box is the smallest one around it.
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``.
 
-    A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, and the target's size is (1, 1), because the
-    size of an image is not known before its header is read. A label file with a bad line makes its sample a fault when
+    A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, because the size of an image is not known
+    before its header is read. A label file with a bad line makes its sample a fault when
     the sample is read. A line is bad if it has a word that is not a number, a wrong count of numbers, an unknown class,
     or a coordinate more than 0.01 outside 0..1.
 
@@ -190,7 +190,7 @@ class YoloSource(AnnotatedSource):
         self._set_damaged(found.reasons)
 
     def _label_of(self, index: int) -> Target:
-        return self._objects.target(index, size=(1, 1))
+        return self._objects.target(index, fractions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

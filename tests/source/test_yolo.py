@@ -75,7 +75,7 @@ def test_boxes_polygons_and_images_without_objects(tmp_path):
         assert data == IMAGE
         assert target.labels.tolist() == labels
         np.testing.assert_allclose(target.boxes, boxes, atol=1e-7)
-        assert target.size == (1, 1)
+        assert target.fractions
         assert target.keypoints is target.mask is target.label is None
         assert source.label(i).boxes.tolist() == target.boxes.tolist()
     assert source.classes == NAMES
@@ -239,7 +239,7 @@ def test_workers_send_the_objects(tmp_path, method):
     assert batch.targets.offsets.tolist() == [0, 2, 2, 3]
     assert batch.targets.labels.tolist() == [2, 0, 1]
     assert batch.targets.boxes.tolist() == [[0, 0, 1, 0.5], [0, 0, 1, 1], [0.25, 0.25, 0.75, 0.75]]
-    assert batch.targets.sizes.tolist() == [[1, 1]] * 3
+    assert batch.targets.fractions.tolist() == [True] * 3
 
 
 # -- the YAML file and paths

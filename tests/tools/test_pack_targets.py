@@ -268,7 +268,8 @@ def test_fractions_become_pixels_and_large_images_are_packed_alone(
     """Annotations as YOLO has them; and the same bytes if the images of a batch do not fit beside each other."""
     box = np.array([[0.25, 0.5, 0.75, 1.0]])
     items = [
-        (d, gpuaug.Target(mask=t.mask, boxes=box, labels=[k], size=(1, 1))) for k, (d, t) in enumerate(Scenes().items)
+        (d, gpuaug.Target(mask=t.mask, boxes=box, labels=[k], fractions=True))
+        for k, (d, t) in enumerate(Scenes().items)
     ]
     run(items, tmp_path / "a", sizes=[24])
     source = PackedSource(tmp_path / "a")
