@@ -15,10 +15,10 @@ _SMALL = 1 << 20  # bytes; for smaller tensors malloc is good enough
 
 
 class Outputs:
-    """Reuses the memory of freed batches, because mapping fresh pages takes as long as a recipe.
+    """Reuses the memory of freed batches, because mapping new pages takes as long as augmenting.
 
     Args:
-        most: the most bytes to keep. The oldest freed memory is released first.
+        most: maximum number of bytes to keep. The oldest freed memory is released first.
         age: release memory that was not reused for this many batches.
     """
 

@@ -52,8 +52,8 @@ _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 class Reader:
     """Reads batches in the order it is given, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault of its row. All images above 16 MiB in a batch may take 2 GiB together; the
-    others are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
+    An image above 512 MiB is a fault of its row. In a batch, all images above 16 MiB may together take 2 GiB; further
+    ones are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
 
     Args:
         source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.

@@ -20,7 +20,7 @@ from gpuaug.source.remote.storage import FileInfo, Range, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # visits of a folder by links in linked folders: n folders that link to each other have n! paths
+MOST_VISITS = 8  # visits of one folder through links: n folders that link to each other have n! paths
 TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
 LARGEST_TEXT = 1 << 24  # bytes of one annotation file
 URLS_AT_ONCE = 256  # annotation files that are read together
@@ -47,7 +47,7 @@ class Files:
         self, root: str, names: Names, storage: Storage, listing: Mapping[str, FileInfo] | None = None
     ) -> None:
         self.root, self.names = root, names
-        self._versions: Names | None = None  # of remote files, for the disk cache
+        self._versions: Names | None = None  # versions of remote files, for the disk cache
         self._large: dict[int, int] = {}  # sizes of large remote files, by number
         if listing:  # keep only what reading needs
             files = [listing[os.fsdecode(name)] for name in names]
@@ -56,7 +56,7 @@ class Files:
                 self._versions = Names.of([[file.version.encode() for file in files]])
 
     def range(self, index: int) -> Range:
-        """Where the file lies."""
+        """Location of the file."""
         version = "" if self._versions is None else self._versions[index].decode()
         path = join(self.root, os.fsdecode(self.names[index]))
         return Range(path, version=version, image=self._large.get(index, 0))
@@ -67,9 +67,10 @@ class Files:
 
 
 def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]:
-    """The bytes of each annotation file, or the exception that reading it raised. The disk cache is not used.
+    """The bytes of each annotation file, or the exception that reading it raised.
 
-    A file above 16 MiB gives an exception. The cache would return old bytes for a file that was changed.
+    A file above 16 MiB gives an exception. The disk cache is not used, because it would return old bytes for a changed
+    file.
     """
     if storage.remote.cache is not None:
         storage = Storage(replace(storage.remote, cache=None))

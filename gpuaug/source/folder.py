@@ -76,7 +76,7 @@ class FolderSource(FileSource):
         if labels == "folder":
             self._list_classes(None if classes is None else class_mapping(classes), tree, endings)
         elif classes is not None:
-            raise ConfigError("`source.classes` numbers the classes, but `source.labels` is none. Remove one of them.")
+            raise ConfigError("`source.classes` has no effect if `source.labels` is none. Remove one of them.")
         else:
             self._names = Names.of(tree.images(None))
             if not len(self._names):

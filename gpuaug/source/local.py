@@ -61,7 +61,7 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
-    """The error for an image above `LARGEST_IMAGE`, or above `LARGEST_BATCH` together with ``held`` bytes of others."""
+    """The error for an image above `LARGEST_IMAGE`, or above `LARGEST_BATCH` together with ``held`` other bytes."""
     if size > LARGEST_IMAGE:
         return OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_IMAGE}", redact(os.fsdecode(path)))
     text = f"{size} bytes; large images of the batch already take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"

@@ -1,4 +1,4 @@
-"""The run-length form of an object-number map, as a source hands it over in :attr:`gpuaug.batch.Target.mask`."""
+"""Run-length encoding of a map of object numbers, for :attr:`gpuaug.batch.Target.mask`."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class BatchTargets:
 
     @property
     def second(self) -> Any:
-        """What a batch yields beside its images: the masks if they are the only target, else this object."""
+        """The second value that a batch yields: the masks if they are the only target, else this object."""
         return self if self.boxes is not None or self.keypoints is not None else self.masks
 
     @property

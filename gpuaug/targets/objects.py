@@ -52,7 +52,7 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without what the rules leave out.
+        """The objects of a batch as the source gave them, without those that the rules leave out.
 
         Labels, crowd, area and ids share memory with ``encoded`` unless a crowd was dropped.
         """

@@ -76,7 +76,7 @@ class Disk:
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next sees 1 byte and recounts
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one sees 1 byte and recounts
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
