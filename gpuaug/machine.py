@@ -92,7 +92,7 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # in version 1, a huge number means no limit
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge: no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 

@@ -183,7 +183,8 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
 
-    The values of a sample depend only on its key. Computes Philox in torch's int64. Products wrap modulo 2**64, so both 32-bit halves are exact.
+    The values of a sample depend only on its key. Computes Philox in torch's int64. Products wrap modulo 2**64, so
+    both 32-bit halves are exact.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.

@@ -32,7 +32,8 @@ class Producer(Iterator[T]):
         count: number of items that may wait while the next item is produced. 0: the thread starts the next item when
             the consumer takes the last one. None: no limit.
         max_bytes: limit of waiting bytes, for :class:`EncodedBatch` items. A full buffer is refilled when it is below
-            75 % of the limit. A batch above the limit waits alone. Waiting batches are copied to private memory. None: no limit.
+            75 % of the limit. A batch above the limit waits alone. Waiting batches are copied to private memory. None:
+            no limit.
         device: if CUDA, it becomes the thread's current device, which is otherwise the first CUDA device.
 
     The thread starts at :meth:`start`, or when the first item is requested.

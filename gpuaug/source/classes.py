@@ -131,7 +131,7 @@ def encode(
 def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
     if bad.any():
-        raise SourceError(f"labels in {place!r} must be finite. {bad.sum()} are not, first that of sample {bad.argmax()}.")
+        raise SourceError(f"labels in {place!r} must be finite. {bad.sum()} are not, first label {bad.argmax()}.")
     return values
 
 

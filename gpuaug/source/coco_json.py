@@ -317,7 +317,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
     columns["id"] = None
     if not missing:
         columns["id"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
-        _unique(columns["id"], "annotations", owners if panoptic else None)  # ids of segments differ only within an image
+        _unique(columns["id"], "annotations", owners if panoptic else None)  # segments: per image
     columns["area"] = None
     if area.count(None) < len(area):
         known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
@@ -351,7 +351,7 @@ def _keypoints(
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first category's pairs of points, counted from 0. () if they are not valid, because only drawings use them."""
+    """The first category's pairs of points, counted from 0. Only drawings use them, so invalid pairs give ()."""
     pairs: Any = next((value for value in lists if value), [])
     known = range(1, count + 1)
     if not isinstance(pairs, list) or not all(

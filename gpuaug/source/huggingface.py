@@ -42,7 +42,8 @@ class DatasetSource(RowSource):
         image: the image column; None: the only one besides the mask.
         mask: the column of encoded masks; ``auto``: of two image columns, the one that is called ``annotation``,
             ``label``, ``mask`` or similar; ``none``: no masks.
-        objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``: no objects.
+        objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``: no
+            objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         classes: names or numbers of the objects' classes, as in :class:`FolderSource`.
 

@@ -40,12 +40,12 @@ LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    So small row groups are best for a shuffled order: with 100 photographs per group, each sample reads 100 photographs.
-    A sample of a tar shard reads one. A sequential epoch reads everything once. So does the first epoch with
-    ``cache=ram``, because the cache stores all images of each row group that is read.
+    So small row groups are best for a shuffled order: with 100 photographs per group, each sample reads 100 of them. A
+    tar shard reads one. A sequential epoch reads everything once. So does the first epoch with ``cache=ram``, because
+    the cache stores all images of each row group that is read.
 
-    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects and labels are read at the start. The objects'
-    column is a struct of lists or a list of structs, as in COCO data sets of Hugging Face, with ``bbox`` (or ``boxes``:
+    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects and labels are read at the start. The column
+    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO, with ``bbox`` (or ``boxes``:
     x1, y1, x2, y2) and perhaps ``category`` (or ``category_id``, ``label``: class numbers or names), ``keypoints`` (x,
     y, visibility of each point), ``iscrowd`` (or ``crowd``), ``area`` and ``id``. Other fields are ignored. Columns
     ``width`` and ``height`` are the size of the image that the objects belong to. A damaged row is a fault when it is
@@ -166,7 +166,7 @@ class ParquetSource(RowSource):
                 else:
                     at = numbers[row] - int(starts[group])
                     items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
-        # otherwise Arrow's pool keeps several times the groups' size: with groups of 4 MiB, 90 instead of 20 MiB per worker
+        # otherwise Arrow's pool keeps several times the groups' size: for groups of 4 MiB, 90 not 20 MiB per worker
         import_pyarrow().default_memory_pool().release_unused()
         return items
 

@@ -181,7 +181,7 @@ class ShardSource(ListedSource):
         return Range(shard.path, begin, size, shard.version, image=0)
 
     def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int]]]:
-        """The ranges of a sample with several members, and for each member: number of its range, begin and end in it."""
+        """The ranges of a sample with several members, and for each member: its range's number, begin and end in it."""
         shard = self._shards[locate(self._names.bounds, index)[0]]
         count = 1 + len(self._members)
         rows = slice(index * count, (index + 1) * count)

@@ -8,7 +8,8 @@ gives: uint8 or int32 [B, H, W]. All values are values of the mask, of the table
 Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask, in integers, where ``height`` is the window's height and ``h`` its
 height after resizing. Columns are computed in the same way. The result is that of Pillow's NEAREST and torch's
-``nearest-exact``, without their rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in float64 and in this order::
+``nearest-exact``, without their rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
+float64 and in this order::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]

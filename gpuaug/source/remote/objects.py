@@ -42,7 +42,7 @@ class Objects(NamedTuple):
     """The objects of a bucket, or of a web server."""
 
     curl: Curl  # sends the requests
-    url: Callable[[str], str | None]  # converts a user's URL to the one to request; None: HTTP clients would change its key
+    url: Callable[[str], str | None]  # from a user's URL to the one to request; None: HTTP clients change its key
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:

@@ -268,7 +268,7 @@ class Materialize:
                 digests[file] = "no note"
         bad = [str(file) for file in damaged(digests)]
         if not bad and (seal := read_manifest(self.out).get("seal")) != self._seal():
-            bad.append(f"{self.out / MANIFEST} (its seal {seal} does not match the files)")
+            bad.append(f"{self.out / MANIFEST} (its checksum {seal} does not match the files)")
         return bad
 
     @property

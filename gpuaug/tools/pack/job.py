@@ -100,7 +100,7 @@ class Job:
     decode: Decode
     truncated: bool
     drop: bool
-    targets: dict[str, Any] | None = None  # what the source has besides images and labels, as JSON
+    targets: dict[str, Any] | None = None  # the source's targets, described as JSON
 
     @property
     def work(self) -> Path:

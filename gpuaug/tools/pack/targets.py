@@ -81,7 +81,7 @@ class TargetPacker:
 
     Args:
         described: from :func:`describe`.
-        decoder: of the images.
+        decoder: the decoder of the images.
         raw: whether images are written as pixels. Then masks are written as runs, which need no decoder, unless a PNG
             is much smaller.
     """
@@ -165,7 +165,7 @@ class TargetRows:
 
 
 def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:
-    """Objects after one matrix per image; ``scale`` [B] changes areas."""
+    """Objects moved by one matrix per image; areas are multiplied by ``scale`` [B]."""
     own, boxes, keypoints = matrices[objects.sample], objects.boxes, objects.keypoints
     if boxes is not None:
         boxes = geometry.hulls(own, boxes)
@@ -201,7 +201,7 @@ def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
 def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
     """The arrays of ``out/index/`` by name, from the notes of all shards; {} if there are no objects.
 
-    ``object_bounds`` int64 [samples + 1]: the objects of sample i are ``bounds[i]`` to ``bounds[i + 1]`` in all others.
+    ``object_bounds`` int64 [samples + 1]: the objects of sample i are ``bounds[i]`` to ``bounds[i + 1]`` in the others.
     """
     parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
     columns = _joined(parts)

@@ -272,7 +272,7 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """Write the class of each box at the first free place. No text if no place is free, or the box is smaller."""
+    """Write the class of each box at the first free place. No text if no place is free, or the text is larger."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""

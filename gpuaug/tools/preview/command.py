@@ -183,7 +183,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Sample numbers: ``indices`` (none excluded by the source), or ``count`` evenly spread ones."""
+    """Sample numbers: ``indices``, which the source must not exclude, or ``count`` evenly spread ones."""
     active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     if indices is None:
         count = min(count, len(active))

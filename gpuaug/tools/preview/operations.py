@@ -86,7 +86,7 @@ def _over(
 ) -> Span:
     """A span from one end of the range to the other. If values have no order: the first ones."""
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
-    points = list(many)  # a parameter can have several random numbers: a magnitude and its sign
+    points = list(many)  # a parameter can use several random numbers, such as a magnitude and its sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
     u[:, columns] = points
     values = {name: params(u)[name] for name in names}

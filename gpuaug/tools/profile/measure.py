@@ -333,7 +333,7 @@ class Profiler(contextlib.ExitStack):
             do(item)
             count += images
             if number % 8 == 7:
-                self.sync()  # bounds the work queued on the device
+                self.sync()  # limits the work queued on the device
             if time.perf_counter() - began[0] >= self.seconds:
                 break
         self.sync()
@@ -553,7 +553,7 @@ class _InMemory:
     """A source whose bytes are in shared memory, so reading is only packing and copying to this process."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
-        # a mask is as many bytes as its sample has more
+        # bytes of each sample: its image and, with masks, its mask
         lengths = [np.diff(b.offsets.numpy()).reshape(-1, len(b)).sum(axis=0) for b in batches]
         self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         self.data = share(torch.cat([b.data for b in batches]))
