@@ -25,7 +25,7 @@ class Outputs:
     def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
         self.most, self.age = most, age
         self._taken = 0
-        # A freed batch is appended here, also by the garbage collector. So no code here may take a lock.
+        # The garbage collector may append a freed batch at any time. So no code here may take a lock.
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:

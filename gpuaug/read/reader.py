@@ -1,8 +1,8 @@
 """Reads encoded bytes of whole batches, in workers that never decode.
 
 A batch travels as one tensor in shared memory: offsets, pickled labels and faults, then all images. So each batch needs
-one memory segment and one file descriptor. The message that announces it is so short that a dying worker cannot leave
-half of it.
+one memory segment and one file descriptor. The message that announces the batch is so short that a dying worker cannot
+send half of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
 class Reader:
-    """Reads batches in the order it is given, in worker processes that live for many epochs.
+    """Reads batches in a given order, in worker processes that live for many epochs.
 
     An image above 512 MiB is a fault of its row. In a batch, all images above 16 MiB may together take 2 GiB; further
     ones are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
@@ -111,7 +111,7 @@ class Reader:
         ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: ``indices``. ``zero_copy``
         avoids copies if there are no workers and the source has ``zero_copy`` (its bytes stay valid and unchanged).
 
-        An earlier iterator ends, in any thread. A sample that cannot be read (OSError, which includes connections and
+        An earlier iterator ends, also in another thread. A sample that cannot be read (OSError, also of connections and
         timeouts, or an error of gpuaug) is a Fault of its row, without bytes. If a retry may help, the sample is tried
         up to three times.
 

@@ -1,4 +1,4 @@
-"""Worker processes that read: those of torch's DataLoader, with a wait that ends at once if a worker dies."""
+"""Worker processes that read. They are torch's DataLoader workers, but waiting for them ends at once if one dies."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from gpuaug.source.base import SourceView
 log = logging.getLogger("gpuaug")
 
 HEAD_WORDS = 8  # int64
-USED, SAMPLES, FULL, WARNED = range(4)  # in the head
+USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
 _opened: dict[str, int] = {}  # how many caches of the same source this process has opened
@@ -54,8 +54,8 @@ class RamCache:
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
         fill: ``first-use``: store each sample after its first read. ``ahead``: before the first batch, load all samples
-            that this rank reads in the epoch. With several machines these change each epoch, and each epoch loads those
-            that are not stored yet. If each machine has room for the whole source, loading stops after some epochs.
+            that this machine reads in the epoch. With several machines these samples change each epoch: later epochs
+            store a sample after its first read.
 
     >>> RamCache(max_bytes="64GiB", fill="ahead").fill
     'ahead'

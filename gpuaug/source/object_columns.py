@@ -199,7 +199,7 @@ def is_objects(kind: Any) -> bool:
 
 
 class _Field(NamedTuple):
-    """A field of the objects of some rows."""
+    """One field, such as boxes, of the objects of some rows."""
 
     name: str
     counts: NDArray[np.int64]  # objects of each row; -1: null

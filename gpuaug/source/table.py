@@ -38,7 +38,7 @@ class TableSource(ListedSource):
         root: path or URL of the table: .csv, .tsv or .parquet. The first line or the schema names the columns.
         path: column of the image paths. They are relative to the table's folder and must not lead outside.
         label: column of the labels, or a list of columns; ``none``: no labels.
-        mask: column of the masks' paths, in the same form as images; None: no masks. With masks, a sample is
+        mask: column of the masks' paths, in the same form as image paths; None: no masks. With masks, a sample is
             ``(bytes, Target)``.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.

@@ -387,7 +387,7 @@ class Writer:
 
 
 class Noted(Faults):
-    """Faults that also keeps the last fault of each sample, which is stored instead of its pixels."""
+    """A Faults that also keeps the last fault of each sample. This fault is stored instead of the sample's pixels."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

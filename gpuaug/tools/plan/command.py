@@ -109,7 +109,7 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Raise ConfigError if a run clearly needs more memory than is left; warn if it may. No setting is changed.
 
     The run is rehearsed only if its upper bound exceeds half of the memory left, and on one rank per machine. ``runs``
-    are the loaders that run at the same time, the training loader first. The error names the overrides to copy.
+    are the loaders that run at the same time, the training loader first. The error gives overrides to copy.
     """
     here = Machine.here(runs[0].loader.device)
     wanted = [Limits.of(run.loader) for run in runs]
@@ -140,7 +140,7 @@ SPARE = 0.1  # share of the available memory kept free, for other processes and 
 CLEARLY = 1.15  # a run that needs more than this times the available memory is refused: plans err by up to 15 %
 BEHIND = 4  # encoded batches that have left the workers: one waits, one each is in header reading, decode, augment
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
-CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; seconds after which slow storage ends the reading
+CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; no new ones after this time (slow storage)
 ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # not -m: spawned workers would import this file
@@ -304,7 +304,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -> int:
-    """Bytes of gradients, buckets, optimizer state, and twice what autograd saves, from a pass of two samples."""
+    """Bytes of gradients, DDP's buckets, optimizer state, and twice what autograd saves. Runs two samples."""
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -327,7 +327,7 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -
 
 @dataclass
 class Peak:
-    """Peak memory of a run in bytes, the most ``ready`` batches at one time, and the number of ``batches``."""
+    """Peak memory of a run in bytes, the largest number of ``ready`` batches, and the number of all ``batches``."""
 
     base: Usage = field(default_factory=usage)  # before the first batch
     most: Usage = field(default_factory=usage)  # at the peak of host memory
@@ -390,7 +390,7 @@ def measure(
             for batch in loader:
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 end = peak.began + seconds
-                if peak.batches in (2, filled, wanted - 2):  # pause, so that the queues fill up
+                if peak.batches in (2, filled, wanted - 2):  # pause, because queues then fill up
                     time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
                 if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
                     alone, steps = alone or peak.most.host, steps + 1
@@ -486,7 +486,7 @@ def rehearsal() -> None:
 
 
 class Machine(NamedTuple):
-    """Bytes that are left; ``host_by`` names what limits host memory. None: unknown."""
+    """Bytes that are left. ``host_by`` names the limit of host memory. None: unknown."""
 
     host: int | None
     host_by: str

@@ -8,8 +8,8 @@ Stages overlap, and on the CPU they share the cores, so their times do not add u
 
     seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
-`reading` is the time of all workers together. The next three stages run in one thread each: `headers` receives batches,
-reads headers, and computes random values and crops; `decoding`; `augmenting` also mixes. `model` is the training step.
+`reading` is the time of all workers together. The next three stages run in one thread each: `headers` (also receives
+batches, and computes random values and crops), `decoding`, and `augmenting` (also mixes). `model` is the training step.
 Without workers, `reading` is part of `headers`. With ``prefetch=0``, all times are added. Another worker or thread
 helps only if cores are idle. If the whole takes longer than the formula says, every prediction keeps the difference.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from gpuaug.files import format_bytes
 from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
-GAIN = 1.07  # the smallest predicted speedup that is proposed: noise is as large
+GAIN = 1.07  # the smallest predicted speedup that is proposed, because noise is as large
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
 UNEXPLAINED = 2.0  # if the whole takes this many times the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
@@ -182,7 +182,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         return ("model" if first == "step" else first), evidence
     if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
         text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} per image ({m.bytes_per_image / 2**20:.2g} MiB each)"
-        evidence.append(f"Copying bytes, already in memory, from the workers to this process takes {text}.")
+        evidence.append(f"Copying bytes from the workers to this process, without reading them, takes {text}.")
         return "inter-process copy", evidence
     evidence.append(f"Reading a sample keeps a core busy for {m.busy:.0%} of its {_ms(m.source.wall)}.")
     return ("storage" if m.busy < 0.5 else "workers"), evidence

@@ -80,7 +80,7 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None  # the same with bytes already in memory: packing and copying to this process. None: no workers
+    copy: Cost | None  # only packing bytes in memory and copying them to this process; None: no workers
     take: float  # CPU time of the thread that receives the batches from the workers
     decode: Cost
     augment: Cost
@@ -120,10 +120,10 @@ class Notes:
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader, which must not be iterated meanwhile. ``close`` ends the workers started for measuring.
+    """Measures a loader. Do not iterate it meanwhile. ``close`` ends the workers that were started for measuring.
 
-    The loader is not changed. ``tried`` counts the first images, and ``faults`` those of them that cannot be read or
-    decoded; they are recorded nowhere else.
+    The loader is not changed. ``tried`` is the number of images that were decoded first, ``faults`` the number of those
+    that failed. These faults are recorded nowhere else.
 
     Args:
         loader: the loader to measure.
@@ -428,7 +428,7 @@ class Profiler(contextlib.ExitStack):
         return replace(m, masks=m.masks.scaled(*_ratios(then, before)))
 
     def cache_bytes(self) -> tuple[float, float] | None:
-        """Bytes of all encoded images, and how many a cache would hold; None if a cache is impossible or useless."""
+        """Bytes of all encoded images, and of those that a cache would hold; None if a cache cannot help."""
         source = self.loader.source
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
         if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
@@ -465,7 +465,7 @@ class Profiler(contextlib.ExitStack):
         return shares
 
     def _recipe_seconds(self, change: Callable[[Augment], Augment]) -> float:
-        """Seconds of augmenting a few images after ``change`` of every view's recipe; the best of five rounds."""
+        """Seconds of augmenting a few images with the changed recipe of every view; the best of five rounds."""
         loader, item, best = self.loader, self.decoded[0], math.inf
         indices, views = item.encoded.indices[:FEW].numpy(), self.stage.recipe.views
         # the recipe of a view also makes the copies of this view
