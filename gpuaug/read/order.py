@@ -36,7 +36,7 @@ class Order(Protocol):
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        The numbers are of active samples of ``source``: not excluded, and in its subset. A number may be repeated.
+        Only active samples of ``source`` may occur: those in its subset that are not excluded. They may be repeated.
         """
         ...
 
@@ -45,7 +45,7 @@ class Order(Protocol):
 class Shuffle:
     """A new permutation of the active samples in each epoch.
 
-    Samples are sorted by a random value of their number. So if one is left out, the others keep their order.
+    Samples are sorted by a random value that depends on their number. If one is left out, the others keep their order.
 
     >>> Shuffle().order(seed=0, epoch=0, source=range(5))
     tensor([2, 0, 4, 3, 1])

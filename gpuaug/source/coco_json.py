@@ -181,7 +181,7 @@ def _document(
                      "pip install gpuaug[coco]", len(text) // 10**6)  # fmt: skip
         content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
         if not isinstance(content, dict):
-            raise ValueError("it is no JSON object") from None
+            raise ValueError("it is not a JSON object") from None
         return partial(_columns_of_dicts, content), lambda value: value
     if "segments_info" in fields:
         fields = {**fields, "segments_info": Field((list,), list[_struct("segment", SEGMENT)])}  # type: ignore[misc]
@@ -329,7 +329,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
 def _keypoints(
     values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
 ) -> tuple[NDArray[np.float32] | None, list[str]]:
-    """Points of all objects in the order of the images, zeros where an object has none, and their names."""
+    """Points of all objects in the order of the images (zeros for an object without points), and the points' names."""
     lists = [list(names) for names in categories["keypoints"] if names]
     if not lists:
         return None, []

@@ -128,7 +128,7 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
 
 
 def by_stem(names: Iterable[bytes], endings: Sequence[str], *, suffix: str = "", root: str) -> dict[str, bytes]:
-    """Names by their path without ``suffix`` and file name extension. Names without ``suffix`` are left out.
+    """Maps paths without ``suffix`` and file name extension to full names. Names without ``suffix`` are left out.
 
     Raises:
         SourceError: if two names differ only in their extension.

@@ -134,7 +134,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers) if self.size else []
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """``(bytes, label)`` for each row number of :class:`Rows`, or the exception that reading it raised."""
+        """``(bytes, label)`` for each of ``rows``, numbers of :class:`Rows`; an exception if it cannot be read."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)

@@ -151,7 +151,7 @@ def decode(
             is an error.
 
     Returns:
-        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, for runs and for tables
+        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, and for runs and tables
         whose values are all below 256; else int32.
 
     Raises:
@@ -266,14 +266,14 @@ def place(
     threads: int = 1,
     each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
-    """Crop, resize and warp each mask into its row of ``out``, as the top of this module says.
+    """Crop, resize and warp each mask into its row of ``out``, as described at the top of this module.
 
     Args:
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
         windows: n rows; ``interpolation`` and ``fill`` are not used.
         out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
         inverse: float64 [n, 3, 3], output to canvas, in pixel edges. None: no operation moves the masks.
-        fill: value outside.
+        fill: value of pixels outside.
         threads: number of threads of masks.cpp.
         each: calls ``work(k)`` for many k; used only if there is no compiler.
 

@@ -283,7 +283,7 @@ def open_files(limits: tuple[int, int] | None) -> Finding:
         "open files",
         f"{soft:.0f} per process, can be raised to {hard:.0f}".replace("inf", "unlimited"),
         bad=BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else None,
-        advice="Every batch that a worker passes on is an open file. A run with too many fails with `Too many open "
+        advice="Every batch that a worker passes on is an open file. A run with too many fails: `Too many open "
         f"files`. Run `ulimit -n {min(FILES_ADVISED, hard)}` before you start it.",
         value=list(limits),
     )

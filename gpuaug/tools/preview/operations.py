@@ -33,7 +33,7 @@ class Span(NamedTuple):
     """The range of one parameter of an operation, or of several that change together."""
 
     what: str  # the Kornia class, and the parameter if there is one
-    slot: int  # with `alternative`: the module of the prepared operation
+    slot: int  # together with `alternative` it selects a module of the prepared operation
     alternative: int
     uniforms: Float  # float32 [n, count]: random numbers for n values from end to end of the range
     captions: list[str]  # the n values as text
@@ -68,7 +68,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     values = params(u)
     groups: dict[
         tuple[str, ...], list[int]
-    ] = {}  # parameters that change together, to the random numbers that change them
+    ] = {}  # from parameters that change together to the random numbers that change them
     for column in range(op.count):
         rows = [0, 1 + 2 * column, 2 + 2 * column]
         if moved := tuple(name for name, v in values.items() if (v[rows] != v[0]).any()):
@@ -117,7 +117,7 @@ def _short_name(name: str) -> str:
 
 
 def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int, cell: int) -> list[Row]:
-    """A row for each operation of a view, range and sample.
+    """A row for each combination of view, operation, range and sample.
 
     ``images`` are the operations' inputs per view and sample, uint8 [H, W, 3]. ``cell`` is the longer side of a
     picture. ``seed`` selects the noise of operations with one random value per pixel.
