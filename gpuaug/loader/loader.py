@@ -50,7 +50,7 @@ class Loader:
             :mod:`gpuaug.read.order`, or a torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
-            False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
+            False. Then all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
             every sample once. Then one rank may have one batch less than another, and DDP hangs at the end. None:
             ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
@@ -560,7 +560,7 @@ class _Epoch(Pass):
         tasks, epoch = islice(iter(plan), count), loader.epoch
         super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        loader._resources.running = weakref.ref(self)  # before reading starts, so that another thread can stop it
+        loader._resources.running = weakref.ref(self)  # before reading starts, because another thread may stop it
         self.start()
 
     def __next__(self) -> Batch:

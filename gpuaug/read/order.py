@@ -279,7 +279,7 @@ class Ordered:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the order. It tells epochs apart if the settings of their orders are equal."""
+        """Hash of the order. It distinguishes epochs whose orders have equal settings."""
         return _digest(self.indices.numpy())
 
 

@@ -135,7 +135,7 @@ class _Buffer:
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free, and count them before the copy, so that the limit always holds."""
+        """Wait until ``size`` bytes are free, and count them before the copy, because the limit must always hold."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)
@@ -168,7 +168,7 @@ class _Buffer:
 
 
 def buffered(batches: Iterator[EncodedBatch], *, max_bytes: int) -> Producer[EncodedBatch]:
-    """Read encoded batches ahead, up to ``max_bytes``, so that short stalls of the storage do not delay training."""
+    """Read encoded batches ahead, up to ``max_bytes``. Then short delays of the storage do not stop the training."""
     return Producer(batches, name="gpuaug-ahead", max_bytes=max_bytes)
 
 

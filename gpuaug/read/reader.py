@@ -58,7 +58,7 @@ class Reader:
     Args:
         source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.
         num_workers: number of processes; 0 reads in this process.
-        timeout: seconds to wait for a batch from the workers; ``math.inf`` waits for ever.
+        timeout: seconds to wait for a batch from the workers; ``math.inf`` waits forever.
         prefetch_factor: batches that each worker reads ahead.
         start_method: fork, forkserver or spawn; None: Python's default.
         targets: the kinds of targets to read: masks, boxes, keypoints.
@@ -80,7 +80,7 @@ class Reader:
             checks.one_of("start_method", start_method, multiprocessing.get_all_start_methods())
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(
-                f"`timeout` must be a number of seconds above 0; `.inf` waits for ever. Found: {timeout!r:.200}."
+                f"`timeout` must be a number of seconds above 0; `.inf` waits forever. Found: {timeout!r:.200}."
             )
         if num_workers == 0 and timeout not in (TIMEOUT, float("inf")):
             log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process and waits", timeout)
@@ -374,7 +374,7 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
     rows = len(encoded)
     pieces: list[Any] = [offsets.tobytes(), rest, *encoded][::-1]
     encoded.clear()
-    while pieces:  # one by one, freeing each, so that a batch is in memory only once
+    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
         piece = pieces.pop()
         target[begin : begin + len(piece)] = piece
         begin += len(piece)
@@ -468,7 +468,7 @@ def _label_array(labels: list[Any]) -> NDArray[Any] | None:
 
 
 def _memory(size: int) -> Tensor:
-    """uint8 [size]; a worker uses shared memory, so that sending needs no copy."""
+    """uint8 [size]; a worker uses shared memory, because sending it needs no copy."""
     if get_worker_info() is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     try:

@@ -130,7 +130,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         """End all workers within seconds. No process remains."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # not after a kill: this waits for ever if the killed worker held its lock
+            self._workers_done_event.set()  # not after a kill: this waits forever if the killed worker held its lock
             for tasks in self._index_queues:
                 tasks.put(None)
             deadline = time.monotonic() + TIMEOUT_S

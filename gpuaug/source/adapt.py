@@ -85,7 +85,7 @@ class MapSource:
 
     Uses the object's ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and
     ``num_classes`` if it has them. Without ``key`` a sample is named by its number. Without ``key`` and ``digest`` a
-    loader's state cannot tell two objects of the same length apart.
+    loader's state cannot distinguish two objects of the same length.
 
     Args:
         samples: the object.

@@ -42,9 +42,7 @@ class ListedSource:
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
-    _targets: Tensor | None = (
-        None  # float32 [N] or [N, K]: labels that are not class numbers, for regression or several labels
-    )
+    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
 
     def __len__(self) -> int:

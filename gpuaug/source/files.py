@@ -207,7 +207,7 @@ class LocalTree:
         listed: list[tuple[str, list[str]]] = []  # folder, names of its images
         visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
-        # breadth first and by name, so that every machine skips the same folders
+        # breadth first and by name, because every machine must skip the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()

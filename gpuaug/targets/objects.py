@@ -18,7 +18,7 @@ from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64
 from gpuaug.targets.rules import Targets
 
-_ROUNDING = 1e-9  # pixels; larger than float64's rounding errors, so that a box of exactly the smallest size is kept
+_ROUNDING = 1e-9  # pixels; larger than float64's rounding errors, because a box of exactly the smallest size is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

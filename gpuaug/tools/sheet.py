@@ -150,7 +150,7 @@ def check_pixels(count: int) -> None:
 
 
 def font(size: int) -> Any:
-    """Pillow's built-in font, so that pictures look the same on every machine."""
+    """Pillow's built-in font, because pictures should look the same on every machine."""
     return ImageFont.load_default(size)
 
 

@@ -20,7 +20,7 @@ log = logging.getLogger("gpuaug")
 _HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # an eviction leaves this share of the limit in use, so that evictions are rare
+_KEEP = 0.9  # an eviction leaves this share of the limit in use; a larger share makes evictions frequent
 
 
 class Disk:
@@ -113,7 +113,7 @@ class Disk:
         return used
 
     def _path(self, name: str) -> str:
-        # the file's name is a hash, so that no entry can be outside the folder
+        # the file's name is a hash, because no entry may be outside the folder
         word = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return os.path.join(self.folder, word[:2], word[2:])
 

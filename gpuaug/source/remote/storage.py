@@ -360,7 +360,7 @@ class Storage:
                     answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
                 if not rows:
                     break
-                # a random pause, so that workers do not all retry at once; the global generator belongs to the user
+                # a random pause, because workers should not all retry at once; the global generator belongs to the user
                 pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
                 time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers

@@ -300,8 +300,8 @@ def cpus(count: int, quota: float | None) -> Finding:
         "CPUs",
         text,
         bad=SLOW if few < count else None,
-        advice="The default numbers of threads and workers follow the CPU count, not the limit. With too many, the "
-        f"kernel throttles all of them. Set decode.num_threads={threads} num_workers={workers} "
+        advice="OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all of them "
+        f"down. Set decode.num_threads={threads} num_workers={workers} "
         f"and OMP_NUM_THREADS={threads}.",
         value={"cpus": count, "quota": quota},
     )

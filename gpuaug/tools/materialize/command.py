@@ -138,7 +138,7 @@ SPARE_BYTES = 1 << 24  # disk space kept free for keys, notes and the file syste
 
 
 class Materialize:
-    """Stores augmented epochs of a loader. The constructor decodes a few samples and plans; :meth:`run` writes.
+    """Stores augmented epochs of a loader. The constructor decodes a few samples and makes a plan; :meth:`run` writes.
 
     Args:
         loader: source, recipe, order, seed, decoding and faults are taken from this loader, which is not iterated. Its

@@ -341,7 +341,7 @@ class Packer:
 
 
 class _BadSampleError(Exception):
-    """Aborts a shard, so that its files are not kept. The argument is the list of faults."""
+    """Aborts a shard, whose files are then not kept. The argument is the list of faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:

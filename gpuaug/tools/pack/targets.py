@@ -97,7 +97,7 @@ class TargetPacker:
         self._stage = TargetStage(self._rules, Augment())
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
-        """The targets of a batch at every size. ``windows``: for each size, they resize the whole images."""
+        """The targets of a batch at every size. ``windows`` resize the whole images, one entry per size."""
         upright = self._stage.upright(batch, headers, self._decoder)
         faults, objects, encoded = list(upright.faults), upright.objects, list[list[bytes]]()
         for row, data in enumerate(batch.masks):
@@ -201,7 +201,7 @@ def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
 def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
     """The arrays of ``out/index/`` by name, from the notes of all shards; {} if there are no objects.
 
-    ``object_bounds`` int64 [samples + 1]: the objects of sample i are ``bounds[i]`` to ``bounds[i + 1]`` in the others.
+    ``object_bounds`` int64 [samples + 1]: sample i has the rows ``bounds[i]`` to ``bounds[i + 1]`` of the other arrays.
     """
     parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
     columns = _joined(parts)

@@ -66,9 +66,8 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     u = np.full((1 + 2 * op.count, op.count), 0.5, dtype=np.float32)
     u[1::2][np.diag_indices(op.count)], u[2::2][np.diag_indices(op.count)] = ENDS[[0, 2]]
     values = params(u)
-    groups: dict[
-        tuple[str, ...], list[int]
-    ] = {}  # from parameters that change together to the random numbers that change them
+    # from parameters that change together to the random numbers that change them
+    groups: dict[tuple[str, ...], list[int]] = {}
     for column in range(op.count):
         rows = [0, 1 + 2 * column, 2 + 2 * column]
         if moved := tuple(name for name, v in values.items() if (v[rows] != v[0]).any()):

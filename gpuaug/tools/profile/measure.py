@@ -120,7 +120,7 @@ class Notes:
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader. Do not iterate it meanwhile. ``close`` ends the workers that were started for measuring.
+    """Measures a loader. Do not iterate the loader at the same time. ``close`` ends the workers that measure.
 
     The loader is not changed. ``tried`` is the number of images that were decoded first, ``faults`` the number of those
     that failed. These faults are recorded nowhere else.
@@ -472,9 +472,7 @@ class Profiler(contextlib.ExitStack):
         made = [(x[:FEW], change(view.augment)) for x, view in zip(item.images, views, strict=True) if not view.copy]
         drawn = [recipe.draw(seed=loader.seed, epoch=loader.epoch, indices=indices) for _, recipe in made]
         level = log.level
-        log.setLevel(
-            max(logging.WARNING, level)
-        )  # messages would be about trial recipes, not about the configured recipe
+        log.setLevel(max(logging.WARNING, level))  # messages would be about trial recipes
         try:
             for _ in range(5):  # the first compiles
                 began = time.perf_counter()
