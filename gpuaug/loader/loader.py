@@ -46,8 +46,7 @@ class Loader:
             by a :class:`~gpuaug.MaterializedSource` are used as they are, without decoding or augmenting.
         augment: the recipe, :class:`~gpuaug.Augment` or :class:`~gpuaug.MultiView`.
         batch_size: samples per batch and rank.
-        order: ``"shuffle"`` (the default), ``"sequential"``, an order of
-            :mod:`gpuaug.read.order`, or a torch Sampler.
+        order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
             False. Then all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields

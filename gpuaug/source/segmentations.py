@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # of one map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first packed number of run lengths; for polygons it is their count
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first packed number of run lengths; else it is the number of polygons
 LONGEST_OUTLINE = 1 << 22  # pixels: total length around all polygons of an object
 BLOCK = 4096  # objects that are packed at a time
 LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
