@@ -34,12 +34,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a source knows about one image, besides its bytes: a mask, objects, or a label of the whole image.
+    """The annotations of one image: a mask, objects, or a label of the whole image.
 
     Coordinates are pixels of an image of ``size``. An image spans 0..W x 0..H, and pixel i covers i..i+1.
 
     Attributes:
-        mask: the encoded mask, as it stands in the file.
+        mask: the encoded mask, as in its file.
         boxes: [n, 4], (x1, y1, x2, y2) of each object.
         labels: [n], class number of each object.
         keypoints: [n, K, 3], (x, y, visibility 0..2) of each object.
@@ -48,7 +48,7 @@ class Target:
         ids: [n], number of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
         fractions: whether boxes and keypoints are fractions of the upright image's width and height (YOLO's files).
-        label: of the whole image, as a source without targets gives it.
+        label: label of the whole image, as in a source without targets.
 
     >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
     [3]
@@ -80,8 +80,8 @@ class EncodedTargets:
         ids: int64 [N]; -1: the source has no number.
         sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
         masks: whether ``data`` of the batch also holds a mask for each image.
-        fractions: bool [B], True if the sample's boxes and keypoints are fractions of the upright image; None: no
-            sample's.
+        fractions: bool [B], True if the sample's boxes and keypoints are fractions of the upright image's width and
+            height; None: False for all samples.
     """
 
     offsets: Int64
@@ -113,7 +113,7 @@ class EncodedBatch:
         faults: samples that could not be read; their image has no bytes.
         views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
-        targets: what the samples have besides bytes and labels; None if the run has no targets.
+        targets: annotations of the samples; None if the run has no targets.
     """
 
     data: Tensor
@@ -183,7 +183,7 @@ class CropWindows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Augmented images and labels on the device; iterating gives exactly two things.
+    """Augmented images and labels on the device. A batch can be unpacked into exactly two values.
 
     ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else ``(images, targets)``.
 

@@ -75,7 +75,7 @@ def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 
 
 def memory_left() -> tuple[int, str] | None:
-    """Bytes of memory that this process can still get, and what limits it: the machine or a control group."""
+    """Bytes of memory that this process can still get, and the name of the limit: machine or control group."""
     known = memory()
     both = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
     return min(((left, by) for left, by in both if left is not None), default=None)
@@ -92,7 +92,7 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge means no limit
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge: no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
@@ -173,7 +173,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# Name of a check to what is true if it passed. A verdict is the stored result of a check.
+# For each check, the fact that holds if it passed. A verdict is the stored result of a check.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",

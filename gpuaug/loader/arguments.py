@@ -21,7 +21,7 @@ MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last":
 
 
 def torch_constant(name: str, value: Any, known: dict[str, Any]) -> Any:
-    """Return the torch constant that ``value`` is, or that it names in ``known``."""
+    """Return ``value`` if it is a torch constant, else the constant of this name in ``known``."""
     if not isinstance(value, str) and any(value is constant for constant in known.values()):
         return value
     return known[checks.one_of(name, value.removeprefix("torch.") if isinstance(value, str) else value, known)]
@@ -61,7 +61,7 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
 
 
 def check_targets(targets: Any, source: Any, recipe: Any, mix: Any) -> Targets | None:
-    """Return ``targets`` if the source has them, and every crop and operation can carry them."""
+    """Return ``targets`` if the source has them, and every crop and operation can move them."""
     names = getattr(targets, "names", ())
     for view in recipe.views:
         key = f"augment.views.{view.name}" if view.name else "augment"

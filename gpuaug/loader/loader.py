@@ -46,12 +46,11 @@ class Loader:
             by a :class:`~gpuaug.MaterializedSource` are used as they are, without decoding or augmenting.
         augment: the recipe, :class:`~gpuaug.Augment` or :class:`~gpuaug.MultiView`.
         batch_size: samples per batch and rank.
-        order: ``"shuffle"`` (the default), ``"sequential"``, an order of
-            :mod:`gpuaug.read.order`, or a torch Sampler.
+        order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
-            False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
-            every sample once. Then one rank may have a batch less than another, and DDP hangs at the end. None:
+            False. Then all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
+            every sample once. Then one rank may have one batch less than another, and DDP hangs at the end. None:
             ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
         targets: which masks, boxes and keypoints of the source move with the images, a :class:`~gpuaug.Targets`; None:
@@ -160,8 +159,8 @@ class Loader:
         self.waited = 0.0
         self._rank, self._world_size = rank, world_size
         self._epoch, self._position = 0, 0
-        # "here": the next pass begins at this position. Otherwise the last pass was left, or it handed out its last
-        # batch: the next pass begins in the next epoch.
+        # "here": the next pass begins at this position. Otherwise the last pass was left early, or is finished: the
+        # next pass begins in the next epoch.
         self._next_pass: Literal["here", "left", "finished"] = "here"
         self._stored: Rows | None = None
         self._last_logged = False
@@ -255,7 +254,7 @@ class Loader:
         if "source" in changes:
             raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
         given = {**self._given, "device": self.device, "num_workers": self.num_workers}
-        for pair in (("order", "shuffle"), ("last", "drop_last")):  # two names each: the one in `changes` wins
+        for pair in (("order", "shuffle"), ("last", "drop_last")):  # two names of one setting: `changes` wins
             if changes.keys() & pair:
                 given = {name: value for name, value in given.items() if name not in pair}
         if (cache := self.pipeline.cache) is not None:
@@ -560,7 +559,7 @@ class _Epoch(Pass):
         tasks, epoch = islice(iter(plan), count), loader.epoch
         super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        loader._resources.running = weakref.ref(self)  # before reading starts, so that another thread can stop it
+        loader._resources.running = weakref.ref(self)  # before reading starts, because another thread may stop it
         self.start()
 
     def __next__(self) -> Batch:

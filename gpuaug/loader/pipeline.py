@@ -52,7 +52,7 @@ class Streams:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # set the device first: else leaving the stream creates a context on the previously current device
+        # set the device first; otherwise leaving the stream creates a context on the previously current device
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 

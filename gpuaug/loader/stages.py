@@ -93,7 +93,7 @@ class LiveStage:
         return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
-        """Read the headers, draw the random parameters, and compute each view's box in each image."""
+        """Read the headers, draw the random parameters, and compute each view's window in each image."""
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
         drawn = self.recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
@@ -141,7 +141,7 @@ class LiveStage:
 
 
 class StoredStage:
-    """Loads stored epochs, with the methods of a :class:`LiveStage`. Of the recipe it runs only the normalization.
+    """Loads stored epochs, with the methods of a :class:`LiveStage`. It runs only the normalization of the recipe.
 
     Args:
         stored: the epochs.
@@ -221,7 +221,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Order of ``epoch``, int64 [M]. If its samples are not stored, the order of the stored epoch used instead."""
+    """Order of ``epoch``, int64 [M]. If its samples are not stored, the order of the stored epoch shown instead."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

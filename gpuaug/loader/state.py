@@ -75,5 +75,5 @@ def _short(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON and back (tuples become lists), so that equal descriptions compare equal."""
+    """Convert ``value`` to JSON and back (tuples become lists). Then equal descriptions compare equal."""
     return json.loads(json.dumps(value))

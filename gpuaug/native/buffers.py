@@ -15,17 +15,17 @@ _SMALL = 1 << 20  # bytes; for smaller tensors malloc is good enough
 
 
 class Outputs:
-    """Reuses the memory of freed batches, because mapping fresh pages takes as long as a recipe.
+    """Reuses the memory of freed batches, because mapping new pages takes as long as augmenting.
 
     Args:
-        most: the most bytes to keep. The oldest freed memory is released first.
+        most: maximum number of bytes to keep. The oldest freed memory is released first.
         age: release memory that was not reused for this many batches.
     """
 
     def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
         self.most, self.age = most, age
         self._taken = 0
-        # A freed batch is appended here, also by the garbage collector. So no code here may take a lock.
+        # The garbage collector may append a freed batch at any time. So no code here may take a lock.
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:

@@ -5,7 +5,7 @@ stream has a 64-bit key: a BLAKE2 hash of the scheme's version, the seed, the vi
 counter holds the index, the epoch, the repeat and the number of the block of four values. So a new operation, view or
 sample does not change the random numbers of the others.
 
-With a C++ compiler keyed.cpp computes a batch's uniforms, else numpy does: bit-identical, but ten times slower.
+keyed.cpp computes the values of a batch. Without a C++ compiler numpy gives the same bits, ten times slower.
 
 Only :func:`seed_of_call` uses a generator of torch, numpy or Python.
 """
@@ -31,7 +31,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.native import build
 
 EPOCHS = 2**32  # the counter has one 32-bit word for the epoch
-VERSION = 1  # of the scheme; saved in loader states, because another scheme draws other values
+VERSION = 1  # version of this scheme; saved in loader states, because another scheme draws other values
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers; below, its key increments
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -44,7 +44,7 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A named sequence of random numbers: for which view, copy of the view and operation, and how many values."""
+    """A sequence of ``count`` random numbers for one operation of one copy of a view."""
 
     view: str
     copy: int
@@ -170,7 +170,7 @@ def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) ->
 def sample_keys(
     stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
 ) -> NDArray[np.int64]:
-    """Two 32-bit key words per sample, int64 [B, 2], for :func:`field` (per-pixel noise on the device)."""
+    """Two 32-bit key words per sample, int64 [B, 2]. :func:`field` makes per-pixel noise from them."""
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
     again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
     extra = (again << np.uint64(16)) | np.uint64(0xFFFF)
@@ -181,9 +181,10 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 
 
 def field(keys: Tensor, count: int) -> Tensor:
-    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``, a pure function of each sample's key.
+    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
 
-    Computes Philox in torch's int64. Products wrap modulo 2**64, so both 32-bit halves are exact.
+    The values of a sample depend only on its key. Computes Philox in torch's int64. Products wrap modulo 2**64, so
+    both 32-bit halves are exact.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.

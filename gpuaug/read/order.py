@@ -36,7 +36,7 @@ class Order(Protocol):
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        The numbers are of active samples of ``source``: not excluded, and in its subset. A number may be repeated.
+        Only active samples of ``source`` may occur: those in its subset that are not excluded. They may be repeated.
         """
         ...
 
@@ -45,7 +45,7 @@ class Order(Protocol):
 class Shuffle:
     """A new permutation of the active samples in each epoch.
 
-    Samples are sorted by a random value of their number. So if one is left out, the others keep their order.
+    Samples are sorted by a random value that depends on their number. If one is left out, the others keep their order.
 
     >>> Shuffle().order(seed=0, epoch=0, source=range(5))
     tensor([2, 0, 4, 3, 1])
@@ -159,7 +159,7 @@ class Repeated:
     """Repeated augmentation (arXiv:1901.09335, arXiv:1902.05509) in epochs of the usual length, as DeiT and timm do it.
 
     Each epoch has a new permutation with each sample ``repeats`` times in a row, cut to ``len(source)``. So an epoch
-    shows one ``repeats``-th of the samples, and neighbouring ranks get copies of the same samples.
+    shows ``1 / repeats`` of the samples, and neighbouring ranks get copies of the same samples.
 
     >>> Repeated(repeats=2).order(seed=0, epoch=0, source=range(6))
     tensor([2, 2, 5, 5, 0, 0])
@@ -258,7 +258,7 @@ def adapt(order: Any) -> Order:
 
 
 def describe(order: Order) -> str:
-    """An order's entry in a fingerprint: its ``repr``, or only the class if it defines no ``repr``."""
+    """Text of an order in a loader's fingerprint: its ``repr``, or only the class if it defines no ``repr``."""
     own = type(order).__repr__ is not object.__repr__
     return repr(order) if own else f"{type(order).__module__}.{type(order).__qualname__}"
 
@@ -279,7 +279,7 @@ class Ordered:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the order. It tells epochs apart if the settings of their orders are equal."""
+        """Hash of the order. It distinguishes epochs whose orders have equal settings."""
         return _digest(self.indices.numpy())
 
 
@@ -330,7 +330,7 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
-        if again[-1]:  # pads get higher numbers than all repeats of the epoch, so their augmentation differs
+        if again[-1]:  # padding gets higher numbers than all repeats of the epoch, so its augmentation differs
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 

@@ -29,10 +29,11 @@ class Producer(Iterator[T]):
     Args:
         items: the iterator. At the end the thread calls its ``close``, if it has this method.
         name: name of the thread.
-        count: number of items that may wait while the next item is produced. 0: the next item is started when the last
-            item is taken. None: no limit.
+        count: number of items that may wait while the next item is produced. 0: the thread starts the next item when
+            the consumer takes the last one. None: no limit.
         max_bytes: limit of waiting bytes, for :class:`EncodedBatch` items. A full buffer is refilled when it is below
-            75 % of the limit. A larger batch waits alone. Waiting batches are copied to private memory. None: no limit.
+            75 % of the limit. A batch above the limit waits alone. Waiting batches are copied to private memory. None:
+            no limit.
         device: if CUDA, it becomes the thread's current device, which is otherwise the first CUDA device.
 
     The thread starts at :meth:`start`, or when the first item is requested.
@@ -134,7 +135,7 @@ class _Buffer:
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free, and count them before the copy, so that the limit always holds."""
+        """Wait until ``size`` bytes are free, and count them before the copy, because the limit must always hold."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)
@@ -167,7 +168,7 @@ class _Buffer:
 
 
 def buffered(batches: Iterator[EncodedBatch], *, max_bytes: int) -> Producer[EncodedBatch]:
-    """Read encoded batches ahead, up to ``max_bytes``, so that short stalls of the storage do not delay training."""
+    """Read encoded batches ahead, up to ``max_bytes``. Then short delays of the storage do not stop the training."""
     return Producer(batches, name="gpuaug-ahead", max_bytes=max_bytes)
 
 

@@ -1,8 +1,8 @@
 """Reads encoded bytes of whole batches, in workers that never decode.
 
 A batch travels as one tensor in shared memory: offsets, pickled labels and faults, then all images. So each batch needs
-one memory segment and one file descriptor. The message that announces it is so short that a dying worker cannot leave
-half of it.
+one memory segment and one file descriptor. The message that announces the batch is so short that a dying worker cannot
+send half of it.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
 class Reader:
-    """Reads batches in the order it is given, in worker processes that live for many epochs.
+    """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault of its row. All images above 16 MiB in a batch may take 2 GiB together; the
-    others are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
+    An image above 512 MiB is a fault of its row. In a batch, all images above 16 MiB may together take 2 GiB; further
+    ones are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
 
     Args:
         source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.
         num_workers: number of processes; 0 reads in this process.
-        timeout: seconds to wait for a batch from the workers; ``math.inf`` waits for ever.
+        timeout: seconds to wait for a batch from the workers; ``math.inf`` waits forever.
         prefetch_factor: batches that each worker reads ahead.
         start_method: fork, forkserver or spawn; None: Python's default.
         targets: the kinds of targets to read: masks, boxes, keypoints.
@@ -80,7 +80,7 @@ class Reader:
             checks.one_of("start_method", start_method, multiprocessing.get_all_start_methods())
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(
-                f"`timeout` must be a number of seconds above 0; `.inf` waits for ever. Found: {timeout!r:.200}."
+                f"`timeout` must be a number of seconds above 0; `.inf` waits forever. Found: {timeout!r:.200}."
             )
         if num_workers == 0 and timeout not in (TIMEOUT, float("inf")):
             log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process and waits", timeout)
@@ -111,7 +111,7 @@ class Reader:
         ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: ``indices``. ``zero_copy``
         avoids copies if there are no workers and the source has ``zero_copy`` (its bytes stay valid and unchanged).
 
-        An earlier iterator ends, in any thread. A sample that cannot be read (OSError, which includes connections and
+        An earlier iterator ends, also in another thread. A sample that cannot be read (OSError, also of connections and
         timeouts, or an error of gpuaug) is a Fault of its row, without bytes. If a retry may help, the sample is tried
         up to three times.
 
@@ -374,7 +374,7 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
     rows = len(encoded)
     pieces: list[Any] = [offsets.tobytes(), rest, *encoded][::-1]
     encoded.clear()
-    while pieces:  # one by one, freeing each, so that a batch is in memory only once
+    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
         piece = pieces.pop()
         target[begin : begin + len(piece)] = piece
         begin += len(piece)
@@ -468,7 +468,7 @@ def _label_array(labels: list[Any]) -> NDArray[Any] | None:
 
 
 def _memory(size: int) -> Tensor:
-    """uint8 [size]; a worker uses shared memory, so that sending needs no copy."""
+    """uint8 [size]; a worker uses shared memory, because sending it needs no copy."""
     if get_worker_info() is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     try:

@@ -1,4 +1,4 @@
-"""Worker processes that read: those of torch's DataLoader, with a wait that ends at once if a worker dies."""
+"""Worker processes that read. They are torch's DataLoader workers, but waiting for them ends at once if one dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
 
-# generation, sample numbers of a batch, and those of the worker's next batch (None if the source has no `prefetch`)
+# iterator number, sample numbers of a batch, and those of the worker's next batch (None: the source has no `prefetch`)
 Task = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # after this time a worker that has not ended is killed
@@ -39,10 +39,10 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. Waiting for a batch ends at once if a worker dies or the iterator ends.
 
-    DataLoader itself notices a dead worker only after 5 s, or, with a timeout, only after the timeout. Or its signal
-    handler raises anywhere in the main thread. If a read hangs, DataLoader never stops waiting for it.
+    DataLoader itself notices a dead worker only after 5 s, or with a timeout only after the timeout. Its signal handler
+    may raise an error anywhere in the main thread. If a read hangs, DataLoader waits forever.
 
-    Every worker gets ``dataset`` and gives ``dataset[task]`` for its ``tasks``. Results come in order. ``ended()`` is
+    Every worker gets ``dataset`` and returns ``dataset[task]`` for its ``tasks``. Results come in order. ``ended()`` is
     True if nobody waits for a batch any more. For the other arguments see :class:`~gpuaug.read.reader.Reader`.
 
     Raises:
@@ -85,7 +85,7 @@ class Workers(_MultiProcessingDataLoaderIter):
             ) from error
         except OSError as error:
             raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
-        _remove_worker_pids(id(self))  # from the list of the signal handler above
+        _remove_worker_pids(id(self))  # DataLoader's signal handler then ignores these workers
         self._worker_pids_set = False
 
     @property
@@ -130,7 +130,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         """End all workers within seconds. No process remains."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # not after a kill: this waits for ever if the killed worker held its lock
+            self._workers_done_event.set()  # not after a kill: this waits forever if the killed worker held its lock
             for tasks in self._index_queues:
                 tasks.put(None)
             deadline = time.monotonic() + TIMEOUT_S

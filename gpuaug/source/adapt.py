@@ -44,9 +44,10 @@ class Source(Protocol):
         same_group: ``source.same_group(i)`` returns the numbers of the samples that are in memory now because they were
             read together with sample ``i``.
         mapped: True if a read only copies from the page cache, or copies nothing.
-        target_kinds: the targets that its samples have, of masks, boxes and keypoints. A sample is then
+        target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``: those that its samples have. A sample is then
             ``(bytes, gpuaug.Target)``.
-        num_keypoints, flip_pairs: number of keypoints of an object, and for each the number of its mirror image.
+        num_keypoints: number of keypoints of an object.
+        flip_pairs: for each keypoint, the number of its mirror image.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         zero_copy: True if the returned bytes stay valid and unchanged while they are referenced. Then a batch does not
@@ -84,7 +85,7 @@ class MapSource:
 
     Uses the object's ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and
     ``num_classes`` if it has them. Without ``key`` a sample is named by its number. Without ``key`` and ``digest`` a
-    loader's state cannot tell two objects of the same length apart.
+    loader's state cannot distinguish two objects of the same length.
 
     Args:
         samples: the object.

@@ -31,7 +31,7 @@ class AnnotatedSource(FileSource):
     flip_pairs: tuple[int, ...] | None = None
     _objects: ObjectTable
     _damaged: Tensor  # int64, ascending numbers of the samples with bad annotations
-    _reasons: Names  # one for each of them
+    _reasons: Names  # the reason for each of them
 
     def __repr__(self) -> str:
         counts = np.diff(self._objects.bounds.numpy())

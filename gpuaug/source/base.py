@@ -42,9 +42,7 @@ class ListedSource:
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
-    _targets: Tensor | None = (
-        None  # float32 [N] or [N, K]: labels that are not class numbers, for regression or several labels
-    )
+    _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
 
     def __len__(self) -> int:
@@ -166,7 +164,7 @@ class ListedSource:
 class FileKeys(Names):
     """Keys ``file/member``. Each file name is stored only once; a key is built when it is needed.
 
-    ``bounds``, int64 [files + 1], are the first samples of the files. Without ``members``, keys are ``file/row``.
+    ``bounds``: int64 [files + 1], the number of each file's first sample. Without ``members``, keys are ``file/row``.
     """
 
     def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
@@ -187,7 +185,7 @@ class FileKeys(Names):
 
 
 def locate(bounds: Tensor, index: int) -> tuple[int, int]:
-    """Index of the part with a sample, and the position there. ``bounds``, int64 [parts + 1]: first sample of each."""
+    """Index of the part that holds a sample, and the sample's position in it. ``bounds``: as in :func:`bounds_of`."""
     numbers = bounds.numpy()
     part = int(np.searchsorted(numbers, index, side="right")) - 1
     return part, index - int(numbers[part])
@@ -223,7 +221,7 @@ class SourceView:
         self.source = source
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)  # the reader asks for it
+        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)  # the reader needs it
 
     def __len__(self) -> int:
         return len(self.source)

@@ -3,7 +3,7 @@
 The memory is one unnamed file (memfd) as large as the limit. Its pages take memory only after a write. Its content:
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
-    index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus the id of its writer
+    index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus its writer's process id
     records   length of the bytes, length of the label, bytes, label
 
 A process writes the record first and its position last. So if the process is killed, the sample counts as not stored.
@@ -41,7 +41,7 @@ from gpuaug.source.base import SourceView
 log = logging.getLogger("gpuaug")
 
 HEAD_WORDS = 8  # int64
-USED, SAMPLES, FULL, WARNED = range(4)  # in the head
+USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
 _opened: dict[str, int] = {}  # how many caches of the same source this process has opened
@@ -54,8 +54,8 @@ class RamCache:
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
         fill: ``first-use``: store each sample after its first read. ``ahead``: before the first batch, load all samples
-            of this epoch's shard. With several machines the shard changes each epoch. Then only samples that are not
-            stored yet are read. If each machine has room for the whole source, reading stops after some epochs.
+            that this machine reads in the epoch. With several machines these samples change each epoch: later epochs
+            store a sample after its first read.
 
     >>> RamCache(max_bytes="64GiB", fill="ahead").fill
     'ahead'
@@ -88,7 +88,7 @@ class CachedSource(SourceView):
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
         name = ""
-        if machine.local_world_size() > 1:  # the ranks' n-th caches of one source share memory
+        if machine.local_world_size() > 1:  # the n-th cache of a source shares its memory between ranks
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
             _opened[name] = _opened.get(name, 0) + 1
             name = f"cache {name} {_opened[name]} {settings.max_bytes}"

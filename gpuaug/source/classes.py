@@ -1,4 +1,4 @@
-"""Labels as arrays, from class numbers, class names, targets, or lists of these per sample."""
+"""Makes arrays of labels from class numbers, class names, other numbers, or lists of these."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def label_column(
 ) -> str | None:
     """Name of the label column; None: no labels.
 
-    ``auto`` means ``label`` or ``labels``, else the only column of ``with_classes`` (numbers that have class names).
-    ``columns`` are all columns except images; ``place`` and ``remedy`` appear in error messages.
+    ``auto`` means the column ``label`` or ``labels``, else the only column in ``with_classes``. The numbers of those
+    columns have class names. ``columns`` are all columns except images. ``place`` and ``remedy`` are for messages.
     """
     if label in (None, "none") or (label == "auto" and not columns):
         return None
@@ -79,9 +79,9 @@ def encode(
     values              labels
     ==================  =============================================
     whole numbers       int64 [N], class numbers
-    other numbers       float32 [N], targets
+    other numbers       float32 [N], unchanged
     names               int64 [N], classes in the order of the names
-    lists of numbers    float32 [N, K], targets
+    lists of numbers    float32 [N, K], unchanged
     lists of names      float32 [N, C], 1 for each class in the list
     ==================  =============================================
 

@@ -27,14 +27,14 @@ from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Range, Remote, Storage
 from gpuaug.source.segmentations import Segmentations, import_pycocotools
 
-PART_BYTES = 1 << 28  # how much of a file above 1 GiB is read at a time
+PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
 
 
 class CocoSource(ListedSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
-    Keypoints are read if the file's categories name them. Crowds are kept and marked; the rules of the run drop them.
+    Keypoints are read if the file's categories name them. Crowds are read and marked; ``gpuaug.Boxes`` drops them.
     A sample with a damaged box or outline is a fault when it is read; its message names the annotation.
 
     Args:
@@ -42,8 +42,8 @@ class CocoSource(ListedSource):
         annotations: the JSON file: a path, below ``root`` if it is relative, or the first part of its name, such as
             ``person_keypoints`` for ``root/annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
             panoptic masks, else ``instances``.
-        split: subfolder of the images, such as ``train2017``; the annotations' name ends in it too. None: paths in the
-            file are relative to ``root``, and ``annotations`` must be a path.
+        split: subfolder of the images, such as ``train2017``; the name of the JSON file ends in it too. None: paths in
+            the file are relative to ``root``, and ``annotations`` must be a path.
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths; needs
             pycocotools. ``panoptic``: PNG files of segment ids, in the folder that has the name of the JSON file
             without ``.json``. None: no masks.
@@ -94,7 +94,7 @@ class CocoSource(ListedSource):
 
     @property
     def target_kinds(self) -> frozenset[str]:
-        """The targets it has: boxes, and perhaps masks and keypoints."""
+        """Boxes, and also masks and keypoints if the files have them."""
         kinds = {"masks": self.masks is not None, "keypoints": self.num_keypoints is not None}
         return frozenset({"boxes", *(name for name, has in kinds.items() if has)})
 
@@ -154,7 +154,7 @@ class CocoSource(ListedSource):
         return Range(join(self.root, os.fsdecode(self._names[index])), image=0)
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        """Where the images lie, and then their masks, if those are files."""
+        """Locations of the images. If masks are files, their locations follow."""
         ranges = [self._range(i) for i in numbers]
         if self._pngs is not None:
             ranges += [Range(join(self._png_folder, os.fsdecode(self._pngs[i])), image=0) for i in numbers]
@@ -169,7 +169,7 @@ class CocoSource(ListedSource):
         self._storage.prefetch(self._ranges(numbers))
 
     def _sample(self, index: int, image: Any, mask: Any) -> Any:
-        """Bytes and target, or the exception that is this sample's fault."""
+        """Bytes and target, or the exception if the sample cannot be used."""
         for part in (image, mask):
             if isinstance(part, Exception):
                 return part

@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
     types: tuple[type, ...]
     kind: Any
-    default: Any = ...  # the field must be there
+    default: Any = ...  # ...: the field must not be absent
 
 
 WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str,), str)
@@ -57,7 +57,7 @@ PANOPTIC = {"image_id": WHOLE, "file_name": TEXT, "segments_info": Field((list,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """What a file of annotations says of N images and M objects.
+    """Content of a file of annotations: N images and M objects.
 
     Attributes:
         names: paths of the images.
@@ -72,7 +72,7 @@ class Annotations:
         keypoints: float32 [M, K, 3], or None.
         categories: names of the categories, by ascending id.
         points: names of the K points; may be empty.
-        skeleton: numbers of the points that a line connects in drawings; () if the file does not say.
+        skeleton: pairs of points that drawings connect by a line; () if the file has none.
         outlines: values of ``segmentation`` in the order of the objects; can be read once.
         masks: paths of the panoptic masks, or None.
     """
@@ -103,7 +103,7 @@ def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotati
         place: path of the file, for messages.
 
     Raises:
-        SourceError: if the file is damaged, is no such file, or contradicts itself. Names the first such record.
+        SourceError: if the file is damaged, has another format, or contradicts itself. Names the first bad record.
     """
     try:
         return _annotations(data, masks)
@@ -165,13 +165,13 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     )
 
 
-# -- JSON: both parsers give columns, lists of plain values
+# -- JSON: both parsers return columns, which are lists of plain values
 
 
 def _document(
     data: bytes | bytearray, fields: Mapping[str, Field]
 ) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
-    """A function from a list's name and fields to its columns, and one that parses a value of :data:`LATER`."""
+    """Two functions: the first returns the columns of a named list, the second parses a value of :data:`LATER`."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:
         import msgspec
@@ -181,7 +181,7 @@ def _document(
                      "pip install gpuaug[coco]", len(text) // 10**6)  # fmt: skip
         content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
         if not isinstance(content, dict):
-            raise ValueError("it is no JSON object") from None
+            raise ValueError("it is not a JSON object") from None
         return partial(_columns_of_dicts, content), lambda value: value
     if "segments_info" in fields:
         fields = {**fields, "segments_info": Field((list,), list[_struct("segment", SEGMENT)])}  # type: ignore[misc]
@@ -248,7 +248,7 @@ def _ids(values: Sequence[Any], what: str, low: int = 0, high: int = 2**63 - 1) 
 
 
 def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
-    """ValueError if an id occurs twice, or twice in a group."""
+    """Raise ValueError if an id occurs twice. With ``groups``: if it occurs twice in one group."""
     order = np.argsort(ids, kind="stable") if groups is None else np.lexsort((ids, groups))
     same = ids[order][1:] == ids[order][:-1]
     if groups is not None:
@@ -317,7 +317,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
     columns["id"] = None
     if not missing:
         columns["id"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
-        _unique(columns["id"], "annotations", owners if panoptic else None)  # segments: among those of an image
+        _unique(columns["id"], "annotations", owners if panoptic else None)  # segments: per image
     columns["area"] = None
     if area.count(None) < len(area):
         known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
@@ -329,7 +329,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
 def _keypoints(
     values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
 ) -> tuple[NDArray[np.float32] | None, list[str]]:
-    """Points of all objects in the order of the images, zeros where an object has none, and their names."""
+    """Points of all objects in the order of the images (zeros for an object without points), and the points' names."""
     lists = [list(names) for names in categories["keypoints"] if names]
     if not lists:
         return None, []
@@ -351,7 +351,7 @@ def _keypoints(
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first category's pairs of points, counted from 0; () if they are no such pairs, as they are only drawn."""
+    """The first category's pairs of points, counted from 0. Only drawings use them, so invalid pairs give ()."""
     pairs: Any = next((value for value in lists if value), [])
     known = range(1, count + 1)
     if not isinstance(pairs, list) or not all(

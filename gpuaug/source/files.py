@@ -20,7 +20,7 @@ from gpuaug.source.remote.storage import FileInfo, Range, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # visits of a folder by links in linked folders: n folders that link to each other have n! paths
+MOST_VISITS = 8  # visits of one folder through links: n folders that link to each other have n! paths
 TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
 LARGEST_TEXT = 1 << 24  # bytes of one annotation file
 URLS_AT_ONCE = 256  # annotation files that are read together
@@ -47,7 +47,7 @@ class Files:
         self, root: str, names: Names, storage: Storage, listing: Mapping[str, FileInfo] | None = None
     ) -> None:
         self.root, self.names = root, names
-        self._versions: Names | None = None  # of remote files, for the disk cache
+        self._versions: Names | None = None  # versions of remote files, for the disk cache
         self._large: dict[int, int] = {}  # sizes of large remote files, by number
         if listing:  # keep only what reading needs
             files = [listing[os.fsdecode(name)] for name in names]
@@ -56,7 +56,7 @@ class Files:
                 self._versions = Names.of([[file.version.encode() for file in files]])
 
     def range(self, index: int) -> Range:
-        """Where the file lies."""
+        """Location of the file."""
         version = "" if self._versions is None else self._versions[index].decode()
         path = join(self.root, os.fsdecode(self.names[index]))
         return Range(path, version=version, image=self._large.get(index, 0))
@@ -67,9 +67,10 @@ class Files:
 
 
 def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]:
-    """The bytes of each annotation file, or the exception that reading it raised. The disk cache is not used.
+    """The bytes of each annotation file, or the exception that reading it raised.
 
-    A file above 16 MiB gives an exception. The cache would return old bytes for a file that was changed.
+    A file above 16 MiB gives an exception. The disk cache is not used, because it would return old bytes for a changed
+    file.
     """
     if storage.remote.cache is not None:
         storage = Storage(replace(storage.remote, cache=None))
@@ -127,7 +128,7 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
 
 
 def by_stem(names: Iterable[bytes], endings: Sequence[str], *, suffix: str = "", root: str) -> dict[str, bytes]:
-    """Names by their path without ``suffix`` and file name extension. Names without ``suffix`` are left out.
+    """Maps paths without ``suffix`` and file name extension to full names. Names without ``suffix`` are left out.
 
     Raises:
         SourceError: if two names differ only in their extension.
@@ -206,7 +207,7 @@ class LocalTree:
         listed: list[tuple[str, list[str]]] = []  # folder, names of its images
         visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
-        # breadth first and by name, so that every machine skips the same folders
+        # breadth first and by name, because every machine must skip the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()

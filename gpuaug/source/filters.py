@@ -48,7 +48,7 @@ def active(
         left = chosen[~np.isin(chosen, out)]
         log.info("source %s: %d samples excluded by %s", redact(root), len(chosen) - len(left), os.fspath(exclude))
         if not len(left):
-            raise SourceError(f"`source.exclude` must leave samples. {os.fspath(exclude)!r} has all {len(chosen)}.")
+            raise SourceError(f"`source.exclude` must leave samples. {os.fspath(exclude)!r} lists all {len(chosen)}.")
         chosen = left
     return None if len(chosen) == len(known) else share(torch.from_numpy(chosen))
 
@@ -96,7 +96,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
-    """Keys in a file of JSON lines. An incomplete last line, as a killed run leaves it, is ignored."""
+    """Keys in a file of JSON lines. An incomplete last line is ignored, because a killed run may leave one."""
     if not isinstance(file, str | os.PathLike):
         raise SourceError(f"`source.exclude` must be a FILE, as `faults.file` writes it. Found: {file!r:.200}.")
     path = os.path.expanduser(os.fspath(file))

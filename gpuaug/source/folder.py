@@ -37,7 +37,7 @@ class FolderSource(FileSource):
         classes: class mapping of another run, for evaluation. Names in the order of their labels, a mapping from name
             to label, or a FILE: .json with names or a mapping, else text with one name per line. A class without a
             folder is allowed; a folder that is not a class is an error.
-        subset: a number or a fraction of samples, spread evenly over the sorted files: classes keep their proportions,
+        subset: a count or a fraction of samples, spread evenly over the sorted files: classes keep their proportions,
             and every run gets the same samples. Or a FILE or sequence of sample numbers.
         exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them. Applied after
             ``subset``.
@@ -76,7 +76,7 @@ class FolderSource(FileSource):
         if labels == "folder":
             self._list_classes(None if classes is None else class_mapping(classes), tree, endings)
         elif classes is not None:
-            raise ConfigError("`source.classes` numbers the classes, but `source.labels` is none. Remove one of them.")
+            raise ConfigError("`source.classes` has no effect if `source.labels` is none. Remove one of them.")
         else:
             self._names = Names.of(tree.images(None))
             if not len(self._names):

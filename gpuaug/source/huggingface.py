@@ -38,11 +38,12 @@ class DatasetSource(RowSource):
     Args:
         dataset: a Dataset.
         label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
-            With a mask or objects, ``auto`` may find none.
+            With a mask or objects, ``auto`` may also mean no labels.
         image: the image column; None: the only one besides the mask.
         mask: the column of encoded masks; ``auto``: of two image columns, the one that is called ``annotation``,
             ``label``, ``mask`` or similar; ``none``: no masks.
-        objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``.
+        objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``: no
+            objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         classes: names or numbers of the objects' classes, as in :class:`FolderSource`.
 
@@ -81,7 +82,7 @@ class DatasetSource(RowSource):
         columns = [name for name in columns if name != objects]
         label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
         if classes is not None and objects is None:
-            raise ConfigError("`classes` numbers the classes of objects, but there are none. Remove `classes`.")
+            raise ConfigError("`classes` is for the classes of objects, but there are no objects. Remove `classes`.")
         self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")

@@ -19,7 +19,7 @@ OPEN_FILES = 32  # files that a process keeps open
 
 # non-blocking: if a pipe has the name of an image, opening the pipe must not block the worker
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-# JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000. The decode stage tells the formats apart.
+# JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000. The decode stage distinguishes the formats.
 _IMAGE_STARTS = (
     b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
     b"\x89gpuaug\n", b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51",
@@ -61,7 +61,7 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
-    """The error for an image above `LARGEST_IMAGE`, or above `LARGEST_BATCH` together with ``held`` bytes of others."""
+    """The error for an image above `LARGEST_IMAGE`, or above `LARGEST_BATCH` together with ``held`` other bytes."""
     if size > LARGEST_IMAGE:
         return OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_IMAGE}", redact(os.fsdecode(path)))
     text = f"{size} bytes; large images of the batch already take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"

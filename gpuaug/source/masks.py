@@ -23,7 +23,7 @@ log = logging.getLogger("gpuaug")
 
 
 class MaskFolderSource(FileSource):
-    """Images, and for each the mask with the same path in another folder.
+    """Images with masks: a mask has the path of its image, but in another folder.
 
     The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Images are sorted as in
     :class:`FolderSource`. An image without a mask is an error. Masks without an image are ignored and counted in the
@@ -44,9 +44,9 @@ class MaskFolderSource(FileSource):
         images: folder of the images: relative to ``root``, an absolute path, or a URL.
         masks: folder of the masks, in the same form.
         image_suffix: end of an image's name before its extension. Other images are ignored and counted in the log.
-        mask_suffix: end of a mask's name before its extension, where its image's name has ``image_suffix``.
-        list: a FILE of the samples to use, in its order, relative to ``root``. Each line is the path of an image in its
-            folder, without suffix and extension. None: all images.
+        mask_suffix: end of a mask's name before its extension. It takes the place of ``image_suffix``.
+        list: a FILE of the samples to use, relative to ``root``. Samples are in its order. Each line is the path of an
+            image in the folder of images, without suffix and extension. None: all images.
         extensions: file name extensions of images; case is ignored.
         mask_extension: file name extension of masks; case is ignored.
         classes: names of the classes, as in :class:`FolderSource`. They do not change the masks.
@@ -122,7 +122,7 @@ class MaskFolderSource(FileSource):
     def _pictures(
         self, tree: LocalTree | UrlTree, endings: tuple[str, ...], suffix: str, mask_ending: str
     ) -> dict[str, bytes]:
-        """Names of the images by their path without suffix and extension."""
+        """Maps the path of each image, without suffix and extension, to its full name."""
         names = [name for block in tree.images(None) for name in block if not self._is_mask(name, mask_ending)]
         pictures = by_stem(names, endings, suffix=suffix, root=self.root)
         if ignored := len(names) - len(pictures):

@@ -49,7 +49,7 @@ MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file desc
 class MaterializedSource(ListedSource):
     """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
 
-    The loader must have the recipe and seed that the epochs were made with; it refuses others. Samples keep the
+    The loader must have the recipe and seed of the stored epochs, otherwise it raises an error. Samples keep the
     numbers, keys, labels and classes of their source, so a loader's state is valid for both sources.
 
     Args:
@@ -149,8 +149,8 @@ class MaterializedSource(ListedSource):
 class Rows:
     """The source that workers read: stored samples by row number, epoch after epoch.
 
-    ``rows[n]`` returns the pixels of all views as one view of mapped memory. For a sample without pixels it returns the
-    sample's fault as JSON, which always has another length than the pixels. The loader gets row numbers from
+    ``rows[n]`` returns the pixels of all views as one piece of mapped memory. For a sample without pixels it returns
+    the sample's fault as JSON, which never has the length of the pixels. The loader gets row numbers from
     :meth:`numbers`, and images from :meth:`pixels` and :meth:`views`. Only the path and the manifest are pickled.
 
     Attributes:
@@ -246,7 +246,7 @@ class Rows:
         return [Fault(row, f["stage"], f["reason"], f["size"], bytes.fromhex(f["head"])) for row, f in stored]
 
     def pixels(self, batch: EncodedBatch) -> Tensor:
-        """Stored bytes of all views, uint8 [B, bytes]; copied only if samples have no pixels, which become zeros."""
+        """Stored bytes of all views, uint8 [B, bytes]; copied only if a sample has no pixels: it becomes zeros."""
         good = self._has_pixels(batch)
         if good.all():
             return batch.data.view(len(batch), self.size)

@@ -1,4 +1,4 @@
-"""Objects of the rows of an Arrow table: a column of lists, as Hugging Face ``datasets`` and Parquet files have it."""
+"""Reads the objects of images from an Arrow table, as Hugging Face ``datasets`` and Parquet files store them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MOST_CLASSES = 1 << 31
 
 
 class RowObjects:
-    """The objects of N rows, in memory that all processes share. A damaged row has a reason instead.
+    """The objects of N rows, in memory that all processes share. A damaged row has no objects, but a reason.
 
     Args:
         column: an Arrow ChunkedArray [N]: a struct of lists, or a list of structs, with the names of
             :data:`gpuaug.source.object_json.NAMES`. ``bbox`` and ``category`` are as in COCO.
-        sizes: int [N, 2], (height, width), 0 where it is not known; None: not known.
-        classes: class numbers by name; None: as in the data, and names are sorted.
+        sizes: int [N, 2], (height, width); 0: not known. None: no size is known.
+        classes: class numbers by name; None: numbers stay as they are, and names are numbered in sorted order.
         names: class names that the data declares, in the order of their numbers.
-        box_format: what ``bbox`` holds.
-        place: for error messages.
+        box_format: format of ``bbox``, ``xywh`` or ``xyxy``.
+        place: name of the data, for error messages.
 
     Raises:
         SourceError: if the column has other types, or a class that ``classes`` lacks, or no row is usable.
@@ -123,7 +123,7 @@ class RowObjects:
 
 
 class RowSource(ListedSource):
-    """Rows with an image, and perhaps a mask and objects: then each sample has a Target.
+    """A source of rows with an image each. If rows also have masks or objects, a sample is ``(bytes, Target)``.
 
     A subclass sets ``_has_masks``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
@@ -154,7 +154,7 @@ class RowSource(ListedSource):
             self.target_kinds |= {"masks"}
 
     def _sample(self, index: int, image: bytes | None, mask: bytes | None = None) -> Any:
-        """Bytes and label or target of a sample, or the error that is its fault."""
+        """Bytes and label (or Target) of a sample. If the sample cannot be used, an error is returned instead."""
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
         if self._objects is not None and (reason := self._objects.reason(index)) is not None:
@@ -193,13 +193,13 @@ def class_names(schema: Any, column: str) -> list[str] | None:
 
 
 def is_objects(kind: Any) -> bool:
-    """Whether an Arrow type is that of a column of objects: lists with boxes, in a struct or of structs."""
+    """Whether a column of this Arrow type has objects with boxes: a struct of lists, or a list of structs."""
     names, _ = _members(kind)
     return "boxes" in names
 
 
 class _Field(NamedTuple):
-    """A field of the objects of some rows."""
+    """One field, such as boxes, of the objects of some rows."""
 
     name: str
     counts: NDArray[np.int64]  # objects of each row; -1: null
@@ -207,7 +207,7 @@ class _Field(NamedTuple):
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Names of the columns by field of a Target, and their types per object; both empty for other types."""
+    """The column name and the Arrow type per object, by field of a Target. Both are empty for other column types."""
     import pyarrow
 
     types = pyarrow.types
@@ -222,7 +222,7 @@ def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _fields(column: Any, place: str) -> dict[str, _Field]:
-    """The columns of the objects by field of a Target; SourceError if one has an unusable type."""
+    """The columns of the objects, by field of a Target. Raises SourceError if a column has an unusable type."""
     import pyarrow.compute
 
     names, kinds = _members(column.type)
@@ -240,7 +240,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
         good |= field not in ("labels", "ids", "crowd") and types.is_floating(inner)
         good |= (field == "labels" and _is_text(inner)) or types.is_null(inner)
         if field == "ids" and not good:
-            del names[field]  # such as text: nothing needs them
+            del names[field]  # such as text; ids are optional
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
     compute = pyarrow.compute
@@ -322,7 +322,7 @@ def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
 
 
 def _points(lengths: NDArray[np.int64]) -> int:
-    """Numbers that the keypoints of an object have: the most frequent length above 0; 0 if none has keypoints."""
+    """Length of an object's list of keypoints: the most frequent one above 0; 0 if no object has keypoints."""
     return int(np.bincount(lengths[lengths > 0]).argmax()) if (lengths > 0).any() else 0
 
 
@@ -351,7 +351,7 @@ def _lengths(values: Any) -> NDArray[np.int64]:
 
 
 def _amounts(values: Any) -> NDArray[np.int64]:
-    """How many numbers the points of each object have; -1: null; -2: not 3 for each point."""
+    """Count of the keypoint numbers of each object; -1: null; -2: a point does not have 3 numbers."""
     import pyarrow.compute
 
     lengths = _lengths(values)

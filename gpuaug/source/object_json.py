@@ -14,7 +14,7 @@ from gpuaug.source.files import LARGEST_TEXT
 
 BoxFormat = Literal["xywh", "xyxy"]
 
-# names of each column, those of COCO first, then those of gpuaug.Target; the first name that exists is used
+# possible names of each column: first COCO's, then gpuaug.Target's. The first name that exists is used
 NAMES: dict[str, tuple[str, ...]] = {
     "boxes": ("bbox", "boxes"),
     "labels": ("category_id", "category", "label", "labels"),
@@ -28,7 +28,7 @@ LISTS = ("objects", "annotations")  # fields that hold the objects
 
 
 def column_names(given: Collection[str]) -> dict[str, str]:
-    """The columns that are there: fields of a Target, and the name that each has in ``given``."""
+    """Maps fields of a Target to their names in ``given``. Fields that ``given`` lacks are left out."""
     chosen = ((field, next((name for name in names if name in given), None)) for field, names in NAMES.items())
     return {field: name for field, name in chosen if name is not None}
 
@@ -47,7 +47,7 @@ def parse(
     classes: Mapping[str, int] | None = None,
     box_format: BoxFormat = "xywh",
 ) -> dict[str, Any]:
-    """Fields of a :class:`~gpuaug.batch.Target`: boxes, labels, and what the JSON has besides them.
+    """Fields of a :class:`~gpuaug.batch.Target`: boxes, labels, and the optional fields that the JSON has.
 
     Args:
         data: the JSON.

@@ -38,14 +38,14 @@ Size = int | str
 class PackedSource(ListedSource):
     """The folder of `gpuaug pack`, with the keys, labels, classes and targets of the packed source.
 
-    Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and their default
-    is ``num_workers=0``. Then `decode` crops views from the mapped files without a copy, but a worker would copy every
-    batch into shared memory.
+    Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and `decode`
+    crops views from them without a copy. A worker would copy every batch into shared memory, so the default for them
+    is ``num_workers=0``.
 
     If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``, in pixels of the packed image.
 
     Args:
-        root: the folder, or its URL. From a URL, ranges are read instead of memory-mapped files.
+        root: the folder, or its URL. A URL is not memory-mapped; only the needed byte ranges are read.
         size: shorter side to read, one of the packed sizes; None: the largest. A mapping from epoch to size changes the
             size during training: ``{0: 128, 30: 160}`` reads 128 in epochs 0 .. 29, and 160 from epoch 30 on.
         classes: class mapping of another run, as in :class:`FolderSource`; labels are converted by name.
@@ -81,7 +81,7 @@ class PackedSource(ListedSource):
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self._schedule = self._sizes_by_epoch(size)
         self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that at least one epoch reads
-        self.total = int(self.manifest["samples"])  # of all samples, also excluded ones
+        self.total = int(self.manifest["samples"])  # number of all samples, also of excluded ones
         self._first = bounds_of(self.manifest["shards"])
         keys = self._array("index/keys.bin", np.uint8)
         ends = self._array("index/keys.npy", np.int64, self.total + 1)
@@ -134,7 +134,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers) if self.size else []
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """For each of ``rows``, numbers of :class:`Rows`: ``(bytes, label)``, or the exception that reading raised."""
+        """``(bytes, label)`` for each of ``rows``, numbers of :class:`Rows`; an exception if it cannot be read."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
@@ -153,7 +153,7 @@ class PackedSource(ListedSource):
         return items
 
     def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes of a row: its image and, behind it, its mask."""
+        """Size, shard, first byte and number of bytes of a row: its image, followed by its mask."""
         position, number = divmod(row, self.total)
         size, (shard, _) = self.used[position], locate(self._first, number)
         begin, length = int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
@@ -253,7 +253,7 @@ class PackedSource(ListedSource):
         return begins, bytes_
 
     def _take_targets(self) -> None:
-        """Set what :func:`gpuaug.loader` asks a source about its targets, and load the objects of every size."""
+        """Set the attributes that describe the targets, and load the objects of every size."""
         described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
         flip = described["flip_pairs"]
         self.target_kinds = frozenset(described["kinds"])
@@ -265,7 +265,7 @@ class PackedSource(ListedSource):
             self._mask_begins, self._mask_bytes = self._places("mask_offsets", "mask_lengths")
             ends = {size: self._begins[size] + self._bytes[size] for size in self.used}
             if any((self._mask_begins[size] < ends[size]).any() for size in self.used):
-                raise SourceError(f"masks in {redact(self.root)!r} must be behind their images. {_REPAIR}")
+                raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")
         if self.target_kinds - {"masks"}:
             self._objects = self._read_objects()
 

@@ -31,8 +31,8 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # threads that read footers and labels
 OPEN_FILES = 64  # files whose footers a process keeps
-WAVE_BYTES = 64 << 20  # of remote row groups that are requested together, without the last one
-GAP_BYTES = 1 << 16  # between images and masks of a row group: reading so much more is quicker than another request
+WAVE_BYTES = 64 << 20  # remote row groups are requested together, as soon as they need more bytes than this
+GAP_BYTES = 1 << 16  # a gap of this size between images and masks is read too: quicker than another request
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
@@ -40,12 +40,12 @@ LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    So small row groups are best for a shuffled order: with 100 photographs per group, each sample needs a read of 100
-    photographs (in a tar shard: of one). A sequential epoch reads everything once. So does the first epoch with
-    ``cache=ram``, because the cache stores all images of each row group that is read.
+    So small row groups are best for a shuffled order: with 100 photographs per group, each sample reads 100 of them. A
+    tar shard reads one. A sequential epoch reads everything once. So does the first epoch with ``cache=ram``, because
+    the cache stores all images of each row group that is read.
 
-    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects are read at the start, as labels are. Their
-    column is a struct of lists or a list of structs, as in COCO data sets of Hugging Face, with ``bbox`` (or ``boxes``:
+    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects and labels are read at the start. The column
+    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO, with ``bbox`` (or ``boxes``:
     x1, y1, x2, y2) and perhaps ``category`` (or ``category_id``, ``label``: class numbers or names), ``keypoints`` (x,
     y, visibility of each point), ``iscrowd`` (or ``crowd``), ``area`` and ``id``. Other fields are ignored. Columns
     ``width`` and ``height`` are the size of the image that the objects belong to. A damaged row is a fault when it is
@@ -132,7 +132,7 @@ class ParquetSource(RowSource):
         self._activate(subset, exclude, began=began)
 
     def _set_rows(self, metadata: Sequence[Any], names: Sequence[str]) -> None:
-        """Keys, and where each row group begins. ``names`` are those of the files."""
+        """Set the keys, and the first row of each row group. ``names``: those of the files."""
         rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
         self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
         self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
@@ -166,7 +166,7 @@ class ParquetSource(RowSource):
                 else:
                     at = numbers[row] - int(starts[group])
                     items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
-        # else Arrow's pool keeps several times the groups' size: with groups of 4 MiB, 90 instead of 20 MiB per worker
+        # otherwise Arrow's pool keeps several times the groups' size: for groups of 4 MiB, 90 not 20 MiB per worker
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
@@ -191,7 +191,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Images or error of each row group: groups in memory first, then the others, of which remote ones together."""
+        """Images or error of each row group. Groups in memory come first; remote groups are requested together."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
@@ -254,7 +254,7 @@ class _Group(NamedTuple):
 
 
 class _RangeFile(io.RawIOBase):
-    """A file for pyarrow. ``known``, pieces with their positions, is in memory; other bytes are read on demand."""
+    """A file for pyarrow. ``known`` holds pieces in memory, with their positions; other bytes are read on demand."""
 
     def __init__(self, file: FileInfo, storage: Storage, known: Sequence[tuple[int, bytes]] = ()) -> None:
         self.file, self.storage, self.position, self.known = file, storage, 0, known

@@ -65,7 +65,7 @@ def is_safe(key: str) -> bool:
 
 
 def redact(path: str) -> str:
-    """Remove user name, password and the signature of a signed URL, so that messages do not show them."""
+    """Remove user name, password and the signature of a signed URL, because messages must not show them."""
     return re.sub(r"(?<=://)[^/@]*@", "", path.split("?", 1)[0]) if is_url(path) else path
 
 

@@ -1,4 +1,4 @@
-"""The run-length form of an object-number map, as a source hands it over in :attr:`gpuaug.batch.Target.mask`."""
+"""Run-length encoding of a map of object numbers, for :attr:`gpuaug.batch.Target.mask`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def encode(objects: NDArray[Any]) -> bytes:
     """Run-length bytes of a map of object numbers.
 
     The bytes are ``GPUAUGRL``, uint32 height, width and number of runs, then int32 values [runs], then uint32 lengths
-    [runs]. All numbers are little endian; runs go row by row and may pass the end of a row.
+    [runs]. All numbers are little endian; runs go row by row and may continue into the next row.
 
     Args:
         objects: integers [H, W], at least one pixel; 0 is no object, k + 1 is object k.

@@ -1,4 +1,4 @@
-"""Outlines of objects, as COCO has them: polygons and run lengths, kept as bytes that all processes share."""
+"""Outlines of objects in COCO's formats (polygons and run lengths), stored in memory that all processes share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
-MOST_PIXELS = 178_956_970  # of one map; larger images are not decoded either
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # the first packed number: kind of run lengths, else count of polygons
+MOST_PIXELS = 178_956_970  # of one map; Pillow refuses larger images too
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first packed number of run lengths; else it is the number of polygons
 LONGEST_OUTLINE = 1 << 22  # pixels: total length around all polygons of an object
 BLOCK = 4096  # objects that are packed at a time
 LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
@@ -79,7 +79,7 @@ class Segmentations:
                 raise GpuaugError(f"the segmentation of annotation {ids[k]} {error}") from error
         pixels = np.array([int((stops - starts).sum()) for starts, stops in runs], dtype=np.int64)
         below = np.zeros(len(runs), dtype=bool) if crowd is None else np.asarray(crowd)
-        flat = np.zeros(width * height, dtype=np.min_scalar_type(len(runs)))  # column by column, as COCO's runs go
+        flat = np.zeros(width * height, dtype=np.min_scalar_type(len(runs)))  # column by column, like COCO's runs
         for k in np.lexsort((-pixels, ~below)).tolist():
             starts, stops = runs[k]
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -98,7 +98,7 @@ def _blocks(values: Iterable[Any]) -> Iterable[list[bytes]]:
 
 
 def _pack(value: Any) -> bytes:
-    """Bytes of one outline. Before COCO's text, their count is a multiple of four. b"": no outline."""
+    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text. b"": no outline."""
     try:
         if isinstance(value, dict):
             return _pack_runs(value)
@@ -156,7 +156,7 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
     around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)
-    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel of it, and crashes if it gets none
+    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel, and crashes without memory
         raise ValueError(f"must have outlines of at most {LONGEST_OUTLINE} pixels. Found: {around:.0f}")
     encoded = mask.frPyObjects(polygons, height, width)
     return bytes((encoded[0] if rings == 1 else mask.merge(encoded))["counts"])

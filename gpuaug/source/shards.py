@@ -38,7 +38,7 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # shards that are indexed at the same time
 PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
-GAP_BYTES = 1 << 16  # between two members of a sample: reading so much more is quicker than another request
+GAP_BYTES = 1 << 16  # a gap of this size between two members is read too: quicker than another request
 LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
 
 
@@ -57,9 +57,9 @@ class ShardSource(ListedSource):
 
     or columns, alone or in such a field: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``. Fields of
     an object are ``bbox`` (or ``boxes``: x1, y1, x2, y2), ``category_id`` (or ``category``, ``label``, ``labels``:
-    numbers, or names that ``classes`` numbers), ``keypoints`` (x, y, visibility of each point), ``iscrowd`` (or
-    ``crowd``), ``area``, and ``id`` (or ``ids``). Only boxes are required, and other fields are ignored. Other JSON
-    makes its sample a fault when it is read. Pixels are those of an image of ``width`` and ``height``.
+    numbers, or names in ``classes``), ``keypoints`` (x, y, visibility of each point), ``iscrowd`` (or
+    ``crowd``), ``area``, and ``id`` (or ``ids``). Only boxes are required, and other fields are ignored. Any other JSON
+    makes its sample a fault when it is read. Coordinates are pixels of an image of ``width`` and ``height``.
 
     Args:
         root: the shards: a path or URL, with braces (``data/train-{000..099}.tar``) or without; a list; or a folder.
@@ -116,7 +116,7 @@ class ShardSource(ListedSource):
             labels = "none" if self._members else "cls"
         label = None if labels in (None, "none") else str(labels).lower().lstrip(".")
         if label is None and classes is not None and self.objects is None:
-            raise ConfigError("`source.classes` numbers the classes, but `source.labels` is none. Remove one of them.")
+            raise ConfigError("`source.classes` has no effect if `source.labels` is none. Remove one of them.")
         began = time.monotonic()
         self._storage = Storage(remote)
         shards = self._storage.expand(root, ending=".tar")
@@ -181,7 +181,7 @@ class ShardSource(ListedSource):
         return Range(shard.path, begin, size, shard.version, image=0)
 
     def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int]]]:
-        """What to read for a sample with several members; for each of them: number of the part, begin and end in it."""
+        """The ranges of a sample with several members, and for each member: its range's number, begin and end in it."""
         shard = self._shards[locate(self._names.bounds, index)[0]]
         count = 1 + len(self._members)
         rows = slice(index * count, (index + 1) * count)
@@ -238,7 +238,7 @@ class _Rule(NamedTuple):
     label: str | None
     members: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:  # part of the index file's name: without members, as it was before they existed
+    def __repr__(self) -> str:  # part of the index file's name. Without members it stays as in older files
         more = f", members={self.members!r}" if self.members else ""
         return f"_Rule(extensions={self.extensions!r}, label={self.label!r}{more})"
 
@@ -253,7 +253,7 @@ class _Part(NamedTuple):
 
     line: bytes  # this shard's line in the index file
     keys: Names
-    offsets: NDArray[np.int64]  # of the image, the mask and the objects of the first sample, of the second, ...
+    offsets: NDArray[np.int64]  # per sample: those of its image, its mask and its objects
     sizes: NDArray[np.int32]
     labels: Names
     dropped: int  # number of samples without image, label, mask or objects
@@ -273,7 +273,7 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if folder is None and not is_url(root):  # beside the shards: no root in its name, so both may move
+    if folder is None and not is_url(root):  # beside the shards, which may be moved with it: no root in its name
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
     versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]

@@ -138,7 +138,7 @@ def _open_theirs(name: str) -> int:
 
 
 def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
-    """Write to the file. If no memory is left, this raises OSError, but a write to a mapping kills the process."""
+    """Write to the file. Raises OSError if no memory is left. A write to a memory mapping would kill the process."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, memoryview(data)[done:], begin + done)

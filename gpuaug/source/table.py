@@ -30,7 +30,7 @@ _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 class TableSource(ListedSource):
     """Image files that a table lists, in the order of its rows.
 
-    Labels are whole numbers (classes), other numbers (targets), or names (sorted, they become classes). Several label
+    Labels are whole numbers (classes), other numbers (unchanged), or names (sorted, they become classes). Several label
     columns give float32 [K] per sample; the column names become the classes. A Parquet column may hold lists of
     numbers, all of the same length, or lists of class names.
 
@@ -38,7 +38,7 @@ class TableSource(ListedSource):
         root: path or URL of the table: .csv, .tsv or .parquet. The first line or the schema names the columns.
         path: column of the image paths. They are relative to the table's folder and must not lead outside.
         label: column of the labels, or a list of columns; ``none``: no labels.
-        mask: column of the masks' paths, in the same form as images; None: no masks. With masks, a sample is
+        mask: column of the masks' paths, in the same form as image paths; None: no masks. With masks, a sample is
             ``(bytes, Target)``.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -103,7 +103,7 @@ class TableSource(ListedSource):
         return Range(join(self.root, os.fsdecode(self._names[index])), image=0)
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        """Where the images lie, and then their masks."""
+        """Locations of the images, followed by those of their masks."""
         masks = () if self._masks is None else [join(self.root, os.fsdecode(self._masks[i])) for i in numbers]
         return [*map(self._range, numbers), *(Range(path, image=0) for path in masks)]
 
@@ -149,7 +149,7 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
     for row in filter(None, lines):
         if len(row) != len(head):
             raise SourceError(
-                f"line {lines.line_num} of {place!r} has {len(row)} fields, but the first line {len(head)}."
+                f"line {lines.line_num} of {place!r} has {len(row)} fields, but the first line has {len(head)}."
             )
         rows.append([row[at] for at in wanted])
     paths, *columns = zip(*rows, strict=True) if rows else [()] * len(names)

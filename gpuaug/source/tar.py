@@ -38,7 +38,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
     """The regular files of an uncompressed tar (ustar, GNU, pax), in order; folders are skipped.
 
     If the tar was cut off between two members, the remaining members are returned, with a warning. Headers are read in
-    ascending order, at most two reads per 512 bytes of the ``size`` bytes. ``read(at, n)`` returns at most ``n`` bytes.
+    ascending order, with at most two reads per 512 bytes of the file. ``read(at, n)`` returns at most ``n`` bytes.
 
     Raises:
         SourceError: if the file is no tar or is cut off, or a member is no file, is sparse, or has an unsafe name.

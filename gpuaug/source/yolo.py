@@ -44,9 +44,9 @@ class YoloSource(AnnotatedSource):
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``.
 
     A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, because the size of an image is not known
-    before its header is read. A label file with a bad line makes its sample a fault when
-    the sample is read. A line is bad if it has a word that is not a number, a wrong count of numbers, an unknown class,
-    or a coordinate more than 0.01 outside 0..1.
+    before its header is read. A label file with a bad line makes its sample a fault when the sample is read. A line is
+    bad if it has a word that is not a number, a wrong count of numbers, an unknown class, or a coordinate more than
+    0.01 outside 0..1.
 
     Args:
         root: folder or URL of the data set.
@@ -55,8 +55,8 @@ class YoloSource(AnnotatedSource):
             images), ``kpt_shape`` and ``flip_idx``. A relative ``path`` is used if ``root`` has such a folder. All
             images must lie below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
-        classes: class mapping of another run, in the forms of :class:`FolderSource`. Classes of the YAML file get their
-            numbers from it.
+        classes: class mapping of another run, in the forms of :class:`FolderSource`. It numbers the classes of the YAML
+            file.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -195,7 +195,7 @@ class YoloSource(AnnotatedSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
-    """What the YAML file says."""
+    """Content of the YAML file."""
 
     place: str  # its name, for errors
     folder: str = ""  # of the splits, relative to the root
@@ -299,7 +299,7 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
 def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = False) -> str:
     """A path of the YAML file or of a list, relative to the root. ``folder``: a relative path starts there.
 
-    A split may begin with ``../``, as in Roboflow's files, which ultralytics reads from the folder of the YAML file.
+    A leading ``../`` of a split is removed, because Roboflow's files have it. ultralytics removes it too.
     """
     if text.startswith("/") or is_url(text):
         short = text.removeprefix(f"{root.rstrip('/')}/")

@@ -41,7 +41,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a line must be. ``points`` is (K, 2 or 3): number of keypoints, and numbers of each; None: no keypoints."""
+    """Rules for a line. ``points``: (number of keypoints K, numbers per keypoint 2 or 3); None: no keypoints."""
 
     num_classes: int | None
     points: tuple[int, int] | None
@@ -61,8 +61,8 @@ class _Lines:
 def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[int], str]) -> Labels:
     """Parse label files. ``name(i)`` is the name of file i, for reasons.
 
-    A line is ``class cx cy w h``, ``class x1 y1 x2 y2 x3 y3 ...`` (a polygon; its box is its hull), or with keypoints
-    ``class cx cy w h`` and then (x, y) or (x, y, visibility) for each point.
+    A line is ``class cx cy w h`` (a box) or ``class x1 y1 x2 y2 x3 y3 ...`` (a polygon, which becomes its smallest
+    box). With keypoints it is ``class cx cy w h`` and then (x, y) or (x, y, visibility) for each point.
     """
     parts: list[tuple[Any, ...]] = []
     reasons: dict[int, str] = {}
@@ -90,7 +90,7 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
 
 
 def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[bytes | Exception]]]:
-    """Number of the first file, and files of about `BLOCK_BYTES` together."""
+    """Groups of files, about `BLOCK_BYTES` each, with the number of the first file."""
     block: list[bytes | Exception] = []
     first = size = 0
     for data in files:
@@ -103,7 +103,7 @@ def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[byte
 
 
 def _tokenized(files: list[bytes], first: int) -> Iterator[tuple[int, int, _Lines | str]]:
-    """First file, number of files, and their lines. Or a reason, for one file with a word that is not a number."""
+    """First file, number of files, and their lines. A file with a word that is not a number gives a reason instead."""
     lines = _lines(files)
     if lines is not None:
         yield first, len(files), lines
@@ -123,7 +123,7 @@ def _lines(files: list[bytes]) -> _Lines | None:
     space = _SPACE[raw]
     words = np.flatnonzero(~space & np.concatenate([[True], space[:-1]]))  # position of each word's first byte
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # at a word that is not a number
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy warns at a word that is not a number
         try:
             values = np.fromstring(text, dtype=np.float64, sep=" ") if len(words) else np.zeros(0)
         except ValueError:
@@ -156,7 +156,7 @@ def _wrong_word(data: bytes) -> str:
 
 
 def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
-    """The first bad line of each file with one: why it is bad, with ``{file}`` for the file's name."""
+    """Why files are bad: the reason of the first bad line, by file. ``{file}`` stands for the file's name."""
     if not len(lines.start):
         return {}
     values, start, length = lines.values, lines.start, lines.length
@@ -223,7 +223,7 @@ def _objects(lines: _Lines | None, files: int, rules: Rules) -> tuple[Int64, Int
     if rules.points is not None:
         count, numbers = rules.points
         keypoints = values[start[:, None] + np.arange(5, 5 + count * numbers)].reshape(-1, count, numbers)
-        if numbers == 2:  # a point without visibility is seen, unless it is (0, 0) or negative
+        if numbers == 2:  # a point without visibility is visible, unless it is (0, 0) or negative
             seen = (keypoints >= 0).all(axis=2) & keypoints.any(axis=2)
             keypoints = np.concatenate([keypoints, 2.0 * seen[..., None]], axis=2)
         keypoints = np.where(keypoints[..., 2:] > 0, keypoints, 0)

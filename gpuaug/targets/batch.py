@@ -20,8 +20,8 @@ _ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
 class BatchTargets:
     """Masks, boxes and keypoints of a batch. All N objects of its B images are in one table.
 
-    Boxes, labels, keypoints and sample are on the device; the other columns are on the CPU, so that reading them does
-    not wait for the device.
+    Masks, boxes, labels, keypoints and sample are on the device. The other columns are on the CPU, because reading them
+    must not wait for the device.
 
     Attributes:
         masks: int64 ``[B, H, W]`` (or the dtype that ``targets.masks.dtype`` names); None if the run has no masks.
@@ -78,7 +78,7 @@ class BatchTargets:
 
     @property
     def second(self) -> Any:
-        """What a batch yields beside its images: the masks if they are the only target, else this object."""
+        """The second value that a batch yields: the masks if they are the only target, else this object."""
         return self if self.boxes is not None or self.keypoints is not None else self.masks
 
     @property

@@ -1,8 +1,8 @@
 // Crops, resizes and warps label maps by nearest neighbour. masks.py loads this file and states the formulas.
 //
-// A row whose matrix keeps the axes (identity, flips, scalings, shifts) is one lookup by two tables: the source row of
-// each output row and the source column of each output column. Any other row is first cropped and resized to a canvas
-// in cache, and each output pixel then takes one pixel of this canvas.
+// If a matrix keeps the axes (identity, flips, scalings, shifts), two tables are enough: the source row of each output
+// row, and the source column of each output column. Otherwise the mask is first cropped and resized to a canvas, and
+// each output pixel then takes one pixel of this canvas.
 
 #include <algorithm>
 #include <atomic>
@@ -26,7 +26,7 @@ struct Task {
 
 namespace {
 
-// Where the pixels of one output axis come from: byte offsets for outputs first <= i < last; the others are outside.
+// The source of each pixel along one output axis: byte offsets for first <= i < last. Other pixels are outside.
 struct Axis {
     std::vector<int64_t> offset;
     int64_t first = 0, last = 0;
@@ -94,7 +94,7 @@ struct Worker {
         }
     }
 
-    // `__restrict`: else each byte that is written could be one of the offsets.
+    // `__restrict`, because otherwise the compiler assumes that each write may change the offsets.
     template <class In, class To>
     static void pick(const uint8_t* __restrict from, const int64_t* __restrict offset, int64_t count, To* __restrict out) {
         for (int64_t k = 0; k < count; ++k) {
@@ -139,8 +139,8 @@ struct Worker {
         }
     }
 
-    // Narrows `first` and `last` to the outputs whose canvas position (table[j] + of_row) + shift is in 0..size. It
-    // grows or falls steadily with j, also after rounding, so these outputs are neighbours.
+    // Narrows `first` and `last` to the outputs whose canvas position (table[j] + of_row) + shift is in 0..size. The
+    // position grows or falls steadily with j, also after rounding, so these outputs are neighbours.
     void clip(const double* table, double slope, double of_row, double shift, int64_t size, int64_t* first, int64_t* last) const {
         const auto at = [&](int64_t j) { return (table[j] + of_row) + shift; };
         const auto from = [&](auto passed, double bound) {  // the first output that passed the bound, close to a guess
@@ -213,7 +213,7 @@ struct Worker {
             const double u = static_cast<double>(j) + 0.5;
             xs[j] = m[0] * u, ys[j] = m[3] * u, ws[j] = m[6] * u;
         }
-        // NaN and numbers that may overflow have no order; a division by 1 changes nothing
+        // `clip` needs numbers that can be ordered: no NaN, no overflow. Without perspective, no division is needed
         const bool flat = affine && std::all_of(m, m + 9, [](double x) { return std::abs(x) < 1e100; });
         if (H * W < std::numeric_limits<int32_t>::max()) warp(m, flat, out, narrow);
         else warp(m, flat, out, wide);

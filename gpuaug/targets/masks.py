@@ -7,8 +7,9 @@ gives: uint8 or int32 [B, H, W]. All values are values of the mask, of the table
 
 Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask, in integers, where ``height`` is the window's height and ``h`` its
-height after resizing; columns likewise. This is Pillow's NEAREST and torch's ``nearest-exact``, without their
-rounding. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in float64 and in this order::
+height after resizing. Columns are computed in the same way. The result is that of Pillow's NEAREST and torch's
+``nearest-exact``, without their rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
+float64 and in this order::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]
@@ -16,7 +17,7 @@ rounding. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in flo
     x, y = x / w, y / w                                     if the last row of m is not (0, 0, 1)
 
 The output is canvas pixel (floor(y), floor(x)); ``fill`` if it is outside the canvas or the resized window, if
-``w <= 0``, or if a number is NaN. This order makes C++, torch on the CPU and torch on CUDA agree in every bit.
+``w <= 0``, or if a number is NaN. With this order C++, torch on the CPU and torch on CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def decode(
             is an error.
 
     Returns:
-        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, for runs and for tables
+        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, and for runs and tables
         whose values are all below 256; else int32.
 
     Raises:
@@ -265,14 +266,14 @@ def place(
     threads: int = 1,
     each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
-    """Crop, resize and warp each mask into its row of ``out``, as the top of this module says.
+    """Crop, resize and warp each mask into its row of ``out``, as described at the top of this module.
 
     Args:
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
         windows: n rows; ``interpolation`` and ``fill`` are not used.
         out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
         inverse: float64 [n, 3, 3], output to canvas, in pixel edges. None: no operation moves the masks.
-        fill: value outside.
+        fill: value of pixels outside.
         threads: number of threads of masks.cpp.
         each: calls ``work(k)`` for many k; used only if there is no compiler.
 
@@ -305,7 +306,7 @@ def place(
 
 
 def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, inverse: Float64 | None, fill: int) -> None:
-    """C++ follows these pointers, so a mistake would kill the process."""
+    """Check shapes and types, because a wrong pointer in C++ would kill the process."""
     count = len(masks)
     if out.shape != (count, *windows.size) or out.dtype not in _OUTPUTS or not out.flags.c_contiguous:
         kinds = "uint8, int32 or int64"
@@ -343,7 +344,7 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row that the resized window covers, and the mask's rows for it and the rows after it."""
+    """The first canvas row of the resized window, and the mask's row for each canvas row from there on."""
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)

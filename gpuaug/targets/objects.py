@@ -18,7 +18,7 @@ from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64
 from gpuaug.targets.rules import Targets
 
-_ROUNDING = 1e-9  # pixels; larger than float64's rounding errors, so that a box of exactly the smallest size is kept
+_ROUNDING = 1e-9  # pixels; larger than float64's rounding errors, because a box of exactly the smallest size is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without what the rules leave out.
+        """The objects of a batch as the source gave them, without those that the rules leave out.
 
         Labels, crowd, area and ids share memory with ``encoded`` unless a crowd was dropped.
         """
@@ -176,7 +176,7 @@ def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
 
 
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
-    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False where nothing is left, or one is NaN."""
+    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False where nothing or NaN is left."""
     start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
     return np.concatenate([start, stop], axis=1), _both(start <= stop)
 
@@ -196,7 +196,7 @@ def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) ->
     area = sides[:, 0] * sides[:, 1]
     keep = _both(sides >= limits.min_size - _ROUNDING) & (area >= limits.min_area - _ROUNDING)
     if limits.min_visibility > 0:
-        hull = geometry.hulls(ops, cut)  # NaN if it reaches behind the viewer: its area has no bound
+        hull = geometry.hulls(ops, cut)  # NaN if it reaches behind the viewer: its area is infinite
         whole = (hull[:, 2] - hull[:, 0]) * (hull[:, 3] - hull[:, 1])
         keep &= area >= limits.min_visibility * whole - _ROUNDING
     return keep

@@ -1,1 +1,1 @@
-"""The commands of `gpuaug`, a folder each, and what they share."""
+"""The commands of `gpuaug`, one folder each, and their shared code."""

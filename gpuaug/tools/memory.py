@@ -15,8 +15,9 @@ from gpuaug import machine
 class Usage:
     """Bytes that a process and its workers use and the system cannot reclaim. Each page and each file counts once.
 
-    Counts anonymous pages, shared memory and memory files. The latter two are counted by file, because a batch in
-    transit between two processes is in no address space. The system can drop pages of libraries and of files read.
+    Counts anonymous pages, shared memory and memory files. The last two are counted by file, because a batch on its way
+    between two processes is in no address space. Pages of libraries and of files that were read do not count, because
+    the system can drop them.
     """
 
     main: int = 0  # in this process, with pages that its workers inherited

@@ -52,7 +52,7 @@ def printable(text: str) -> str:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, wrapped to the terminal's width and to ``width``, with an ``indent`` after line one.
+    """``first`` and a paragraph, wrapped to the terminal's width and to ``width``; ``indent`` is for later lines.
 
     Without ``width``, output that is not a terminal gets one line. Text with line breaks (a table) is never wrapped.
     """

@@ -55,7 +55,7 @@ def sheet(
 ) -> Image.Image:
     """Draw rows of pictures below a heading, lines of text and a legend. ConfigError above ``MOST_PIXELS``.
 
-    ``legend``: color and name of each class; None: striped.
+    ``legend``: color and name of each class. A color of None is drawn striped.
     """
     big, bold, small = font(22), font(15), font(12)
     columns = zip_longest(*(row.cells for row in rows))
@@ -93,7 +93,7 @@ def sheet(
 
 
 def _flowing(texts: Sequence[str], face: Any, y: int, width: int) -> tuple[list[tuple[int, int]], int]:
-    """Places for the entries of a legend in lines from ``y`` on, and the y below them."""
+    """Places for the entries of a legend in lines that start at ``y``, and the y below the last line."""
     places, x = [], MARGIN
     for text in texts:
         needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
@@ -117,7 +117,7 @@ def _swatch(color: Color | None) -> Image.Image:
 def page(
     rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
 ) -> str:
-    """The same as one HTML file, with lossless embedded pictures, no requests and no scripts."""
+    """Like :func:`sheet`, but as one HTML file, with lossless embedded pictures, no requests and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     if legend:
         body.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
@@ -150,7 +150,7 @@ def check_pixels(count: int) -> None:
 
 
 def font(size: int) -> Any:
-    """Pillow's built-in font, so that pictures look the same on every machine."""
+    """Pillow's built-in font, because pictures should look the same on every machine."""
     return ImageFont.load_default(size)
 
 

@@ -61,7 +61,7 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Create a folder, and lock it while the block runs. Without support for locks, it is not locked.
+    """Create a folder, and lock it while the block runs. If the file system has no locks, it is not locked.
 
     The lock ends with the process. ConfigError if the folder cannot be created, or another run has the lock.
     """
@@ -106,7 +106,7 @@ def results(
         on: ``local`` or ``ray``.
         progress: is called with the number of newly finished samples.
         num_workers: number of processes. 0: only this one (not on Ray). None: as many as CPUs or GPUs allow.
-        cpus: maximum of CPUs of each Ray process.
+        cpus: maximum number of CPUs of each Ray process.
         gpus: GPUs of each Ray process.
     """
     if on == "local" and num_workers == 0:

@@ -126,7 +126,7 @@ def test_masks_and_objects_by_arguments():
         DatasetSource(dataset, objects="image_id")
     with pytest.raises(ConfigError, match=r"`source\.box_format`"):
         DatasetSource(dataset, box_format="voc")
-    with pytest.raises(ConfigError, match="`classes` numbers the classes of objects"):
+    with pytest.raises(ConfigError, match="`classes` is for the classes of objects"):
         DatasetSource(dataset, classes=CLASSES)
     found, faults = read(source, num_workers=1, start_method="spawn")
     assert (found, faults) == (wanted(6), {})

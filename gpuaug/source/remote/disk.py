@@ -20,7 +20,7 @@ log = logging.getLogger("gpuaug")
 _HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # an eviction leaves this share of the limit in use, so that evictions are rare
+_KEEP = 0.9  # an eviction leaves this share of the limit in use; a larger share makes evictions frequent
 
 
 class Disk:
@@ -76,7 +76,7 @@ class Disk:
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next sees 1 byte and recounts
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one sees 1 byte and recounts
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
@@ -113,7 +113,7 @@ class Disk:
         return used
 
     def _path(self, name: str) -> str:
-        # the file's name is a hash, so that no entry can be outside the folder
+        # the file's name is a hash, because no entry may be outside the folder
         word = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return os.path.join(self.folder, word[:2], word[2:])
 

@@ -180,7 +180,7 @@ async def list_folder(system: Any, threads: Executor | None, url: str) -> list[t
     entries, prefix = [], path.rstrip("/") + "/"
     for item in await _call(system, threads, "ls", path + "/" if is_http else path, detail=True):
         full = str(item["name"])
-        if not full.startswith(prefix) or not full[len(prefix) :].strip("/"):  # the folder itself, or a foreign link
+        if not full.startswith(prefix) or not full[len(prefix) :].strip("/"):  # the folder itself, or another place
             continue
         name = full[len(prefix) :].rstrip("/")
         if is_http:

@@ -24,7 +24,7 @@ from gpuaug.source.remote.filesystem import UNUSED
 log = logging.getLogger("gpuaug")
 
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
-LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # longest use of a login; renewal this long before it expires
+LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # longest use of a login; time between renewal and expiry
 LOGIN_RETRY_S = 5.0  # pause after a failed login
 # options that libcurl supports, or that make no difference to it
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
@@ -42,7 +42,7 @@ class Objects(NamedTuple):
     """The objects of a bucket, or of a web server."""
 
     curl: Curl  # sends the requests
-    url: Callable[[str], str | None]  # the URL to request for a user's URL; None if HTTP clients would change its key
+    url: Callable[[str], str | None]  # from a user's URL to the one to request; None: HTTP clients change its key
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:

@@ -46,8 +46,8 @@ class Remote:
     """How a source reads from URLs (``s3://``, ``gs://``, ``hdfs://``, ``https://``). Ignored for local paths.
 
     Args:
-        options: options of the fsspec file system, such as ``{endpoint_url: ..., anon: true}``. None: fsspec's
-            configuration and the environment, which is also the place for credentials.
+        options: options of the fsspec file system, such as ``{endpoint_url: ..., anon: true}``. None: from fsspec's
+            configuration and the environment. Put credentials into the environment.
         concurrency: maximum number of requests at a time in each worker.
         tries: maximum number of tries of a request. The pause between two tries begins at 0.1 s and doubles.
         timeout: seconds for one try, plus one second for each megabyte of a range. All tries of a batch together should
@@ -360,7 +360,7 @@ class Storage:
                     answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
                 if not rows:
                     break
-                # a random pause, so that workers do not all retry at once; the global generator belongs to the user
+                # a random pause, because workers should not all retry at once; the global generator belongs to the user
                 pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
                 time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
@@ -403,7 +403,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer or exception to return. After retries it is no OSError, because the reader would retry again."""
+        """The answer or exception to return. After retries it is not an OSError, which the reader would try again."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):

@@ -60,7 +60,7 @@ TESTS = {  # test: title, status and advice if it fails
         SLOW,
         "torch.compile also needs a C++ compiler: apt-get install g++, or conda install cxx-compiler.",
     ),
-    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia: no compiler, but many times slower."),
+    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia: needs no compiler, many times slower."),
 }
 WITHOUT_DALI = ("compiler", "fused_cuda")
 
@@ -126,9 +126,9 @@ def versions() -> Iterator[Finding]:
         ("kornia", "kornia", BROKEN, "recipes are built from its operations"),
         ("hydra", "hydra-core", BROKEN, "the command line and gpuaug.compose need it"),
         ("pillow", "pillow", BROKEN, "it decodes the images that DALI cannot decode"),
-        ("DALI", dali, SLOW, "Pillow decodes instead, on the CPU and several times slower"),
+        ("DALI", dali, SLOW, "without it, Pillow decodes on the CPU, several times slower"),
         ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; without it gpuaug does not use DALI"),
-        ("triton", "triton", NOTE, "on a GPU the augmentations run one operation at a time, many times slower"),
+        ("triton", "triton", NOTE, "without it, operations on a GPU run one at a time, many times slower"),
     ):
         version = machine.package_version(distribution)
         wanted = ranges.get(distribution.replace("cuda130", "cuda120"))
@@ -283,7 +283,7 @@ def open_files(limits: tuple[int, int] | None) -> Finding:
         "open files",
         f"{soft:.0f} per process, can be raised to {hard:.0f}".replace("inf", "unlimited"),
         bad=BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else None,
-        advice="Every batch that a worker passes on is an open file. A run with too many fails with `Too many open "
+        advice="Every batch that a worker passes on is an open file. A run with too many fails: `Too many open "
         f"files`. Run `ulimit -n {min(FILES_ADVISED, hard)}` before you start it.",
         value=list(limits),
     )
@@ -300,8 +300,8 @@ def cpus(count: int, quota: float | None) -> Finding:
         "CPUs",
         text,
         bad=SLOW if few < count else None,
-        advice="The default numbers of threads and workers follow the CPU count, not the limit. With too many, the "
-        f"kernel throttles all of them. Set decode.num_threads={threads} num_workers={workers} "
+        advice="OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all of them "
+        f"down. Set decode.num_threads={threads} num_workers={workers} "
         f"and OMP_NUM_THREADS={threads}.",
         value={"cpus": count, "quota": quota},
     )
@@ -366,7 +366,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was checked."""
+    """The result of one check, as it is printed."""
 
     name: str
     status: str  # ok, note (worth knowing), warning (works, but could be better), BROKEN or untested

@@ -171,8 +171,8 @@ def _engine() -> bool:
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Compare batches decoded on a busy device, and used late, with the same batches decoded on an idle device.
 
-    The JPEG engine decodes while the multiprocessors, on which DALI resizes, are busy. An engine that does not wait for
-    its stream overwrites pixels that are not resized yet. The package's tests use ``device="cpu"``.
+    DALI resizes on the multiprocessors, and the test keeps them busy. So an engine that does not wait for its stream
+    overwrites pixels that are not resized yet. The package's tests use ``device="cpu"``.
     """
     import torch
 
@@ -202,7 +202,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
                 made = decoder.pixels(*arguments)[0][0]
                 if cuda:
                     torch.cuda._sleep(BUSY)
-                copies.append(made.clone())  # runs when the consumer's stream gets there
+                copies.append(made.clone())  # runs when the consumer's stream reaches it
                 del made
         if cuda:
             torch.cuda.synchronize()
@@ -219,7 +219,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. ``unbuilt``: the value of good if compilation fails."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt``: ``good`` of the answer if compilation fails."""
     import logging
 
     import kornia.augmentation as K

@@ -138,7 +138,7 @@ SPARE_BYTES = 1 << 24  # disk space kept free for keys, notes and the file syste
 
 
 class Materialize:
-    """Stores augmented epochs of a loader. The constructor decodes a few samples and plans; :meth:`run` writes.
+    """Stores augmented epochs of a loader. The constructor decodes a few samples and makes a plan; :meth:`run` writes.
 
     Args:
         loader: source, recipe, order, seed, decoding and faults are taken from this loader, which is not iterated. Its
@@ -268,7 +268,7 @@ class Materialize:
                 digests[file] = "no note"
         bad = [str(file) for file in damaged(digests)]
         if not bad and (seal := read_manifest(self.out).get("seal")) != self._seal():
-            bad.append(f"{self.out / MANIFEST} (its seal {seal} does not match the files)")
+            bad.append(f"{self.out / MANIFEST} (its checksum {seal} does not match the files)")
         return bad
 
     @property
@@ -387,7 +387,7 @@ class Writer:
 
 
 class Noted(Faults):
-    """Faults that also keeps the last fault of each sample, which is stored instead of its pixels."""
+    """A Faults that also keeps the last fault of each sample. This fault is stored instead of the sample's pixels."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

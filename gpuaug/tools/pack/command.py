@@ -4,8 +4,8 @@ takes: any source, and an output folder.
 does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
 gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
 ``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
-If the source has targets: each mask behind its image, as a tar member ``.seg.png``, and the columns of
-:func:`gpuaug.tools.pack.targets.index_arrays` in ``out/index/``.
+If the source has targets, each mask follows its image, as a tar member ``.seg.png``, and ``out/index/`` has the arrays
+of :func:`gpuaug.tools.pack.targets.index_arrays`.
 
 The samples of a shard are a fixed range. So the bytes do not depend on the number of processes or on restarts.
 Until the last file is written, all files are in ``out/.partial``.

@@ -52,7 +52,7 @@ Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (
 class Pack:
     """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys.
 
-    Images are never enlarged. Into tar shards, small enough JPEGs without EXIF rotation are copied unchanged.
+    Images are never enlarged. Tar shards get JPEGs unchanged that are small enough and have no EXIF rotation.
     After a stop, only unfinished shards are written again.
     """
 
@@ -100,7 +100,7 @@ class Job:
     decode: Decode
     truncated: bool
     drop: bool
-    targets: dict[str, Any] | None = None  # what the source has besides images and labels, as JSON
+    targets: dict[str, Any] | None = None  # the source's targets, described as JSON
 
     @property
     def work(self) -> Path:
@@ -139,7 +139,7 @@ class Job:
         """Everything that decides the written bytes, as JSON."""
         source = self.source
         what = {**asdict(self.what), "sizes": self.what.names}
-        del what["pixel_centers"]  # part of the targets
+        del what["pixel_centers"]  # `targets` depends on it
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
         return {
@@ -341,7 +341,7 @@ class Packer:
 
 
 class _BadSampleError(Exception):
-    """Aborts a shard, so that its files are not kept. The argument is the list of faults."""
+    """Aborts a shard, whose files are then not kept. The argument is the list of faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:

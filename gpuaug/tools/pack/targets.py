@@ -81,7 +81,7 @@ class TargetPacker:
 
     Args:
         described: from :func:`describe`.
-        decoder: of the images.
+        decoder: the decoder of the images.
         raw: whether images are written as pixels. Then masks are written as runs, which need no decoder, unless a PNG
             is much smaller.
     """
@@ -97,7 +97,7 @@ class TargetPacker:
         self._stage = TargetStage(self._rules, Augment())
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
-        """The targets of a batch at every size. ``windows``: for each size, they resize the whole images."""
+        """The targets of a batch at every size. ``windows`` resize the whole images, one entry per size."""
         upright = self._stage.upright(batch, headers, self._decoder)
         faults, objects, encoded = list(upright.faults), upright.objects, list[list[bytes]]()
         for row, data in enumerate(batch.masks):
@@ -165,7 +165,7 @@ class TargetRows:
 
 
 def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:
-    """Objects after one matrix per image; ``scale`` [B] changes areas."""
+    """Objects moved by one matrix per image; areas are multiplied by ``scale`` [B]."""
     own, boxes, keypoints = matrices[objects.sample], objects.boxes, objects.keypoints
     if boxes is not None:
         boxes = geometry.hulls(own, boxes)
@@ -201,7 +201,7 @@ def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
 def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
     """The arrays of ``out/index/`` by name, from the notes of all shards; {} if there are no objects.
 
-    ``object_bounds`` int64 [samples + 1]: the objects of sample i are ``bounds[i]`` to ``bounds[i + 1]`` in all others.
+    ``object_bounds`` int64 [samples + 1]: sample i has the rows ``bounds[i]`` to ``bounds[i + 1]`` of the other arrays.
     """
     parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
     columns = _joined(parts)

@@ -1,8 +1,8 @@
-"""`gpuaug plan`: how much memory a run needs, measured by a rehearsal in a child process, or bounded by arithmetic.
+"""`gpuaug plan`: how much memory a run needs, measured by a rehearsal in a child process, or estimated from above.
 
 It counts memory that the system cannot reclaim, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
-run of the configured loader. It pauses a few times so that all queues fill up, and runs some steps of the model. A
-formula adds what the rehearsal leaves out: the cache, ``ahead``, and the other ranks of the machine.
+run of the configured loader. It pauses a few times until all queues are full, and runs some steps of the model. The
+cache, ``ahead`` and the other ranks of the machine are not rehearsed: a formula adds them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Raise ConfigError if a run clearly needs more memory than is left; warn if it may. No setting is changed.
 
     The run is rehearsed only if its upper bound exceeds half of the memory left, and on one rank per machine. ``runs``
-    are the loaders that run at the same time, the training loader first. The error names the overrides to copy.
+    are the loaders that run at the same time, the training loader first. The error gives overrides to copy.
     """
     here = Machine.here(runs[0].loader.device)
     wanted = [Limits.of(run.loader) for run in runs]
@@ -140,7 +140,7 @@ SPARE = 0.1  # share of the available memory kept free, for other processes and 
 CLEARLY = 1.15  # a run that needs more than this times the available memory is refused: plans err by up to 15 %
 BEHIND = 4  # encoded batches that have left the workers: one waits, one each is in header reading, decode, augment
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
-CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; seconds after which slow storage ends the reading
+CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; no new ones after this time (slow storage)
 ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # not -m: spawned workers would import this file
@@ -169,8 +169,8 @@ class Costs:
 
     image: float  # an encoded image, on average
     ready: int  # the images of a finished batch in the prefetch queue
-    masks: int = 0  # its masks
-    mask_work: int = 0  # decoded masks, and masks between two threads; part of the work, but listed apart
+    masks: int = 0  # the masks of such a batch
+    mask_work: int = 0  # decoded masks, and masks between two threads; part of the work, but listed separately
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
@@ -292,7 +292,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
 
 
 def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
-    """Bytes of a batch's finished masks, and of its masks before that, for images of ``pixels`` on average."""
+    """Bytes of a batch's finished masks, and of all earlier forms of them. ``pixels``: mean of an image."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # 16-bit masks are rare
@@ -304,7 +304,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -> int:
-    """Bytes of gradients, buckets, optimizer state, and twice what autograd saves, from a pass of two samples."""
+    """Bytes of gradients, DDP's buckets, optimizer state, and twice what autograd saves. Runs two samples."""
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -327,7 +327,7 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -
 
 @dataclass
 class Peak:
-    """Peak memory of a run in bytes, the most ``ready`` batches at one time, and the number of ``batches``."""
+    """Peak memory of a run in bytes, the largest number of ``ready`` batches, and the number of all ``batches``."""
 
     base: Usage = field(default_factory=usage)  # before the first batch
     most: Usage = field(default_factory=usage)  # at the peak of host memory
@@ -339,7 +339,7 @@ class Peak:
     began: float = 0.0  # time of the first batch
 
     def costs(self, loader: Loader, bound: Costs) -> Costs:
-        """Split the peak into parts. They replace those of the upper bound."""
+        """Split the peak into parts, which replace those of the upper bound."""
         ready = min(self.batches, self.ready + 2) * (bound.ready + bound.masks)
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
         work, device = (work - ready, device) if loader.device.type == "cpu" else (work, device - ready)
@@ -390,7 +390,7 @@ def measure(
             for batch in loader:
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 end = peak.began + seconds
-                if peak.batches in (2, filled, wanted - 2):  # pause, so that the queues fill up
+                if peak.batches in (2, filled, wanted - 2):  # pause, because queues then fill up
                     time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
                 if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
                     alone, steps = alone or peak.most.host, steps + 1
@@ -412,7 +412,7 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
     Raises:
         GpuaugError: if the run failed (with the error of the run) or gave no answer.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is no rank
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is not a rank
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-c", CODE], env=environment, start_new_session=True, text=True, stdin=pipe, stdout=pipe,
@@ -428,7 +428,7 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
             os.killpg(process.pid, signal.SIGKILL)  # also ends its workers
         process.wait()
     answer = json.loads(out or "{}")
-    if "over" in answer or (not answer and process.returncode == -signal.SIGKILL):  # by `watch` or the system
+    if "over" in answer or (not answer and process.returncode == -signal.SIGKILL):  # killed by `watch` or the system
         return None
     if "peak" not in answer:
         raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {errors.strip()[-1000:]}")
@@ -486,7 +486,7 @@ def rehearsal() -> None:
 
 
 class Machine(NamedTuple):
-    """Bytes that are left; ``host_by`` names what limits host memory. None: unknown."""
+    """Bytes that are left. ``host_by`` names the limit of host memory. None: unknown."""
 
     host: int | None
     host_by: str
@@ -511,7 +511,7 @@ class Shortage:
 
 
 def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, share: float) -> dict[str, str]:
-    """Places where loaders that run at the same time need more than a share of the memory left, with a message each.
+    """A message for each place where loaders that run at the same time need more than a share of the memory left.
 
     Assumes that all ranks of the machine need the same memory and share one cache.
     """

@@ -121,7 +121,7 @@ class Style:
 
     @property
     def by_object(self) -> bool:
-        """Whether colors tell objects apart, and not classes."""
+        """Whether colors distinguish objects instead of classes."""
         return self.rules.masks is not None and self.rules.masks.kind == "instances"
 
     def ignores(self, value: int) -> bool:
@@ -129,7 +129,7 @@ class Style:
         return self.rules.masks is not None and value == self.rules.masks.fill != 0
 
     def for_sample(self, original: Annotations | None) -> Style:
-        """Give each annotation of a sample its own color, if colors tell objects apart."""
+        """Give each annotation of a sample its own color, if colors distinguish objects."""
         if not self.by_object or original is None:
             return self
         return replace(self, numbers={k: n for n, k in enumerate(sorted(original.ids.tolist())) if k >= 0})
@@ -145,7 +145,7 @@ class Style:
         return color_of((self.numbers or {}).get(int(annotations.ids[number]), number))
 
     def legend(self, shown: Iterable[Annotations]) -> list[tuple[Color | None, str]]:
-        """Color (None: striped) and name of each class that the pictures show; [] if colors tell objects apart."""
+        """Color (None: striped) and name of each class that the pictures show; [] if colors distinguish objects."""
         if self.by_object:
             return []
         shown = list(shown)
@@ -272,7 +272,7 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """Write the class of each box at the first free place. No text if no place is free, or the box is smaller."""
+    """Write the class of each box at the first free place. No text if no place is free, or the text is larger."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""

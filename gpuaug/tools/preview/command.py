@@ -73,7 +73,7 @@ def main(request: Request) -> int:
         log.info("preview shows no mix, because mix depends on which samples share a batch")
     is_page, of_operations = out.suffix.lower() in PAGES, settings.show == "operations"
     legend: list[tuple[Color | None, str]] = []
-    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # these two change no pixel
+    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # workers change no pixel
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if of_operations:
             if settings.indices is None and settings.samples is None:
@@ -183,7 +183,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Sample numbers: ``indices`` (none excluded by the source), or ``count`` evenly spread ones."""
+    """Sample numbers: ``indices``, which the source must not exclude, or ``count`` evenly spread ones."""
     active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     if indices is None:
         count = min(count, len(active))
@@ -205,7 +205,7 @@ COLORS = (
 def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequence[int]) -> list[Sample]:
     """The samples ``indices`` of the source: the original images, and the training images of some epochs."""
     source = loader.source
-    why = "not stored, only its augmented images are" if isinstance(source, MaterializedSource) else "cannot be decoded"
+    why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
     encoded = read(loader, indices)
     for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):

@@ -33,7 +33,7 @@ class Span(NamedTuple):
     """The range of one parameter of an operation, or of several that change together."""
 
     what: str  # the Kornia class, and the parameter if there is one
-    slot: int  # with `alternative`: the module of the prepared operation
+    slot: int  # together with `alternative` it selects a module of the prepared operation
     alternative: int
     uniforms: Float  # float32 [n, count]: random numbers for n values from end to end of the range
     captions: list[str]  # the n values as text
@@ -66,9 +66,8 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     u = np.full((1 + 2 * op.count, op.count), 0.5, dtype=np.float32)
     u[1::2][np.diag_indices(op.count)], u[2::2][np.diag_indices(op.count)] = ENDS[[0, 2]]
     values = params(u)
-    groups: dict[
-        tuple[str, ...], list[int]
-    ] = {}  # parameters that change together, to the random numbers that change them
+    # from parameters that change together to the random numbers that change them
+    groups: dict[tuple[str, ...], list[int]] = {}
     for column in range(op.count):
         rows = [0, 1 + 2 * column, 2 + 2 * column]
         if moved := tuple(name for name, v in values.items() if (v[rows] != v[0]).any()):
@@ -86,7 +85,7 @@ def _over(
 ) -> Span:
     """A span from one end of the range to the other. If values have no order: the first ones."""
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
-    points = list(many)  # a parameter can have several random numbers: a magnitude and its sign
+    points = list(many)  # a parameter can use several random numbers, such as a magnitude and its sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
     u[:, columns] = points
     values = {name: params(u)[name] for name in names}
@@ -117,7 +116,7 @@ def _short_name(name: str) -> str:
 
 
 def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int, cell: int) -> list[Row]:
-    """A row for each operation of a view, range and sample.
+    """A row for each combination of view, operation, range and sample.
 
     ``images`` are the operations' inputs per view and sample, uint8 [H, W, 3]. ``cell`` is the longer side of a
     picture. ``seed`` selects the noise of operations with one random value per pixel.

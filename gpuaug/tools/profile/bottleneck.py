@@ -4,14 +4,14 @@ takes: :class:`Measured`, the cost of every stage alone, and the profiler, which
 does: finds the stage whose removal would speed up the whole most, and settings that make this stage faster.
 gives: :class:`Verdict`.
 
-Stages overlap, and on the CPU they share the cores, so their times do not add up. Every prediction uses this model:
+Stages overlap, and on the CPU they share the cores, so their times do not add up. Every prediction uses this formula:
 
     seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
-`reading` is the time of all workers together. The next three stages run in one thread each: `headers` receives batches,
-reads headers, and computes random values and crops; then decode; then augment and mix. `model` is the training step.
-Without workers, `reading` is part of `headers`. With ``prefetch=0``, all times are added. So another worker or thread
-helps only if cores are idle. If the whole takes longer than the model says, every prediction keeps the difference.
+`reading` is the time of all workers together. The next three stages run in one thread each: `headers` (also receives
+batches, and computes random values and crops), `decoding`, and `augmenting` (also mixes). `model` is the training step.
+Without workers, `reading` is part of `headers`. With ``prefetch=0``, all times are added. Another worker or thread
+helps only if cores are idle. If the whole takes longer than the formula says, every prediction keeps the difference.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 from gpuaug.files import format_bytes
 from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
-GAIN = 1.07  # the smallest predicted speedup that is proposed: noise is as large
+GAIN = 1.07  # the smallest predicted speedup that is proposed, because noise is as large
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
 UNEXPLAINED = 2.0  # if the whole takes this many times the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
-AHEAD = 1.25  # the smallest speedup for which prefetch is the answer
+AHEAD = 1.25  # the smallest speedup for which prefetch is proposed
 
 TITLES = {
     "storage": "storage: reading bytes is slow",
@@ -45,7 +45,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds per image, which are the largest of the terms, and all terms."""
+    """Seconds per image (the largest of the terms), and all terms."""
 
     seconds: float
     terms: Mapping[str, float]
@@ -182,7 +182,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         return ("model" if first == "step" else first), evidence
     if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
         text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} per image ({m.bytes_per_image / 2**20:.2g} MiB each)"
-        evidence.append(f"Copying bytes, already in memory, from the workers to this process takes {text}.")
+        evidence.append(f"Copying bytes from the workers to this process, without reading them, takes {text}.")
         return "inter-process copy", evidence
     evidence.append(f"Reading a sample keeps a core busy for {m.busy:.0%} of its {_ms(m.source.wall)}.")
     return ("storage" if m.busy < 0.5 else "workers"), evidence
@@ -287,7 +287,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
         propose(then, (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
     if stage == "masks":
         if (small := trials.with_small_masks(current)) is not None:
-            text = "if no class number is above 255; `masks.long()` on the device gives what losses take"
+            text = "if no class number is above 255; `masks.long()` on the device gives the int64 that losses need"
             propose(small, (_key(at, "targets.masks.dtype=uint8"),), text)
         if trials.packed() is None and (stored := trials.with_runs(current)) is not None:
             text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "

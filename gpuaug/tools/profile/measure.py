@@ -80,7 +80,7 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None  # the same with bytes already in memory: packing and copying to this process. None: no workers
+    copy: Cost | None  # only packing bytes in memory and copying them to this process; None: no workers
     take: float  # CPU time of the thread that receives the batches from the workers
     decode: Cost
     augment: Cost
@@ -120,10 +120,10 @@ class Notes:
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader, which must not be iterated meanwhile. ``close`` ends the workers started for measuring.
+    """Measures a loader. Do not iterate the loader at the same time. ``close`` ends the workers that measure.
 
-    The loader is not changed. ``tried`` counts the first images, and ``faults`` those of them that cannot be read or
-    decoded; they are recorded nowhere else.
+    The loader is not changed. ``tried`` is the number of images that were decoded first, ``faults`` the number of those
+    that failed. These faults are recorded nowhere else.
 
     Args:
         loader: the loader to measure.
@@ -333,7 +333,7 @@ class Profiler(contextlib.ExitStack):
             do(item)
             count += images
             if number % 8 == 7:
-                self.sync()  # bounds the work queued on the device
+                self.sync()  # limits the work queued on the device
             if time.perf_counter() - began[0] >= self.seconds:
                 break
         self.sync()
@@ -428,7 +428,7 @@ class Profiler(contextlib.ExitStack):
         return replace(m, masks=m.masks.scaled(*_ratios(then, before)))
 
     def cache_bytes(self) -> tuple[float, float] | None:
-        """Bytes of all encoded images, and how many a cache would hold; None if a cache is impossible or useless."""
+        """Bytes of all encoded images, and of those that a cache would hold; None if a cache cannot help."""
         source = self.loader.source
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
         if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
@@ -465,16 +465,14 @@ class Profiler(contextlib.ExitStack):
         return shares
 
     def _recipe_seconds(self, change: Callable[[Augment], Augment]) -> float:
-        """Seconds of augmenting a few images after ``change`` of every view's recipe; the best of five rounds."""
+        """Seconds of augmenting a few images with the changed recipe of every view; the best of five rounds."""
         loader, item, best = self.loader, self.decoded[0], math.inf
         indices, views = item.encoded.indices[:FEW].numpy(), self.stage.recipe.views
         # the recipe of a view also makes the copies of this view
         made = [(x[:FEW], change(view.augment)) for x, view in zip(item.images, views, strict=True) if not view.copy]
         drawn = [recipe.draw(seed=loader.seed, epoch=loader.epoch, indices=indices) for _, recipe in made]
         level = log.level
-        log.setLevel(
-            max(logging.WARNING, level)
-        )  # messages would be about trial recipes, not about the configured recipe
+        log.setLevel(max(logging.WARNING, level))  # messages would be about trial recipes
         try:
             for _ in range(5):  # the first compiles
                 began = time.perf_counter()
@@ -553,7 +551,7 @@ class _InMemory:
     """A source whose bytes are in shared memory, so reading is only packing and copying to this process."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
-        # a mask is as many bytes as its sample has more
+        # bytes of each sample: its image and, with masks, its mask
         lengths = [np.diff(b.offsets.numpy()).reshape(-1, len(b)).sum(axis=0) for b in batches]
         self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         self.data = share(torch.cat([b.data for b in batches]))

@@ -43,7 +43,7 @@ def with_dtype(stage: LiveStage, dtype: Any) -> LiveStage | None:
 
 
 def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
-    """The batch with masks as `gpuaug pack format=uint8` would write them, without another size."""
+    """The batch with masks as `gpuaug pack format=uint8` would write them, at the same size."""
     info, changed = stage.decoder.read_headers(encoded), list[bytes]()
     for row, data in enumerate(encoded.masks):
         height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
@@ -57,7 +57,7 @@ def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
             )
             made = runs.encode(mask)
             changed.append(made if len(made) <= mask.nbytes else data.tobytes())
-        except HeaderError:  # a fault, before and after
+        except HeaderError:  # a bad mask stays unchanged
             changed.append(data.tobytes())
     pieces = [*(image.tobytes() for image in encoded.images), *changed]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
