@@ -90,7 +90,8 @@ def _translate_y(m: _Float64, pixels: _Float64, size: Size) -> None:
 
 def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
     angle = -np.radians(degrees % 360)
-    cos, sin = np.cos(angle).round(15), np.sin(angle).round(15)  # as Pillow rounds
+    # Python's round(x, 15), as in Pillow; numpy's gives another value for one angle in twelve
+    cos, sin = (np.rint(f(angle).astype(np.longdouble) * 1e15).astype(np.float64) / 1e15 for f in (np.cos, np.sin))
     x, y = size[1] / 2, size[0] / 2
     m[:] = np.stack([cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y], axis=1)
 
