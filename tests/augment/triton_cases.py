@@ -27,7 +27,7 @@ from test_pillow import FILL, MAGNITUDES, MOVED, drawn, pictures
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
-from gpuaug.augment.fused import cuda_steps
+from gpuaug.augment.fused import cuda_levels, cuda_steps
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -66,12 +66,12 @@ def _product(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    return triton_kernels._over_255(bits - 8388608.0)
+    return triton_kernels.over_255(bits - 8388608.0)
 
 
-if not isinstance(triton_kernels._over_255, triton.JITFunction):
+if not isinstance(triton_kernels.over_255, triton.JITFunction):
     for kernel in (_unit, _reciprocal, _cos, _sin, _product, _value):
-        setattr(triton_kernels, kernel.__name__, kernel)
+        setattr(cuda_levels if kernel is _product else triton_kernels, kernel.__name__, kernel)
 
 
 def run(

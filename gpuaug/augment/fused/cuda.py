@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
@@ -51,16 +52,8 @@ _ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
 _PILLOW: tl.constexpr = tl.constexpr(entry.PILLOW)
-# 1/255 in two parts: a byte times the first is exact. So the sum is rounded once, and equals byte / 255 exactly.
-_PART_1: tl.constexpr = tl.constexpr(257 / 65536)
-_PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
 _FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are integers, so their order does not matter
-
-
-@triton.jit
-def _over_255(x):  # type: ignore[no-untyped-def]
-    return x * _PART_1 + x * _PART_2
 
 
 @triton.jit
@@ -85,7 +78,7 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, because both products are exact
+    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # exact, because both products are exact
     return part * _REST + part
 
 
@@ -99,7 +92,7 @@ def _power(x, gamma):  # type: ignore[no-untyped-def]
 def _posterized(x, bits):  # type: ignore[no-untyped-def]
     shift = 8 - tl.minimum(tl.maximum(bits, 0), 8)
     kept = ((x * 255.0).to(tl.int32) >> shift) << shift
-    return tl.where(bits >= 8, x, _over_255(kept.to(tl.float32)))
+    return tl.where(bits >= 8, x, over_255(kept.to(tl.float32)))
 
 
 @triton.jit
@@ -109,73 +102,17 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _product(x, y):  # type: ignore[no-untyped-def]
-    """A product that is rounded before it is added to anything, as on the CPU."""
-    code: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
-    return tl.inline_asm_elementwise(code, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _level(x):  # type: ignore[no-untyped-def]
-    return tl.floor(x * 255.0 + 0.5)
-
-
-@triton.jit
-def _gray_level(r, g, b):  # type: ignore[no-untyped-def]
-    return tl.floor((r * 19595.0 + g * 38470.0 + b * 7471.0 + 32768.0) * (1.0 / 65536.0))  # exact: below 2^24
-
-
-@triton.jit
-def _blended(start, v, factor):  # type: ignore[no-untyped-def]
-    return tl.floor(tl.minimum(tl.maximum(start + _product(v - start, factor), 0.0), 255.0))
-
-
-@triton.jit
-def _solarized_level(v, threshold, addition, keep):  # type: ignore[no-untyped-def]
-    added = tl.floor(tl.minimum(tl.maximum(v + addition, 0.0), 255.0))
-    return tl.where(v < threshold, added, tl.where(keep != 0.0, v, 255.0 - v))
-
-
-@triton.jit
-def _with_pillow(code, a):  # type: ignore[no-untyped-def]
-    """Whether a step computes with Pillow's arithmetic: argument PILLOW of the codes in WITH_PILLOW."""
-    able = (code == _MULTIPLY) | (code == _CONTRAST) | (code == _SATURATION) | (code == _SOLARIZE)
-    return (code == _LEVELS) | ((able | (code == _POSTERIZE)) & (tl.load(a + _PILLOW) != 0.0))
-
-
-@triton.jit
-def _pillow_step(code, a0, a1, a2, r, g, b, mean_level):  # type: ignore[no-untyped-def]
-    """Run one step with Pillow's arithmetic, as in cpu.cpp."""
-    half = tl.where(code == _LEVELS, a0, 0.5)
-    r, g, b = tl.floor(r * 255.0 + half), tl.floor(g * 255.0 + half), tl.floor(b * 255.0 + half)
-    if code == _SATURATION:
-        gray = _gray_level(r, g, b)
-        r, g, b = _blended(gray, r, a0), _blended(gray, g, a0), _blended(gray, b, a0)
-    elif code <= _CONTRAST:  # or MULTIPLY
-        start = tl.where(code == _CONTRAST, mean_level, 0.0)
-        r, g, b = _blended(start, r, a0), _blended(start, g, a0), _blended(start, b, a0)
-    elif code == _SOLARIZE:
-        r, g, b = _solarized_level(r, a0, a1, a2), _solarized_level(g, a0, a1, a2), _solarized_level(b, a0, a1, a2)
-    elif code == _POSTERIZE:
-        mask = 255 << (8 - tl.minimum(tl.maximum(a0.to(tl.int32), 0), 8))
-        r = (r.to(tl.int32) & mask).to(tl.float32)
-        g = (g.to(tl.int32) & mask).to(tl.float32)
-        b = (b.to(tl.int32) & mask).to(tl.float32)
-    return _over_255(r), _over_255(g), _over_255(b)
-
-
-@triton.jit
 def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
     pillow = False
     if PILLOW:
-        pillow = _with_pillow(code, a)
+        pillow = (code == _LEVELS) | ((tl.load(a + _PILLOW) != 0.0) & (code != _GRAY) & (code != _ERASE))
     if (loose != 0) & (code != _GRAY) & (code != _INVERT) & (code != _SHUFFLE) & (code != _ERASE):
         r, g, b = _unit(r), _unit(g), _unit(b)
         loose = 0
     if pillow:
-        r, g, b = _pillow_step(code, a0, a1, a2, r, g, b, mean_level)
+        r, g, b = pillow_step(code, a0, a1, a2, r, g, b, mean_level)
     elif code <= _CONTRAST:  # all three are x * scale + shift
         add, contrast = code == _ADD, code == _CONTRAST
         around = mean * (1.0 - a0)
@@ -304,9 +241,9 @@ def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.con
             p = y * width + x
         at = src + sample.to(tl.int64) * pixels * 3
         if KIND == 1:
-            r = _over_255(tl.load(at + p * 3, mask, 0).to(tl.float32))
-            g = _over_255(tl.load(at + p * 3 + 1, mask, 0).to(tl.float32))
-            b = _over_255(tl.load(at + p * 3 + 2, mask, 0).to(tl.float32))
+            r = over_255(tl.load(at + p * 3, mask, 0).to(tl.float32))
+            g = over_255(tl.load(at + p * 3 + 1, mask, 0).to(tl.float32))
+            b = over_255(tl.load(at + p * 3 + 2, mask, 0).to(tl.float32))
         else:
             r = tl.load(at + p, mask, 0.0)
             g = tl.load(at + pixels + p, mask, 0.0)
@@ -345,7 +282,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         if PILLOW:
             pillow = tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0
         if pillow:
-            gray = _gray_level(_level(r), _level(g), _level(b)) * (1.0 / 256.0)  # sums are exact
+            gray = gray_level(level(r), level(g), level(b)) * (1.0 / 256.0)  # sums are exact
         total = tl.sum(tl.where(p < height * width, gray, 0.0), axis=0)
         tl.atomic_add(sums + sample, (total * _FIXED).to(tl.int64), sem="relaxed")
 
