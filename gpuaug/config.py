@@ -31,7 +31,7 @@ _NAMED = ("ops", "views")  # mappings of named objects; null switches an entry o
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
 # `augment=timm:rand-m9-mstd0.5-inc1`: the recipe and the string of its operation
-_TIMM = re.compile(r"^(\+{0,2}augment)=timm:(.*)$")
+_TIMM = re.compile(r"^(\+{0,2}augment)=(['\"]?)timm:(.*)\2$")
 
 
 def conf_folder() -> Path:
@@ -115,7 +115,7 @@ def _expand(override: str) -> list[str]:
         return [override]
     from gpuaug.augment.auto_timm import parse  # needs torch
 
-    group, config = timm.groups()
+    group, _, config = timm.groups()
     try:
         parse(config)
     except ConfigError as error:

@@ -300,7 +300,9 @@ class _Space:
 def _table(space: _Space, size: Size) -> Float64:
     """Magnitudes without sign, float64 [operations, bins]. torch's float32 arithmetic gives torchvision's values."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
-    ends = {"shear_x": space.shear, "shear_y": space.shear, "rotate": space.rotate} | dict.fromkeys(FACTORS, space.factor)
+    ends = {"shear_x": space.shear, "shear_y": space.shear, "rotate": space.rotate} | dict.fromkeys(
+        FACTORS, space.factor
+    )
     ends |= {"translate_x": pixels[1], "translate_y": pixels[0]}
     rows = {name: torch.linspace(0.0, end, space.bins, dtype=torch.float32) for name, end in ends.items()}
     rows["solarize"] = torch.linspace(255.0, 0.0, space.bins, dtype=torch.float32)
@@ -329,9 +331,7 @@ def _layers(
     return pick(which, len(space.names)), params
 
 
-def _pairs(
-    u: Float, size: Size, *, space: _Space, table: auto_tables.Table
-) -> tuple[Int, tuple[Alternatives, ...]]:
+def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> tuple[Int, tuple[Alternatives, ...]]:
     """One pair of operations per sample; each operation has its own gate."""
     pair = pick(u[:, 0], len(table.p))
     choice = np.where(u[:, 1:3] < table.p[pair], table.ops[pair], -1)

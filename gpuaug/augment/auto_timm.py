@@ -23,8 +23,8 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
 ALLOWED = (
-    "`rand` with any of -mN -nN -pX -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
-    "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number, X any number"
+    "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
+    "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number, P is from 0 to 1, X is at least 0"
 )
 _BLUR = " timm's 3-Augment blurs with a filter of Pillow that gpuaug does not have: augment=threeaugment is DeiT III's."
 _HIGHEST = 10.0  # level, unless the string has mmax
@@ -71,7 +71,9 @@ class TimmAugment(Policy):
             count += uniforms_of_chains(plan.chains)
         names = [_ARGUMENTS[each][0] for each in plan.names]
         if self.interpolation == "random":
-            modules = self.modules_of(names, "bilinear") + self.modules_of([n for n in names if n in GEOMETRIC], "bicubic")
+            modules = self.modules_of(names, "bilinear") + self.modules_of(
+                [n for n in names if n in GEOMETRIC], "bicubic"
+            )
         else:
             modules = self.modules_of(names)
         slots = (modules,) * plan.slots
