@@ -908,19 +908,29 @@ struct Worker {
         }
     }
 
-    typedef uint8_t Bytes __attribute__((vector_size(4)));
-    typedef int32_t Whole __attribute__((vector_size(16)));
     typedef double Quad __attribute__((vector_size(32)));  // r, g, b and a fourth number
     static Quad quad(uint32_t pixel) {
-        Bytes bytes;
-        std::memcpy(&bytes, &pixel, 4);
-        return __builtin_convertvector(bytes, Quad);
+#if defined(__AVX2__)
+        return reinterpret_cast<Quad>(_mm256_cvtepi32_pd(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(static_cast<int>(pixel)))));
+#else
+        const int v = static_cast<int>(pixel);
+        return Quad{static_cast<double>(v & 255), static_cast<double>((v >> 8) & 255), static_cast<double>((v >> 16) & 255), 0.0};
+#endif
     }
     static uint32_t whole(Quad v) {
-        const Bytes bytes = __builtin_convertvector(__builtin_convertvector(v, Whole), Bytes);
-        uint32_t pixel;
-        std::memcpy(&pixel, &bytes, 4);
-        return pixel;
+#if defined(__AVX2__)
+        const __m128i low_bytes = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_shuffle_epi8(_mm256_cvttpd_epi32(reinterpret_cast<__m256d>(v)), low_bytes)));
+#else
+        return static_cast<uint32_t>(static_cast<int>(v[0]) | static_cast<int>(v[1]) << 8 | static_cast<int>(v[2]) << 16);
+#endif
+    }
+    // Four taps in x: the second, if the position is exactly there, as after a shift by whole pixels.
+    static Quad linear_row(const uint32_t* p, double d) {
+        return d == 0.0 ? quad(p[1]) : quad(p[1]) + (quad(p[2]) - quad(p[1])) * d;
+    }
+    static Quad cubic_row(const uint32_t* p, double d) {
+        return d == 0.0 ? quad(p[1]) : cubic(quad(p[0]), quad(p[1]), quad(p[2]), quad(p[3]), d);
     }
     static Quad cubic(Quad v1, Quad v2, Quad v3, Quad v4, double d) {
         return v2 + d * ((-v1 + v3) + d * ((2.0 * (v1 - v2) + v3 - v4) + d * (-v1 + v2 - v3 + v4)));
@@ -976,23 +986,17 @@ struct Worker {
                     made[x] = fill;
                     continue;
                 }
-                const uint32_t* s = image + index[x];  // the tap to the upper left
+                const uint32_t *s = image + index[x], *p = s + stride, *q = p + stride;  // rows of taps; `s` is the first
                 if (interpolation == 0) {
-                    made[x] = s[stride + 1];
+                    made[x] = p[1];
                 } else if (interpolation == 1) {
-                    const uint32_t *p = s + stride + 1, *q = p + stride;
-                    const Quad upper = quad(p[0]) + (quad(p[1]) - quad(p[0])) * dx[x], lower = quad(q[0]) + (quad(q[1]) - quad(q[0])) * dx[x];
-                    made[x] = whole(upper + (lower - upper) * dy[x]);
+                    const Quad v = linear_row(p, dx[x]);
+                    made[x] = whole(dy[x] == 0.0 ? v : v + (linear_row(q, dx[x]) - v) * dy[x]);
                 } else {
-                    Quad rows[4];
-                    for (int j = 0; j < 4; ++j) {
-                        const uint32_t* p = s + j * stride;
-                        rows[j] = cubic(quad(p[0]), quad(p[1]), quad(p[2]), quad(p[3]), dx[x]);
-                    }
-                    const Quad v = cubic(rows[0], rows[1], rows[2], rows[3], dy[x]);
-                    Quad inside;
-                    for (int k = 0; k < 4; ++k) inside[k] = v[k] < 0.0 ? 0.0 : (v[k] > 255.0 ? 255.0 : v[k]);
-                    made[x] = whole(inside);
+                    Quad v = cubic_row(p, dx[x]);
+                    if (dy[x] != 0.0) v = cubic(cubic_row(s, dx[x]), v, cubic_row(q, dx[x]), cubic_row(q + stride, dx[x]), dy[x]);
+                    for (int k = 0; k < 4; ++k) v[k] = v[k] < 0.0 ? 0.0 : (v[k] > 255.0 ? 255.0 : v[k]);
+                    made[x] = whole(v);
                 }
             }
             float* o = out.data() + y * W;

@@ -56,6 +56,7 @@ class Stretch(NamedTuple):
     first: int
     last: int
     contrast: bool
+    pillow: bool  # whether some of the steps in POINTS compute with Pillow's arithmetic
     rest: list[Group]
 
     @property
@@ -68,10 +69,11 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
     """Split the program of a batch into as few stretches as possible, given the steps that the samples have."""
     made: list[Stretch] = []
     first, contrasts, erased = 0, np.zeros(len(code), dtype=bool), False
+    pillows = np.isin(code, list(WITH_PILLOW & POINTS)) & (args[..., PILLOW] != 0) | (code == Code.LEVELS)
 
     def close(last: int, rest: list[Group]) -> None:
         nonlocal first, contrasts, erased
-        made.append(Stretch(first, last, bool(contrasts.any()), rest))
+        made.append(Stretch(first, last, bool(contrasts.any()), bool(pillows[:, first:last].any()), rest))
         first, contrasts, erased = last, np.zeros(len(code), dtype=bool), False
 
     for column, codes in enumerate(code.T):
