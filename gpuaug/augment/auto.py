@@ -149,7 +149,12 @@ class TrivialAugmentWide(Policy):
         space = _Space(
             names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS),
             bins=self.num_magnitude_bins,
-            **{"shear": 0.99, "shift": 32.0, "per": None, "rotate": 135.0, "factor": 0.99, "dropped": 6},
+            shear=0.99,
+            shift=32.0,
+            per=None,
+            rotate=135.0,
+            factor=0.99,
+            dropped=6,
         )
         rule = partial(_layers, space=space, slots=1, low=0, high=self.num_magnitude_bins)
         return Prepared(name, self, (self.modules_of(space.names),), _EACH, rule)
@@ -236,7 +241,9 @@ class AugMix(Policy):
         space = _Space(
             names=(*GEOMETRIC, *_OTHERS, *(FACTORS if self.all_ops else ())),
             bins=10,
-            **{"shift": 1.0, "per": 3.0, "bits": 4},
+            shift=1.0,
+            per=3.0,
+            bits=4,
         )
         depth = self.chain_depth if self.chain_depth > 0 else FREE_DEPTH
         slots = (self.modules_of(space.names),) * (self.mixture_width * depth)
@@ -249,8 +256,8 @@ class AugMix(Policy):
 def _colour(fill: Any) -> tuple[int, int, int]:
     """Three levels of 255, from one number, three numbers or None."""
     given = 0 if fill is None else fill
-    values = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * 3
-    whole = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+    values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * 3
+    whole: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     if len(whole) != 3 or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= 255 for v in whole):
         raise ConfigError(
             f"`fill` must be a whole number from 0 to 255, three of them (red, green, blue), or null. Found: {fill!r}."
@@ -300,16 +307,13 @@ class _Space:
 def _table(space: _Space, size: Size) -> Float64:
     """Magnitudes without sign, float64 [operations, bins]. torch's float32 arithmetic gives torchvision's values."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
-    ends = {"shear_x": space.shear, "shear_y": space.shear, "rotate": space.rotate} | dict.fromkeys(
-        FACTORS, space.factor
-    )
-    ends |= {"translate_x": pixels[1], "translate_y": pixels[0]}
-    rows = {name: torch.linspace(0.0, end, space.bins, dtype=torch.float32) for name, end in ends.items()}
-    rows["solarize"] = torch.linspace(255.0, 0.0, space.bins, dtype=torch.float32)
-    steps = torch.arange(space.bins) / ((space.bins - 1) / space.dropped)
-    rows["posterize"] = space.bits - steps.round()
-    none = torch.zeros(space.bins)
-    return torch.stack([rows.get(name, none).double() for name in space.names]).numpy()
+    ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
+    ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
+    line = partial(torch.linspace, steps=space.bins, dtype=torch.float32, device="cpu")
+    rows = {name: line(0.0, end) for name, end in ends.items()} | {"solarize": line(255.0, 0.0)}
+    position = torch.arange(space.bins, dtype=torch.float32, device="cpu")
+    rows["posterize"] = space.bits - (position / ((space.bins - 1) / space.dropped)).round()
+    return torch.stack([rows.get(name, 0 * position).double() for name in space.names]).numpy()
 
 
 # --- choices
@@ -327,7 +331,7 @@ def _layers(
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """One operation per slot, with a magnitude from ``low`` to ``high - 1``."""
     which, sign, level = u.reshape(len(u), slots, _EACH).transpose(2, 0, 1)
-    params = space.magnitudes(low + pick(level, high - low).T, (sign < np.float32(0.5)).T, size)
+    params = space.magnitudes(low + pick(level, high - low).T, (sign < 0.5).T, size)
     return pick(which, len(space.names)), params
 
 
@@ -335,7 +339,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
     """One pair of operations per sample; each operation has its own gate."""
     pair = pick(u[:, 0], len(table.p))
     choice = np.where(u[:, 1:3] < table.p[pair], table.ops[pair], -1)
-    return choice, space.magnitudes(table.magnitudes[pair].T, u[:, 3:5].T < np.float32(0.5), size)
+    return choice, space.magnitudes(table.magnitudes[pair].T, (u[:, 3:5] < 0.5).T, size)
 
 
 def uniforms_of_chains(chains: int) -> int:

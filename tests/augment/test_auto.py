@@ -300,15 +300,19 @@ def test_random_interpolation_is_bilinear_or_bicubic_for_each_operation() -> Non
 
 
 CHANGES = [
-    (gpuaug.RandAugment, {"num_ops": 3, "magnitude": 10, "num_magnitude_bins": 30, "interpolation": "bilinear", "fill": 1}),
+    (
+        gpuaug.RandAugment,
+        {"num_ops": 3, "magnitude": 1, "num_magnitude_bins": 30, "interpolation": "bicubic", "fill": 1},
+    ),
     (gpuaug.TrivialAugmentWide, {"num_magnitude_bins": 30, "interpolation": "bilinear", "fill": [1, 2, 3]}),
     (gpuaug.AutoAugment, {"policy": "svhn", "interpolation": "bicubic", "fill": 7}),
     (
         gpuaug.AugMix,
-        {"severity": 4, "mixture_width": 2, "chain_depth": 2, "all_ops": False, "interpolation": "nearest", "fill": 255},
+        {"severity": 4, "mixture_width": 2, "chain_depth": 2, "all_ops": False, "interpolation": "nearest"},
     ),
+    (gpuaug.AugMix, {"fill": 255}),
     (gpuaug.TimmAugment, {"config": "rand-m9-inc1", "interpolation": "random", "fill": None}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "changes"), CHANGES)
