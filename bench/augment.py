@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-RECIPES = ("standard", "standard_random", "simclr", "randaugment", "imagenet", "dino")
+RECIPES = ("standard", "standard_random", "simclr", "randaugment", "randaugment_torchvision", "imagenet", "dino")
 PEERS = ("kornia_eager", "kornia_compiled", "dali", "torchvision", "albumentations", "triton_augment", "cvcuda")
 # How a peer can do it; where there are several ways each has a row, and the ratio of the fastest counts.
 VARIANTS = {
@@ -139,7 +139,7 @@ def given(case: Case) -> dict[str, np.ndarray]:
     out: dict[str, Any] = {"views": np.array(len(case.work))}
     for number, (prepared, _, chosen) in enumerate(case.work):
         names = [p.name for p in prepared]
-        if set(names) - KNOWN:
+        if set(names) - (KNOWN | {"randaugment"} if case.recipe == "randaugment_torchvision" else KNOWN):
             raise CannotRunError(f"no functions that take our draws of {', '.join(sorted(set(names) - KNOWN))}")
         view: dict[str, Any] = {"sequence": np.array(names), "taps": np.array(0)}
         view["order"] = np.tile(np.arange(4), (case.batch, 1))
@@ -157,6 +157,10 @@ def given(case: Case) -> dict[str, np.ndarray]:
             elif p.name == "blur":
                 view["value.blur"] = np.broadcast_to(params["sigma"], (case.batch,)).astype(np.float32)
                 view["taps"] = np.array(p.op.flags["kernel_size"])
+            elif p.name == "randaugment":  # per sample and slot: the operation and its magnitude
+                view["policy.name"] = np.array([[p.slots[0][k].name for k in row] for row in c.choice])
+                every = np.array([[own["magnitude"] for own in slot] for slot in c.params])  # [slots, operations, B]
+                view["policy.magnitude"] = np.take_along_axis(every, c.choice.T[:, None], axis=1)[:, 0].T
             elif p.name == "solarize":
                 view["value.solarize"] = np.asarray(params["thresholds"], dtype=np.float32)
         out |= {f"{number}.{k}": v for k, v in view.items()}
@@ -177,6 +181,8 @@ def one_given(case: Case) -> dict[str, np.ndarray]:
 
 
 def kornia_eager(case: Case) -> Callable[[], list[Any]]:
+    if case.recipe == "randaugment_torchvision":
+        raise CannotRunError("Kornia's operations and ranges are others")
     if case.recipe in ("randaugment", "standard_random"):  # Kornia's own choose one policy or order for a batch
         return case.ours("kornia")
     runs = [_sequential(case, *work) for work in case.one_order()]
@@ -210,7 +216,7 @@ def _sequential(case: Case, prepared: Any, normalize: Any, chosen: Any) -> Calla
 
 
 def kornia_compiled(case: Case) -> Callable[[], list[Any]]:
-    if case.recipe == "randaugment":
+    if case.recipe.startswith("randaugment"):
         raise CannotRunError("Kornia's policy is Python over the batch")
     if case.recipe == "standard_random":
         raise CannotRunError("Kornia has one order for a batch")

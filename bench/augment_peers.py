@@ -41,6 +41,7 @@ class Given:
         order: int [B, 4], steps of the jitter in the order of a sample.
         value: float [B] per step of the jitter, and for ``blur`` (sigma) and ``solarize`` (threshold).
         taps: of the blur.
+        policy: of RandAugment, per sample: (operation, magnitude) in their order; None: there is no policy.
     """
 
     sequence: tuple[str, ...]
@@ -48,6 +49,7 @@ class Given:
     order: Any
     value: dict[str, Any]
     taps: int
+    policy: list[list[tuple[str, float]]] | None = None
 
     @property
     def one_order(self) -> bool:
@@ -61,7 +63,12 @@ def read(folder: Path) -> tuple[Any, list[Given]]:
         own = {k.removeprefix(f"{v}."): x for k, x in data.items() if k.startswith(f"{v}.")}
         names = tuple(str(n) for n in own["sequence"])
         values = {k.removeprefix("value."): x for k, x in own.items() if k.startswith("value.")}
-        views.append(Given(names, {n: own[f"gate.{n}"] for n in names}, own["order"], values, int(own["taps"])))
+        gates = {n: own[f"gate.{n}"] for n in names}
+        policy = None
+        if "policy.name" in own:
+            pairs = zip(own["policy.name"].tolist(), own["policy.magnitude"].tolist(), strict=True)
+            policy = [list(zip(*pair, strict=True)) for pair in pairs]
+        views.append(Given(names, gates, own["order"], values, int(own["taps"]), policy))
     return data["images"], views
 
 
@@ -73,6 +80,9 @@ def through(x: Any, view: Given, k: int, does: Does) -> Any:
         if name == "jitter":
             for step in view.order[k]:
                 x = does[STEPS[step]](x, float(view.value[STEPS[step]][k]))
+        elif name == "randaugment":
+            for op, magnitude in (view.policy or [])[k]:
+                x = does[name](x, op, magnitude)
         elif name in ("blur", "solarize"):
             x = does[name](x, float(view.value[name][k]), view.taps)
         else:
@@ -88,9 +98,21 @@ def torchvision(images: Any, views: list[Given], variant: str, device: str, work
     from contestants import _torchvision_there
 
     _torchvision_there()
+    from torchvision.transforms import InterpolationMode, v2
     from torchvision.transforms.v2 import functional as V
 
     floating = variant == "float32"
+    if floating and any(view.policy for view in views):
+        raise RuntimeError("its RandAugment takes uint8")
+    rand = v2.RandAugment(interpolation=InterpolationMode.BILINEAR)
+
+    def policy(x: Any, name: str, magnitude: float) -> Any:
+        """One operation of its RandAugment; it has no function for that with given draws."""
+        theirs = "".join(word.capitalize() for word in name.split("_"))
+        magnitude -= theirs in ("Brightness", "Color", "Contrast", "Sharpness")
+        magnitude /= 255 if theirs == "Solarize" else 1
+        return rand._apply_image_or_video_transform(x, theirs, magnitude, rand.interpolation, rand._fill)
+
     source = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().to(device)
     full = 1.0 if floating else 255.0
     does: Does = {
@@ -101,6 +123,7 @@ def torchvision(images: Any, views: list[Given], variant: str, device: str, work
         "saturation": V.adjust_saturation,
         "hue": V.adjust_hue,
         "gray": lambda x: V.rgb_to_grayscale(x, 3),
+        "randaugment": policy,
         "blur": lambda x, sigma, taps: V.gaussian_blur(x, [taps, taps], [sigma, sigma]),
         "solarize": lambda x, threshold, _: V.solarize(x, threshold * full),
     }
@@ -123,6 +146,8 @@ def albumentations(images: Any, views: list[Given], variant: str, device: str, w
     import cv2
     from albumentations.augmentations.blur.functional import create_gaussian_kernel_1d
 
+    if any(view.policy for view in views):
+        raise RuntimeError("its operations and ranges are others")
     cv2.setNumThreads(0)  # one thread per image, as in a loader's worker
     floating = variant == "float32"
     full = 1.0 if floating else 255.0

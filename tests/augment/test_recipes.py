@@ -14,7 +14,8 @@ SHAPES = {"simclr": [224] * 2, "byol": [224] * 2, "mocov3": [224] * 2, "dino": [
 INTERPOLATION = {
     "none": "bilinear", "eval": "bilinear", "flip": "bilinear", "standard": "bilinear", "mocov3": "bilinear",
     "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic", "randaugment": "bicubic",
-    "trivialaugment": "bicubic",
+    "trivialaugment": "bicubic", "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear",
+    "autoaugment": "bilinear", "augmix": "bilinear", "timm": "bicubic",
 }  # fmt: skip
 
 

@@ -54,6 +54,21 @@ def test_a_peer_gets_every_draw(recipe: str, tmp_path: Path) -> None:
             assert (found - expected[k]).abs().max() < 2e-3
 
 
+def test_a_peer_gets_every_choice_of_a_policy(tmp_path: Path) -> None:
+    from gpuaug.augment.ops.pillow import PillowOp
+
+    def policy(x: Any, name: str, magnitude: float) -> Any:
+        return PillowOp(name, interpolation="bilinear")(x, {"magnitude": torch.tensor([magnitude])})
+
+    images, (view,) = views("randaugment_torchvision", tmp_path)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (peers.MEAN, peers.STD))
+    (expected,) = case("randaugment_torchvision").ours("kornia")()
+    for k, image in enumerate(images):
+        x = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255
+        found = peers.through(x, view, k, {"flip": lambda x: x.flip(3), "randaugment": policy})[0]
+        assert ((found - mean) / std - expected[k]).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     "device",
     [

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpuaug.augment.ops import by_class, noise
 from gpuaug.augment.ops.kornia_private import fixed_order
+from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared
 from gpuaug.errors import ConfigError
 
@@ -63,6 +64,8 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 
     ``params`` are the operation's parameters for one sample; per-pixel values are [channels, H, W].
     """
+    if isinstance(module, PillowOp):
+        return "its operations are Pillow's, level for level, and torchvision's functions for tensors differ from them"
     make = by_class(TABLE, module)
     if make is None:
         return f"torchvision has no counterpart of {type(module).__name__} that takes the same parameters"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.ops.kornia_private import fixed_order
+from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import View
@@ -47,7 +49,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
     ranges: list[Span] = []
     earlier: set[Any] = set()
     for slot, modules in enumerate(op.slots):
-        kinds = [(type(module), fixed_order(module)) for module in modules]
+        kinds = [(type(module), _kind(module), fixed_order(module)) for module in modules]
         for alternative, kind in enumerate(kinds):
             if kind not in earlier:  # later slots mostly repeat the first one
                 ranges += _spans_of(op, size, slot, alternative)
@@ -57,11 +59,11 @@ def spans(op: Prepared, size: Size) -> list[Span]:
 
 def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Span]:
     module = op.slots[slot][alternative]
-    kind, order = type(module).__name__, fixed_order(module)
+    kind, order = _kind(module), fixed_order(module)
     read = None if order is None else {STEPS[step] for step in order}  # the jitter factors that this step reads
 
     def params(u: Float) -> Params:
-        return {k: v for k, v in op.rule(u, size)[1][slot][alternative].items() if read is None or k in read}
+        return {k: v for k, v in op.draw(u, size).params[slot][alternative].items() if read is None or k in read}
 
     u = np.full((1 + 2 * op.count, op.count), 0.5, dtype=np.float32)
     u[1::2][np.diag_indices(op.count)], u[2::2][np.diag_indices(op.count)] = ENDS[[0, 2]]
@@ -78,6 +80,11 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
         return []  # a jitter step that is switched off
     fixed = {k: v for k, v in values.items() if v.ndim == 1}
     return [Span(kind, slot, alternative, u[:1], [_caption(fixed, 0) if 0 < len(fixed) <= 2 else "after"])]
+
+
+def _kind(module: Any) -> str:
+    """The name of a module's class, or of its operation in Pillow."""
+    return module.name if isinstance(module, PillowOp) else type(module).__name__
 
 
 def _over(
@@ -128,7 +135,9 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
             for span in spans(op, (samples[0].shape[0], samples[0].shape[1])):
                 notes = _notes(op, span, view.name)
                 for image in samples:
-                    arrays = [image.cpu().numpy(), *_applied(kind((op,), None), op, span, image, seed=seed)]
+                    # of chains, which are mixed, each operation is shown alone
+                    one = kind((replace(op, chains=0),), None)
+                    arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
                     pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
                     made_rows.append(Row(op.name, notes, [*map(Cell, pictures, ("before", *span.captions))]))
     return made_rows
@@ -146,7 +155,7 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
         kind = type(op.slots[span.slot][span.alternative])
         own = {getattr(m, "p", 1.0) for m in members if type(m) is kind}
         return [*notes, f"one of {len(members)}", *(f"its own p {p:g}" for p in own if len(own) == 1 and p != 1)]
-    if whole in ("RandAugment", "TrivialAugment"):  # AutoAugment has pairs with their own probabilities
+    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # pairs of AutoAugment have probabilities
         notes.append(f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}")
     return notes
 
@@ -156,7 +165,8 @@ def _applied(
 ) -> np.ndarray[Any, Any]:
     """Apply each value of a span to one image. Returns uint8 [n, H, W, 3]."""
     count = len(span.uniforms)
-    choice, params = op.rule(span.uniforms, (image.shape[0], image.shape[1]))
+    chosen = op.draw(span.uniforms, (image.shape[0], image.shape[1]))
+    choice, params = chosen.choice, chosen.params
     if op.seeded is None:
         choice = np.full_like(choice, -1)
         choice[:, span.slot] = span.alternative
