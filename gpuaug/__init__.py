@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.augment.crop import ResizeCenterCrop as ResizeCenterCrop
     from gpuaug.augment.mix import Mix as Mix
     from gpuaug.augment.normalize import Normalize as Normalize
+    from gpuaug.augment.ops.erasing import RandomErasing as RandomErasing
     from gpuaug.augment.ops.photometric import PhotometricDistort as PhotometricDistort
     from gpuaug.augment.policy import OneOf as OneOf
     from gpuaug.augment.recipe import Augment as Augment
@@ -68,6 +69,7 @@ _NAMES = {  # module: its public names
     "gpuaug.augment.crop": "RandomCrop RandomResizedCrop Resize ResizeCenterCrop",
     "gpuaug.augment.mix": "Mix",
     "gpuaug.augment.normalize": "Normalize",
+    "gpuaug.augment.ops.erasing": "RandomErasing",
     "gpuaug.augment.ops.photometric": "PhotometricDistort",
     "gpuaug.augment.policy": "OneOf",
     "gpuaug.augment.recipe": "Augment MultiView",

@@ -58,6 +58,8 @@ POINTWISE = {
     "shuffle": lambda: K.RandomChannelShuffle(p=0.8),
     "erase": lambda: K.RandomErasing((0.02, 0.5), (0.3, 3.3), value=0.7, p=0.8),
     "noise": lambda: K.RandomGaussianNoise(0.1, 0.3, p=0.8),
+    "erase_noise": lambda: gpuaug.RandomErasing(p=0.8, count=3),
+    "erase_color": lambda: gpuaug.RandomErasing(p=0.8, mode="rand", count=2),
     "autocontrast": lambda: K.RandomAutoContrast(p=0.8),
     "autocontrast_open": lambda: K.RandomAutoContrast(clip_output=False, p=0.8),
 }
@@ -94,6 +96,14 @@ POLICIES = {
             "gray": K.RandomGrayscale(p=1.0),
             "blur": K.RandomGaussianBlur(5, (0.1, 2.0), p=1.0),
             "s": JUMPS["solarize"](),
+        }
+    ),
+    "one_of_noise": lambda: OneOf(
+        ops={
+            "noise": K.RandomGaussianNoise(p=1.0),
+            "small": gpuaug.RandomErasing(p=1.0, scale=(0.02, 0.1)),
+            "large": gpuaug.RandomErasing(p=1.0, scale=(0.3, 0.6)),
+            "const": gpuaug.RandomErasing(p=1.0, mode="const"),
         }
     ),
 }

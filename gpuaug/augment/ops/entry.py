@@ -49,6 +49,7 @@ class Code(IntEnum):
     SHARPNESS = 19  # (factor)
     BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
     WARP = 21  # (9 values of the output-to-input matrix in -1..1, padding: SamplePadding, align_corners, projective)
+    ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
 
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
