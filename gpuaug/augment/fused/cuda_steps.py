@@ -156,7 +156,8 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
     """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n], or None. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
+    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n], or None. ``ramps``: from
+    :func:`lower.warp_ramps`. All are on the device.
     """
     from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 

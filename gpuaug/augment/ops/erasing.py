@@ -173,4 +173,4 @@ def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[
     return {"gaussian_noise": normal(keys, 3 * largest)}
 
 
-ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)  # type: ignore[arg-type]
+ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)
