@@ -15,12 +15,13 @@ SHAPES = {
     "dino": [224] * 2 + [96] * 6,
     "swav": [224] * 2 + [96] * 6,
     "dinov2": [224] * 2 + [96] * 8,
+    "efficientnetv2": [171],  # in epoch 0
 }
 INTERPOLATION = {
     "none": "bilinear", "eval": "bilinear", "flip": "bilinear", "standard": "bilinear", "mocov3": "bilinear",
     "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic", "randaugment": "bicubic",
     "trivialaugment": "bicubic", "dinov2": "bicubic", "mae": "bicubic", "barlowtwins": "bicubic", "vicreg": "bicubic",
-    "clip": "bicubic", "swav": "bilinear",
+    "clip": "bicubic", "swav": "bilinear", "convnext": "bicubic", "efficientnetv2": "bilinear",
 }  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def build(photos, *overrides, name="train"):
 def crops(node):
     if "crop" in node:
         yield node.crop
-    for view in node.get("views", {}).values():
+    for view in (node.get("views") or node.get("stages") or {}).values():
         yield view.crop
 
 
