@@ -13,6 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # only for type checkers and editors; at run time the table below is used
+    from gpuaug.augment.auto import AugMix as AugMix
+    from gpuaug.augment.auto import AutoAugment as AutoAugment
+    from gpuaug.augment.auto import RandAugment as RandAugment
+    from gpuaug.augment.auto import TrivialAugmentWide as TrivialAugmentWide
+    from gpuaug.augment.auto_timm import TimmAugment as TimmAugment
     from gpuaug.augment.crop import RandomCrop as RandomCrop
     from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
     from gpuaug.augment.crop import Resize as Resize
@@ -67,6 +72,8 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.tools.materialize.command import Materialize as Materialize
 
 _NAMES = {  # module: its public names
+    "gpuaug.augment.auto": "AugMix AutoAugment RandAugment TrivialAugmentWide",
+    "gpuaug.augment.auto_timm": "TimmAugment",
     "gpuaug.augment.crop": "RandomCrop RandomResizedCrop Resize ResizeCenterCrop",
     "gpuaug.augment.mix": "Mix",
     "gpuaug.augment.normalize": "Normalize",

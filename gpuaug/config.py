@@ -30,6 +30,8 @@ TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
+# `augment=timm:rand-m9-mstd0.5-inc1`: the recipe and the string of its operation
+_TIMM = re.compile(r"^(\+{0,2}augment)=(['\"]?)timm:(.*)\2$")
 
 
 def conf_folder() -> Path:
@@ -50,6 +52,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     Args:
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
+            ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
         config_dir: folder with your own groups and configurations; they replace gpuaug's of the same name.
 
     Raises:
@@ -61,7 +64,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
     if isinstance(overrides, str):
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
-    overrides = [_SPECIAL_FLOAT.sub(r"\1\2", str(o)) for o in overrides]
+    overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)))]
     parsed = _parse(overrides)
     with _hydra(config_dir) as loader:
         _refuse_stale(name, parsed)
@@ -104,6 +107,20 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
         GlobalHydra.set_instance(outer)
         base.version_base = version
         job.conf = settings
+
+
+def _expand(override: str) -> list[str]:
+    """Overrides that Hydra can read, for one that it may not know."""
+    if not (timm := _TIMM.match(override)):
+        return [override]
+    from gpuaug.augment.auto_timm import parse  # needs torch
+
+    group, _, config = timm.groups()
+    try:
+        parse(config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("`config`", "`augment=timm:...`", 1)) from error
+    return [f"{group}=timm", f"augment.ops.timm.config={config}"]
 
 
 def _parse(overrides: Iterable[str]) -> list[Override]:

@@ -83,7 +83,8 @@ def test_operation_names_are_the_same_in_every_recipe():
         "RandomHorizontalFlip": "flip", "RandomVerticalFlip": "vflip", "ColorJitter": "jitter",
         "RandomGrayscale": "gray", "RandomGaussianBlur": "blur", "RandomSolarize": "solarize",
         "RandAugment": "randaugment", "TrivialAugment": "trivialaugment", "OneOf": "choice",
-        "PhotometricDistort": "distort",
+        "PhotometricDistort": "distort", "TrivialAugmentWide": "trivialaugment", "AutoAugment": "autoaugment",
+        "AugMix": "augmix", "TimmAugment": "timm",
     }  # fmt: skip
 
     def ops(node, name=None):

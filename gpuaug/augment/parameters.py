@@ -34,11 +34,14 @@ class Chosen:
         params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid, even
             if the sample takes another alternative. Slots and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
+        weights: float32 [B, 1 + chains] for an operation with chains: how much of the mixture is not the image itself,
+            and the share of each chain in this part; None for other operations.
     """
 
     choice: Int
     params: tuple[Alternatives, ...]
     keys: Int | None = None
+    weights: Float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,25 +54,31 @@ class Prepared:
         slots: S slots, applied one after the other. Each slot is a tuple of alternatives: private copies of modules
             with ``p = 1``, because ``Chosen.choice`` already contains the gate's result.
         count: number of uniforms per sample. The first is for the gate, if there is one.
-        rule: function of uniforms [B, count] and (H, W) that returns ``choice`` and ``params``.
+        rule: function of uniforms [B, count] and (H, W) that returns ``choice`` and ``params`` (and ``weights``).
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
         seeded: None, or the reason why gpuaug has no rule. Without a rule, the module runs on one sample at a time and
             keeps its own ``p``. It uses torch's global generator, seeded with the sample's key and restored afterwards.
         members: the operations that a OneOf chooses from, prepared; () for other operations.
+        chains: 0: the slots are applied one after the other. Otherwise the slots are those of this many chains, which
+            all start from the image; the results are mixed (chains.py), and the rule returns the weights too.
+        rounds_twice: how the mixture is rounded: as timm does, else as torchvision does.
     """
 
     name: str
     op: Any
     slots: tuple[tuple[nn.Module, ...], ...]
     count: int
-    rule: Callable[[Float, Size], tuple[Int, tuple[Alternatives, ...]]]
+    rule: Callable[[Float, Size], Any]
     keyed: bool = False
     seeded: str | None = None
     members: tuple[Prepared, ...] = ()
+    chains: int = 0
+    rounds_twice: bool = False
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
         """Draw choices from uniforms float32 [B, count], image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""
-        return Chosen(*self.rule(u, size), keys)
+        choice, params, *weights = self.rule(u, size)
+        return Chosen(choice, params, keys, *weights)
 
 
 def always_applied(op: nn.Module) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gpuaug import checks
+from gpuaug.augment.auto import Policy
 from gpuaug.augment.ops import by_class, entry_of
 from gpuaug.augment.ops.kornia_private import policy_parameter
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
@@ -72,6 +73,8 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if isinstance(op, OneOf):
         return _prepare_one_of(name, op, key=key)
     _check(key, op)
+    if isinstance(op, Policy):
+        return op.prepare(name)
     if (prepare_policy := by_class(_POLICIES, op)) is not None:
         return prepare_policy(name, op, key=key)
     entry = entry_of(op)
@@ -101,6 +104,11 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
         if member.seeded is not None:
             raise ConfigError(
                 f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
+                f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
+            )
+        if member.chains:
+            raise ConfigError(
+                f"`{key}.ops.{member.name}` cannot be chosen per sample: it mixes several chains. Found: "
                 f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
             )
     slots = tuple(

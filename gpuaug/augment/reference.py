@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gpuaug.augment.chains import mixed, one_chain
 from gpuaug.augment.ops import entry_of, noise
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
@@ -84,6 +85,8 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
             if op.seeded is not None:
                 assert chosen.keys is not None
                 return _apply_seeded(x, op, chosen.keys)
+            if op.chains:
+                return mixed(x, op, chosen, lambda images, own: apply(images.clone(), one_chain(op), own))
             for slot, modules in enumerate(op.slots):
                 for alternative, module in enumerate(modules):
                     rows = np.flatnonzero(chosen.choice[:, slot] == alternative)

@@ -279,7 +279,7 @@ def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytes
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "conf/gpuaug/augment").glob("*.yaml")))
 def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
-    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
+    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment).at(1)
     drawn = augment.draw(seed=3, epoch=1, indices=np.arange(6))
     images = [photographs(40)] * len(augment.views)
     found = augment.apply(images, drawn)

@@ -22,6 +22,8 @@ INTERPOLATION = {
     "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic", "randaugment": "bicubic",
     "trivialaugment": "bicubic", "dinov2": "bicubic", "mae": "bicubic", "barlowtwins": "bicubic", "vicreg": "bicubic",
     "clip": "bicubic", "swav": "bilinear", "convnext": "bicubic", "efficientnetv2": "bilinear",
+    "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear", "autoaugment": "bilinear",
+    "augmix": "bilinear", "timm": "bicubic",
 }  # fmt: skip
 
 

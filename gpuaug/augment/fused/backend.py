@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug.augment import reference
+from gpuaug.augment.chains import mixed, one_chain
 from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, groups, upload
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
@@ -44,10 +45,11 @@ _BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
 
 
 class _Part(NamedTuple):
-    """Consecutive operations that all have fused steps, or a single operation that runs through Kornia."""
+    """Consecutive operations that all have fused steps; or one with chains; or one that runs through Kornia."""
 
     numbers: tuple[int, ...]
-    lowering: Lowering | None
+    lowering: Lowering | None = None
+    chain: Lowering | None = None
 
 
 class FusedBackend:
@@ -93,7 +95,11 @@ class FusedBackend:
         if part.lowering is None:
             (number,) = part.numbers
             x = reference.unit(x) if x.dtype == torch.uint8 else x
-            return reference.apply(x, self._reference.ops[number], chosen[number])
+            op = self._reference.ops[number]
+            if part.chain is None:
+                return reference.apply(x, op, chosen[number])
+            one = _Part((0,), part.chain)
+            return mixed(x, op, chosen[number], lambda x, own: self._run(x, one, [own], compiled, _BETWEEN))
         size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
         own = [chosen[number] for number in part.numbers]
         code, args = part.lowering.program(own, size, len(x))
@@ -138,16 +144,18 @@ def _without_triton(why: str) -> None:
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
     """Split the operations into parts. The last part is always fused, because it also normalises and casts."""
-    slots = [lowered_slots(op) for op in ops]
-    alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str)]
+    slots = [lowered_slots(one_chain(op) if op.chains else op) for op in ops]
+    alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str) or ops[number].chains]
     parts, first = [], 0
     for number in (*alone, len(ops)):
         if first < number or number == len(ops):
             own = range(first, number)
             parts.append(_Part(tuple(own), Lowering([ops[n] for n in own], [slots[n] for n in own])))  # type: ignore[misc]
-        if number < len(ops):
+        if number < len(ops) and not isinstance(slots[number], str):
+            parts.append(_Part((number,), chain=Lowering([one_chain(ops[number])], [slots[number]])))  # type: ignore[list-item]
+        elif number < len(ops):
             say(ops[number].name, type(ops[number].op).__name__, str(slots[number]))
-            parts.append(_Part((number,), None))
+            parts.append(_Part((number,)))
         first = number + 1
     return parts
 

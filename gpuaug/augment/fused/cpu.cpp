@@ -2,7 +2,8 @@
 //
 // The formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), with the same order of additions
 // and the same fused multiply-adds. So most pixels are bit-identical to Kornia's, and discontinuous operations (equalize,
-// posterize) jump at the same pixels. This needs -ffp-contract=off. With -ffinite-math-only a NaN gives any number, so an
+// posterize) jump at the same pixels. Some steps have a second form, with Pillow's arithmetic on uint8, as in
+// ops/pillow.py: pixels are then levels k / 255, and results are bit-identical to Pillow's. This needs -ffp-contract=off. With -ffinite-math-only a NaN gives any number, so an
 // index computed from a float must be clamped as an integer. ops/entry.py lists the codes and their arguments.
 // An image is three float planes. Consecutive pointwise operations run on blocks that fit the L1 cache. Only statistics,
 // neighbourhoods and warps need a buffer for the whole image.
@@ -26,11 +27,10 @@ namespace {
 
 enum Code : int32_t {
     NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
-    GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP,
-    ERASE_NOISE = 24,
+    GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP, LEVELS, RESAMPLE, ERASE_NOISE,
 };
 
-constexpr int ARGS = 12;     // floats per operation
+constexpr int ARGS = 16;     // floats per operation
 constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the L1 cache
 constexpr int LANES = 16;
 
@@ -86,6 +86,30 @@ inline float power(float x, float gamma) {
     return x <= 0.0f ? (gamma == 0.0f ? 1.0f : 0.0f) : y;
 }
 
+struct Op {
+    int32_t code;
+    const float* a;
+    const float* table;
+
+    bool pillow() const {  // argument PILLOW of the codes in WITH_PILLOW
+        switch (code) {
+            case MULTIPLY: case CONTRAST: case SATURATION: case SOLARIZE: case POSTERIZE: case AUTOCONTRAST: case EQUALIZE: case SHARPNESS:
+                return a[3] != 0.0f;
+            default: return code == LEVELS || code == RESAMPLE;
+        }
+    }
+};
+
+// Levels 0..255 of pixels in 0..1, in the order of ops/pillow.py.
+inline float level(float x) { return __builtin_floorf(x * 255.0f + 0.5f); }
+inline float value(float level) { return fma(level, BYTE_HIGH, level * BYTE_LOW); }
+inline float gray_level(float r, float g, float b) {  // exact: sums stay below 2^24
+    return __builtin_floorf((r * 19595.0f + g * 38470.0f + b * 7471.0f + 32768.0f) * (1.0f / 65536.0f));
+}
+inline float blended(float start, float v, float f) { return __builtin_floorf(low(high(start + f * (v - start), 0.0f), 255.0f)); }
+
+bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || code == ERASE_NOISE; }
+
 struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
     float minimum[3], maximum[3];
@@ -101,19 +125,13 @@ struct Statistic {  // of an image, before one operation of its program
     }
 };
 
-struct Op {
-    int32_t code;
-    const float* a;
-    const float* table;
-};
-
-bool is_pointwise(int32_t code) { return code < SHARPNESS || code == ERASE_NOISE; }
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
 bool ignores_position(int32_t code) {  // a later flip may run before such an operation; blur and sharpness are symmetric
-    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR);
+    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS;
 }
-bool keeps_outside(int32_t code) {  // operations of Kornia that do not clamp their input to [0, 1]
-    switch (code) {
+bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
+    if (op.pillow()) return false;
+    switch (op.code) {
         case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case ERASE_NOISE: case SHUFFLE: case WARP: case HFLIP: case VFLIP: return true;
         default: return false;
     }
@@ -125,7 +143,7 @@ bool may_leave_unit(const Op& op, bool outside) {
         case ERASE: return outside || op.a[4] < 0.0f || op.a[4] > 1.0f;
         case GRAY: return outside || op.a[3] != 0.0f;
         case AUTOCONTRAST: return false;
-        default: return outside && keeps_outside(op.code);
+        default: return outside && keeps_outside(op);
     }
 }
 
@@ -165,6 +183,46 @@ inline float pick(bool condition, float a, float b) {
     return out;
 }
 
+// The steps with Pillow's arithmetic that have no table.
+void pointwise_levels(const Op& op, const Statistic& stat, float* const* planes, int n, int64_t pixels) {
+    const float* a = op.a;
+    const float f = a[0];
+    float *__restrict r = planes[0], *__restrict g = planes[1], *__restrict b = planes[2];
+    if (op.code == SATURATION) {
+        for (int i = 0; i < n; ++i) {
+            const float x = level(r[i]), y = level(g[i]), z = level(b[i]), gray = gray_level(x, y, z);
+            r[i] = value(blended(gray, x, f));
+            g[i] = value(blended(gray, y, f));
+            b[i] = value(blended(gray, z, f));
+        }
+        return;
+    }
+    const int64_t sum = static_cast<int64_t>(stat.gray);
+    const float start = op.code == CONTRAST ? static_cast<float>((2 * sum + pixels) / (2 * pixels)) : 0.0f;
+    const int bits = op.code == POSTERIZE ? std::min(std::max(static_cast<int>(f), 0), 8) : 8, mask = (0xff << (8 - bits)) & 0xff;
+    for (int c = 0; c < 3; ++c) {
+        float* __restrict p = planes[c];
+        switch (op.code) {
+            case LEVELS:
+                for (int i = 0; i < n; ++i) p[i] = value(__builtin_floorf(p[i] * 255.0f + f));
+                break;
+            case MULTIPLY: case CONTRAST:
+                for (int i = 0; i < n; ++i) p[i] = value(blended(start, level(p[i]), f));
+                break;
+            case POSTERIZE:
+                for (int i = 0; i < n; ++i) p[i] = value(static_cast<float>(static_cast<int>(level(p[i])) & mask));
+                break;
+            default: {  // SOLARIZE
+                const float add = a[1], sign = a[2] != 0.0f ? 1.0f : -1.0f, top = a[2] != 0.0f ? 0.0f : 255.0f;
+                for (int i = 0; i < n; ++i) {
+                    const float v = level(p[i]);
+                    p[i] = value(v < f ? __builtin_floorf(low(high(v + add, 0.0f), 255.0f)) : top + sign * v);
+                }
+            }
+        }
+    }
+}
+
 // Kornia's arithmetic step by step, used if a discontinuous operation follows: values k / 255 that the hue does not change
 // must stay exact.
 void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
@@ -200,7 +258,9 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                const Block& at, int64_t pixels, int64_t image_width, bool exact) {
     const float* a = op.a;
     float* planes[3] = {r, g, b};
-    switch (op.code) {
+    const bool levels = op.pillow();
+    if (levels && op.code != AUTOCONTRAST && op.code != EQUALIZE) return pointwise_levels(op, stat, planes, n, pixels);
+    switch (levels ? EQUALIZE : op.code) {  // both of Pillow's use a table
         case MULTIPLY:
             for (int c = 0; c < 3; ++c) {
                 float* __restrict p = planes[c];
@@ -349,23 +409,31 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                 if (stat.flat[c]) continue;
                 float* __restrict p = planes[c];
                 const float* __restrict table = stat.table.data() + c * 256;
+                const float half = levels ? 0.5f : 0.0f;
                 int i = 0;
 #if defined(__AVX512F__)
                 for (; i + 16 <= n; i += 16) {
-                    const __m512i at_value = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(255.0f)));
+                    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(255.0f));
+                    const __m512i at_value = _mm512_cvttps_epi32(_mm512_add_ps(scaled, _mm512_set1_ps(half)));
                     _mm512_storeu_ps(p + i, _mm512_i32gather_ps(_mm512_and_si512(at_value, _mm512_set1_epi32(255)), table, 4));
                 }
 #endif
-                for (; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f) & 255];
+                for (; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f + half) & 255];
             }
             break;
         default: break;
     }
 }
 
-void collect(int32_t code, Statistic& stat, const float* __restrict r, const float* __restrict g, const float* __restrict b, int n) {
+void collect(const Op& op, Statistic& stat, const float* __restrict r, const float* __restrict g, const float* __restrict b, int n) {
     const float* planes[3] = {r, g, b};
-    if (code == CONTRAST) {
+    const int32_t code = op.code;
+    const float half = op.pillow() ? 0.5f : 0.0f;
+    if (code == CONTRAST && op.pillow()) {
+        float sum = 0.0f;  // exact, because a block is small
+        for (int i = 0; i < n; ++i) sum += gray_level(level(r[i]), level(g[i]), level(b[i]));
+        stat.gray += sum;
+    } else if (code == CONTRAST) {
         float sum[LANES] = {};
         int i = 0;
         for (; i + LANES <= n; i += LANES)
@@ -390,14 +458,25 @@ void collect(int32_t code, Statistic& stat, const float* __restrict r, const flo
         for (int c = 0; c < 3; ++c) {
             const float* __restrict p = planes[c];
             uint32_t* count = stat.histogram.data() + c * 4 * 256;
-            for (int i = 0; i < n; ++i) index[i] = static_cast<int32_t>(p[i] * 255.0f) & 255;
+            for (int i = 0; i < n; ++i) index[i] = static_cast<int32_t>(p[i] * 255.0f + half) & 255;
             for (int i = 0; i < n; ++i) ++count[(i & 3) * 256 + index[i]];
         }
     }
 }
 
-void finish(int32_t code, Statistic& stat, int64_t pixels) {
-    if (code != EQUALIZE) return;
+void finish(const Op& op, Statistic& stat, int64_t pixels) {
+    if (op.code == AUTOCONTRAST && op.pillow())
+        for (int c = 0; c < 3; ++c) {
+            const double bottom = level(stat.minimum[c]), top = level(stat.maximum[c]);
+            stat.flat[c] = top <= bottom;
+            if (stat.flat[c]) continue;
+            const double scale = 255.0 / (top - bottom), shift = -bottom * scale;
+            for (int k = 0; k < 256; ++k) {
+                const double v = std::floor(std::min(std::max(k * scale + shift, 0.0), 255.0));
+                stat.table[c * 256 + k] = value(static_cast<float>(v));
+            }
+        }
+    if (op.code != EQUALIZE) return;
     for (int c = 0; c < 3; ++c) {
         uint32_t* count = stat.histogram.data() + c * 4 * 256;
         for (int k = 0; k < 256; ++k) count[k] += count[256 + k] + count[512 + k] + count[768 + k];
@@ -559,11 +638,13 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
 struct Room {
     std::vector<float> first, second, extra, row;
     std::vector<int32_t> index;
+    std::vector<uint32_t> packed;
+    std::vector<double> fractions;
     std::vector<const float*> lines;
     Statistic stat, stat_next;
     std::vector<Op> program;
 
-    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity()) * sizeof(float); }
+    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
 };
 
 // In a forked process the flag may stay set forever, by a thread of the parent. Then each call allocates new memory.
@@ -597,6 +678,8 @@ struct Worker {
     Room& room;
     std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
     std::vector<int32_t>& index = room.index;
+    std::vector<uint32_t>& packed = room.packed;
+    std::vector<double>& fractions = room.fractions;
     std::vector<const float*>& lines = room.lines;
     Statistic &stat = room.stat, &stat_next = room.stat_next;
     std::vector<Op>& program = room.program;
@@ -635,8 +718,11 @@ struct Worker {
         }
     }
 
-    void sharpness(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+    void sharpness(const Op& op, std::vector<float>& in, std::vector<float>& out) {
         const float f = op.a[0], side = 1.0f / 13.0f, middle = 5.0f / 13.0f;
+        const bool levels = op.pillow();
+        if (levels)
+            for (float& x : in) x = level(x);
         for (int c = 0; c < 3; ++c) {
             const float* s = in.data() + c * apart;
             float* d = out.data() + c * apart;
@@ -649,6 +735,14 @@ struct Worker {
                 float* __restrict o = d + y * W;
                 o[0] = at[0];
                 o[W - 1] = at[W - 1];
+                if (levels) {  // sums are exact
+                    for (int64_t x = 1; x < W - 1; ++x) {
+                        const float around = up[x - 1] + up[x] + up[x + 1] + at[x - 1] + at[x + 1] + down[x - 1] + down[x] + down[x + 1];
+                        const float smooth = __builtin_floorf((2.0f * (around + 5.0f * at[x]) + 13.0f) / 26.0f);
+                        o[x] = blended(smooth, at[x], f);
+                    }
+                    continue;
+                }
                 for (int64_t x = 1; x < W - 1; ++x) {
                     float sum = fma(up[x + 1], side, fma(up[x], side, up[x - 1] * side));
                     sum = fma(at[x + 1], side, fma(at[x], middle, fma(at[x - 1], side, sum)));
@@ -657,6 +751,8 @@ struct Worker {
                 }
             }
         }
+        if (levels)
+            for (float& x : out) x = value(x);
     }
 
     typedef float Pixel __attribute__((vector_size(16)));
@@ -811,6 +907,118 @@ struct Worker {
         }
     }
 
+    // One uint32 per pixel: the levels of r, g and b in its bytes.
+    static void pack(const float* __restrict r, const float* __restrict g, const float* __restrict b, uint32_t* __restrict o, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) {
+            const int x = static_cast<int>(level(r[i])), y = static_cast<int>(level(g[i])), z = static_cast<int>(level(b[i]));
+            o[i] = static_cast<uint32_t>(x | (y << 8) | (z << 16));
+        }
+    }
+    static void unpack(const uint32_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) {
+            const int32_t v = static_cast<int32_t>(s[i]);
+            r[i] = byte_value(v & 255);
+            g[i] = byte_value((v >> 8) & 255);
+            b[i] = byte_value((v >> 16) & 255);
+        }
+    }
+
+    typedef double Quad __attribute__((vector_size(32)));  // r, g, b and a fourth number
+    static Quad quad(uint32_t pixel) {
+#if defined(__AVX2__)
+        return reinterpret_cast<Quad>(_mm256_cvtepi32_pd(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(static_cast<int>(pixel)))));
+#else
+        const int v = static_cast<int>(pixel);
+        return Quad{static_cast<double>(v & 255), static_cast<double>((v >> 8) & 255), static_cast<double>((v >> 16) & 255), 0.0};
+#endif
+    }
+    static uint32_t whole(Quad v) {
+#if defined(__AVX2__)
+        const __m128i low_bytes = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_shuffle_epi8(_mm256_cvttpd_epi32(reinterpret_cast<__m256d>(v)), low_bytes)));
+#else
+        return static_cast<uint32_t>(static_cast<int>(v[0]) | static_cast<int>(v[1]) << 8 | static_cast<int>(v[2]) << 16);
+#endif
+    }
+    // Four taps in x: the second, if the position is exactly there, as after a shift by whole pixels.
+    static Quad linear_row(const uint32_t* p, double d) {
+        return d == 0.0 ? quad(p[1]) : quad(p[1]) + (quad(p[2]) - quad(p[1])) * d;
+    }
+    static Quad cubic_row(const uint32_t* p, double d) {
+        return d == 0.0 ? quad(p[1]) : cubic(quad(p[0]), quad(p[1]), quad(p[2]), quad(p[3]), d);
+    }
+    static Quad cubic(Quad v1, Quad v2, Quad v3, Quad v4, double d) {
+        return v2 + d * ((-v1 + v3) + d * ((2.0 * (v1 - v2) + v3 - v4) + d * (-v1 + v2 - v3 + v4)));
+    }
+
+    // Where the pixels of row `y` come from: the index of the first of four taps in an image with that many pixels before
+    // each row, or -1 for outside; and the position between the taps. `m`: Pillow's matrix, between edges of pixels.
+    void sources(const double* m, int64_t y, double back, int64_t stride, int32_t* __restrict from, double* __restrict dx, double* __restrict dy) const {
+        const double line = static_cast<double>(y) + 0.5, width = static_cast<double>(W), height = static_cast<double>(H);
+        const double x1 = m[1] * line, y1 = m[4] * line;
+        const int32_t apart_rows = static_cast<int32_t>(stride), n = static_cast<int32_t>(W);
+        for (int32_t i = 0; i < n; ++i) {
+            const double at = static_cast<double>(i) + 0.5;
+            const double px = m[0] * at + x1 + m[2], py = m[3] * at + y1 + m[5];
+            const bool inside = (px >= 0.0) & (px < width) & (py >= 0.0) & (py < height);
+            const double sx = (inside ? px : 0.0) - back, sy = (inside ? py : 0.0) - back;
+            const double ix = __builtin_floor(sx), iy = __builtin_floor(sy);
+            dx[i] = sx - ix;
+            dy[i] = sy - iy;
+            const int32_t index_of = (static_cast<int32_t>(iy) + 1) * apart_rows + static_cast<int32_t>(ix) + 1;
+            from[i] = inside ? index_of : -1;
+        }
+    }
+
+    // Pillow's affine transform. The taps of a pixel outside the image are the nearest pixels inside.
+    void resample(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        double m[6];
+        std::memcpy(m, op.a, sizeof m);
+        const int interpolation = static_cast<int>(op.a[12]);
+        const uint32_t fill = static_cast<uint32_t>(op.a[13]) | static_cast<uint32_t>(op.a[14]) << 8 | static_cast<uint32_t>(op.a[15]) << 16;
+        const int64_t stride = W + 4;
+        packed.resize((H + 4) * stride + W);
+        index.resize(W);
+        fractions.resize(2 * W);
+        double *dx = fractions.data(), *dy = dx + W;
+        uint32_t *image = packed.data(), *made = image + (H + 4) * stride;
+        for (int64_t y = 0; y < H; ++y) {
+            const float* s = in.data() + y * W;
+            uint32_t* line = image + (y + 2) * stride;
+            pack(s, s + apart, s + 2 * apart, line + 2, W);
+            line[0] = line[1] = line[2];
+            line[W + 2] = line[W + 3] = line[W + 1];
+        }
+        for (int k = 0; k < 2; ++k) {
+            std::copy_n(image + 2 * stride, stride, image + k * stride);
+            std::copy_n(image + (H + 1) * stride, stride, image + (H + 2 + k) * stride);
+        }
+        const double back = interpolation == 0 ? 0.0 : 0.5;
+        for (int64_t y = 0; y < H; ++y) {
+            sources(m, y, back, stride, index.data(), dx, dy);
+            for (int64_t x = 0; x < W; ++x) {
+                if (index[x] < 0) {
+                    made[x] = fill;
+                    continue;
+                }
+                const uint32_t *s = image + index[x], *p = s + stride, *q = p + stride;  // rows of taps; `s` is the first
+                if (interpolation == 0) {
+                    made[x] = p[1];
+                } else if (interpolation == 1) {
+                    const Quad v = linear_row(p, dx[x]);
+                    made[x] = whole(dy[x] == 0.0 ? v : v + (linear_row(q, dx[x]) - v) * dy[x]);
+                } else {
+                    Quad v = cubic_row(p, dx[x]);
+                    if (dy[x] != 0.0) v = cubic(cubic_row(s, dx[x]), v, cubic_row(q, dx[x]), cubic_row(q + stride, dx[x]), dy[x]);
+                    for (int k = 0; k < 4; ++k) v[k] = v[k] < 0.0 ? 0.0 : (v[k] > 255.0 ? 255.0 : v[k]);
+                    made[x] = whole(v);
+                }
+            }
+            float* o = out.data() + y * W;
+            unpack(made, o, o + apart, o + 2 * apart, W);
+        }
+    }
+
     // Flips a buffered image, if the flip cannot be done while loading.
     void turn(int32_t code, std::vector<float>& v) {
         for (int c = 0; c < 3; ++c) {
@@ -864,10 +1072,10 @@ struct Worker {
     }
 
     // One sweep over the image: load, run the operations [from, to), collect the statistic for the next operation, store.
-    void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, int32_t wanted, bool& outside, bool keep, bool last) {
+    void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, const Op* wanted, bool& outside, bool keep, bool last) {
         const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
         alignas(64) float scratch[3][BLOCK + LANES];  // padded, so that the distance is not a power of two
-        if (wanted) stat_next.reset(wanted);
+        if (wanted) stat_next.reset(wanted->code);
         bool end_outside = outside;
         for (int64_t y = 0; y < H; y += rows)
             for (int64_t x = 0; x < W; x += wide) {
@@ -879,7 +1087,7 @@ struct Worker {
                 if (!buffered) load(sample, at, mirror, upside, planes);
                 end_outside = outside;
                 for (const Op* op = from; op != to; ++op) {
-                    if (end_outside && !keeps_outside(op->code)) {
+                    if (end_outside && !keeps_outside(*op)) {
                         for (float* p : planes) clamp_block(p, n);
                         end_outside = false;
                     }
@@ -887,16 +1095,16 @@ struct Worker {
                     end_outside = may_leave_unit(*op, end_outside);
                 }
                 if (wanted) {
-                    if (end_outside && !keeps_outside(wanted)) {
+                    if (end_outside && !keeps_outside(*wanted)) {
                         for (float* p : planes) clamp_block(p, n);
                     }
-                    collect(wanted, stat_next, planes[0], planes[1], planes[2], n);
+                    collect(*wanted, stat_next, planes[0], planes[1], planes[2], n);
                 }
                 if (last) store(sample, at, planes, n);
             }
         outside = end_outside;
         if (wanted) {
-            finish(wanted, stat_next, pixels);
+            finish(*wanted, stat_next, pixels);
             std::swap(stat, stat_next);
         }
     }
@@ -938,7 +1146,7 @@ struct Worker {
         }
         jump = program.data();
         for (const Op& op : program)
-            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE) jump = &op;
+            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.pillow()) jump = &op;
         bool buffered = false, outside = job.src_float != 0, ready = false;
         size_t pos = 0;
         while (true) {
@@ -946,7 +1154,7 @@ struct Worker {
             while (end < program.size() && is_pointwise(program[end].code) && program[end].code > VFLIP && (!needs_statistic(program[end].code) || (ready && end == pos))) ++end;
             const Op* ops = program.data();
             if (end == program.size()) {
-                sweep(sample, buffered, mirror, upside, ops + pos, ops + end, 0, outside, false, true);
+                sweep(sample, buffered, mirror, upside, ops + pos, ops + end, nullptr, outside, false, true);
                 return;
             }
             const Op& next = program[end];
@@ -954,7 +1162,7 @@ struct Worker {
             // If no operation comes before a statistic, read the source again later instead of filling the buffer.
             const bool keep = !(statistic && end == pos && !buffered);
             if (keep) first.resize(3 * apart);
-            if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? next.code : 0, outside, keep, false);
+            if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? &next : nullptr, outside, keep, false);
             if (keep) buffered = true;
             if (buffered) mirror = upside = false;
             if (statistic) {
@@ -966,13 +1174,14 @@ struct Worker {
             if (next.code == HFLIP || next.code == VFLIP) {
                 turn(next.code, first);
             } else {
-                if (outside && !keeps_outside(next.code)) {
+                if (outside && !keeps_outside(next)) {
                     clamp_block(first.data(), static_cast<int>(3 * apart));
                     outside = false;
                 }
                 second.resize(3 * apart);
                 if (next.code == BLUR) blur(next, first, second);
                 else if (next.code == SHARPNESS) sharpness(next, first, second);
+                else if (next.code == RESAMPLE) resample(next, first, second);
                 else warp(next, first, second);
                 std::swap(first, second);
             }

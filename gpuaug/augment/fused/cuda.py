@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, Program, run_step
-from gpuaug.augment.ops.entry import ARGS, Code
+from gpuaug.augment.ops.entry import ARGS, PILLOW, Code
 
 BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, of 96 x 96 takes 9
 WARPS = 2  # 64 threads, so 16 pixels per thread
@@ -47,7 +47,9 @@ _INVERT: tl.constexpr = tl.constexpr(int(Code.INVERT))
 _GAMMA: tl.constexpr = tl.constexpr(int(Code.GAMMA))
 _SHUFFLE: tl.constexpr = tl.constexpr(int(Code.SHUFFLE))
 _ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
+_LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
+_PILLOW: tl.constexpr = tl.constexpr(PILLOW)
 # 1/255 in two parts: a byte times the first is exact. So the sum is rounded once, and equals byte / 255 exactly.
 _PART_1: tl.constexpr = tl.constexpr(257 / 65536)
 _PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
@@ -106,13 +108,64 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _step(code, a, r, g, b, loose, p, width, mean):  # type: ignore[no-untyped-def]
+def _product(x, y):  # type: ignore[no-untyped-def]
+    """A product that is rounded before it is added to anything, as on the CPU."""
+    code: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
+    return tl.inline_asm_elementwise(code, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _level(x):  # type: ignore[no-untyped-def]
+    return tl.floor(x * 255.0 + 0.5)
+
+
+@triton.jit
+def _gray_level(r, g, b):  # type: ignore[no-untyped-def]
+    weighted = _level(r) * 19595.0 + _level(g) * 38470.0 + _level(b) * 7471.0  # exact: below 2^24
+    return tl.floor((weighted + 32768.0) * (1.0 / 65536.0))
+
+
+@triton.jit
+def _with_pillow(code, a):  # type: ignore[no-untyped-def]
+    """Whether a step computes with Pillow's arithmetic: argument PILLOW of the codes in WITH_PILLOW."""
+    able = (code == _MULTIPLY) | (code == _CONTRAST) | (code == _SATURATION) | (code == _SOLARIZE)
+    return (code == _LEVELS) | ((able | (code == _POSTERIZE)) & (tl.load(a + _PILLOW) != 0.0))
+
+
+@triton.jit
+def _pillows(code, a0, a1, a2, x, start):  # type: ignore[no-untyped-def]
+    """Run one step on a channel with Pillow's arithmetic; ``start``: the level that a factor of 0 gives."""
+    v = _level(x)
+    if code <= _SATURATION:  # MULTIPLY, CONTRAST, SATURATION
+        v = tl.floor(tl.minimum(tl.maximum(start + _product(v - start, a0), 0.0), 255.0))
+    elif code == _SOLARIZE:
+        added = tl.floor(tl.minimum(tl.maximum(v + a1, 0.0), 255.0))
+        v = tl.where(v < a0, added, tl.where(a2 != 0.0, v, 255.0 - v))
+    elif code == _POSTERIZE:
+        shift = 8 - tl.minimum(tl.maximum(a0.to(tl.int32), 0), 8)
+        v = ((v.to(tl.int32) >> shift) << shift).to(tl.float32)
+    else:
+        v = tl.floor(x * 255.0 + a0)
+    return _over_255(v)
+
+
+@triton.jit
+def _step(code, a, r, g, b, loose, p, width, mean, mean_level, WITH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
+    pillow = False
+    if WITH:
+        pillow = _with_pillow(code, a)
     if (loose != 0) & (code != _GRAY) & (code != _INVERT) & (code != _SHUFFLE) & (code != _ERASE):
         r, g, b = _unit(r), _unit(g), _unit(b)
         loose = 0
-    if code <= _CONTRAST:  # all three are x * scale + shift
+    if pillow:
+        start = tl.where(code == _CONTRAST, mean_level, 0.0)
+        start = tl.where(code == _SATURATION, _gray_level(r, g, b), start)
+        r = _pillows(code, a0, a1, a2, r, start)
+        g = _pillows(code, a0, a1, a2, g, start)
+        b = _pillows(code, a0, a1, a2, b, start)
+    elif code <= _CONTRAST:  # all three are x * scale + shift
         add, contrast = code == _ADD, code == _CONTRAST
         around = mean * (1.0 - a0)
         r = _unit(r * tl.where(add, 1.0, a0) + tl.where(add, a0, tl.where(contrast, around, 0.0)))
@@ -252,8 +305,9 @@ def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.con
 
 @triton.jit(do_not_specialize=["first", "last", "steps"])
 def _mean_kernel(  # type: ignore[no-untyped-def]
-    src, code, args, flips, sums, height, width, first, last, steps, KIND: tl.constexpr, N: tl.constexpr
-):
+    src, code, args, flips, sums, height, width, first, last, steps,
+    KIND: tl.constexpr, WITH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Add the gray of each sample before its contrast step to ``sums``: int64 [B], in units of 2^-24."""
     sample, block = tl.program_id(1), tl.program_id(0)
     place = last
@@ -272,8 +326,13 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         for s in range(first, place):
             number = tl.load(code + sample * steps + s)
             if number > 2:
-                r, g, b, loose = _step(number, args + (sample * steps + s) * _ARGS, r, g, b, loose, p, width, 0.0)
-        gray = _unit(r) * 0.299 + _unit(g) * 0.587 + _unit(b) * 0.114
+                a = args + (sample * steps + s) * _ARGS
+                r, g, b, loose = _step(number, a, r, g, b, loose, p, width, 0.0, 0.0, WITH)
+        r, g, b = _unit(r), _unit(g), _unit(b)
+        gray = r * 0.299 + g * 0.587 + b * 0.114
+        if WITH:
+            if tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0:
+                gray = _gray_level(r, g, b) * (1.0 / 256.0)  # sums are exact
         total = tl.sum(tl.where(p < height * width, gray, 0.0), axis=0)
         tl.atomic_add(sums + sample, (total * _FIXED).to(tl.int64), sem="relaxed")
 
@@ -321,11 +380,11 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
 @triton.jit(do_not_specialize=["first", "last", "steps"])
 def _points_kernel(  # type: ignore[no-untyped-def]
     src, dst, mid, code, args, flips, sums, places, ends, height, width, first, last, steps,
-    KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, BLUR: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, WITH: tl.constexpr, BLUR: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    With ``BLUR``, a sample whose place is >= 0 goes to that row of ``mid`` (float32 [n, 3, H, W]), without ``ends``.
+    ``WITH``: some steps compute with Pillow's arithmetic. With ``BLUR``, a sample whose place is >= 0 goes to that row of ``mid`` (float32 [n, 3, H, W]), without ``ends``.
     """
     # Start with the last sample: the mean kernel has read it last, so its pixels are still in the cache.
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
@@ -335,13 +394,20 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, KIND, N)
     p = block * N + tl.arange(0, N)
     loose = 1 if KIND == 0 else 0
-    mean = 0.0
+    mean, mean_level = 0.0, 0.0
     if MEAN:
-        mean = tl.load(sums + sample).to(tl.float32) * (1.0 / _FIXED) / pixels
+        total = tl.load(sums + sample)
+        mean = total.to(tl.float32) * (1.0 / _FIXED) / pixels
+        if WITH:  # rounded half up; the remainder corrects the quotient of floats
+            nearest = tl.floor(mean * 256.0 + 0.5).to(tl.int64)
+            rest = (total >> 15) + pixels - 2 * pixels * nearest
+            nearest += (rest >= 2 * pixels).to(tl.int64) - (rest < 0).to(tl.int64)
+            mean_level = nearest.to(tl.float32)
     for s in range(first, last):
         number = tl.load(code + sample * steps + s)
-        if (number > 2) & (number <= _ERASE):
-            r, g, b, loose = _step(number, args + (sample * steps + s) * _ARGS, r, g, b, loose, p, width, mean)
+        if ((number > 2) & (number <= _ERASE)) | (number == _LEVELS):
+            a = args + (sample * steps + s) * _ARGS
+            r, g, b, loose = _step(number, a, r, g, b, loose, p, width, mean, mean_level, WITH)
     place = -1
     if BLUR:
         place = tl.load(places + sample)
@@ -497,13 +563,13 @@ def launch(x: Tensor, program: Program, *, fields: Fields, dtype: torch.dtype, c
         if stretch.contrast:
             _queue(
                 _mean_kernel, grid, x.device, x, program.code, program.args, part.flips, part.sums, height, width,
-                stretch.first, stretch.last, steps, KIND=kind, N=BLOCK, num_warps=WARPS,
+                stretch.first, stretch.last, steps, KIND=kind, WITH=stretch.pillow, N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         mid = planes(len(part.rows[0])) if stretch.blur else y
         _queue(
             _points_kernel, grid, x.device, x, y, mid, program.code, program.args, part.flips, part.sums, part.places,
             ends, height, width, stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout, MEAN=stretch.contrast,
-            BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
+            WITH=stretch.pillow, BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         x = y
         if stretch.blur:

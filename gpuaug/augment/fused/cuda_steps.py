@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code
+from gpuaug.augment.ops import pillow
+from gpuaug.augment.ops.entry import PILLOW, WITH_PILLOW, Code
 from gpuaug.random.keyed import Float, Int
 
-_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11)}  # indices of arguments that must be equal within a call
+# indices of arguments that must be equal within a call
+_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11), Code.RESAMPLE: (12,), **dict.fromkeys(WITH_PILLOW, (PILLOW,))}
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
-POINTS = frozenset(range(Code.HFLIP, Code.ERASE + 1))  # steps that `_points_kernel` runs
+POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
 
 Fields = dict[tuple[int, Code], Tensor]  # noise per column and step
@@ -57,6 +59,7 @@ class Stretch(NamedTuple):
     first: int
     last: int
     contrast: bool
+    pillow: bool  # whether some of the steps in POINTS compute with Pillow's arithmetic
     rest: list[Group]
 
     @property
@@ -69,10 +72,11 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
     """Split the program of a batch into as few stretches as possible, given the steps that the samples have."""
     made: list[Stretch] = []
     first, contrasts, erased = 0, np.zeros(len(code), dtype=bool), False
+    pillows = np.isin(code, list(WITH_PILLOW & POINTS)) & (args[..., PILLOW] != 0) | (code == Code.LEVELS)
 
     def close(last: int, rest: list[Group]) -> None:
         nonlocal first, contrasts, erased
-        made.append(Stretch(first, last, bool(contrasts.any()), rest))
+        made.append(Stretch(first, last, bool(contrasts.any()), bool(pillows[:, first:last].any()), rest))
         first, contrasts, erased = last, np.zeros(len(code), dtype=bool), False
 
     for column, codes in enumerate(code.T):
@@ -174,6 +178,8 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
         y = filter2d_separable(y, across, down, _BORDERS[border])
     elif group.code is Code.WARP:
         y = _warp(y, own, ramps, group.static)
+    elif group.code is Code.RESAMPLE or group.static == (1.0,):
+        y = pillow.run(group.code, y.clamp(0, 1), own, interpolation=int(group.static[0]))
     elif group.code is Code.AUTOCONTRAST:
         y = _autocontrast(y, own[:, 0, None, None, None])
     elif group.code is Code.EQUALIZE:
@@ -206,17 +212,8 @@ def _autocontrast(x: Tensor, clamp: Tensor) -> Tensor:
 
 
 def _equalize(x: Tensor) -> Tensor:
-    n, channels, height, width = x.shape
-    index = (x * 255).long().reshape(n * channels, height * width)
-    count = torch.zeros((n * channels, 256), dtype=torch.int32, device=x.device)
-    count.scatter_add_(1, index, torch.ones_like(index, dtype=torch.int32))
-    numbers = torch.arange(256, device=x.device)
-    last = torch.where(count > 0, numbers, 0).amax(1, keepdim=True)
-    step = (height * width - count.gather(1, last)) // 255
-    table = (count.cumsum(1) + step // 2) // step.clamp(min=1)
-    table = F.pad(table[:, :-1], (1, 0)).clamp(0, 255)
-    y = (table.gather(1, index).float() / 255.0).view_as(x)
-    return torch.where((step == 0).view(n, channels, 1, 1), x, y)
+    levels, flat = pillow.equalized((x * 255).long())
+    return torch.where(flat, x, levels.float() / 255.0)
 
 
 def _sharpness(x: Tensor, factor: Tensor) -> Tensor:

@@ -21,11 +21,15 @@ from gpuaug.augment.ops.kornia_private import Range
 from gpuaug.augment.parameters import Params, Prepared, Rule, Size
 from gpuaug.random.keyed import Float
 
-ARGS = 12  # float32 arguments of one step
+ARGS = 16  # float32 arguments of one step
 
 
 class Code(IntEnum):
-    """The steps, with their arguments in brackets. Colours are clamped to 0..1 wherever Kornia clamps them."""
+    """The steps, with their arguments in brackets. Colours are clamped to 0..1 wherever Kornia clamps them.
+
+    If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step rounds its input to levels k/255 and computes as
+    Pillow does on uint8 (ops/pillow.py). SOLARIZE then takes (threshold, addition, 1: keep the levels from there on).
+    """
 
     NONE = 0
     HFLIP = 1
@@ -49,8 +53,18 @@ class Code(IntEnum):
     SHARPNESS = 19  # (factor)
     BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
     WARP = 21  # (9 values of the output-to-input matrix in -1..1, padding: SamplePadding, align_corners, projective)
+    LEVELS = 22  # (offset), to floor(255 x + offset) / 255
+    RESAMPLE = 23  # (12: 6 float64 of Pillow's output-to-input matrix, interpolation, r, g, b)
     ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
 
+
+PILLOW = 3  # index of an argument
+WITH_PILLOW = frozenset(
+    (
+        *(Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE),
+        *(Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS),
+    )
+)
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule

@@ -1,0 +1,365 @@
+"""RandAugment, TrivialAugmentWide, AutoAugment and AugMix of torchvision, drawn per sample, with Pillow's pixels.
+
+Operations, ranges, bins, signs and probabilities are those of ``torchvision.transforms.autoaugment`` on Pillow images.
+Each operation is a :class:`PillowOp` with one parameter, its magnitude. All choices come from uniforms, for the whole
+batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gpuaug import checks
+from gpuaug.augment import auto_tables
+from gpuaug.augment.ops.pillow import PillowOp
+from gpuaug.augment.parameters import Alternatives, Prepared, Size
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, Int
+
+GEOMETRIC = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+FACTORS = ("brightness", "color", "contrast", "sharpness")
+_OTHERS = ("posterize", "solarize", "auto_contrast", "equalize")
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+FREE_DEPTH = 3  # AugMix: most operations of a chain without a fixed depth
+
+Float64 = NDArray[np.float64]
+Fill = float | Sequence[float] | None
+
+
+class Policy(nn.Module):
+    """Base of the policies: interpolation and fill of their geometric operations. It draws nothing itself."""
+
+    def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.interpolation = checks.one_of("interpolation", interpolation, (*_INTERPOLATIONS, *also))
+        self.fill = _colour(fill)
+
+    def prepare(self, name: str) -> Prepared:
+        """The policy as an operation of a recipe.
+
+        Args:
+            name: its key in ``ops``.
+        """
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Not possible: the recipe draws the random numbers of each sample, and the policy has none of its own.
+
+        Args:
+            images: float [B, 3, H, W]; not used.
+
+        Raises:
+            ConfigError: always. Use a recipe, such as ``gpuaug.Augment(ops={"randaugment": gpuaug.RandAugment()})``.
+        """
+        name = type(self).__name__
+        raise ConfigError(
+            f"`{name}` must be an entry of a recipe's `ops`. Found: a direct call. "
+            f'Use gpuaug.Augment(ops={{"{name.lower()}": gpuaug.{name}()}}).'
+        )
+
+    def extra_repr(self) -> str:
+        """All settings."""
+        return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k[0] != "_" and k != "training")
+
+    def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
+        """One operation per name.
+
+        Args:
+            names: of :class:`PillowOp`.
+            interpolation: None: the policy's.
+        """
+        interpolation = interpolation or self.interpolation
+        return tuple(PillowOp(name, interpolation=interpolation, fill=self.fill) for name in names)
+
+
+class RandAugment(Policy):
+    """RandAugment (arXiv:1909.13719) as ``torchvision.transforms.RandAugment`` runs it on Pillow images.
+
+    ``num_ops`` times, one of 14 operations is chosen, all equally likely, also the same one again. All have the same
+    magnitude. Use it as an entry of a recipe's ``ops``.
+
+    Args:
+        num_ops: number of operations per image.
+        magnitude: of every operation, 0 to ``num_magnitude_bins - 1``.
+        num_magnitude_bins: number of magnitudes between an operation's weakest and strongest form.
+        interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
+        fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
+
+    >>> import gpuaug
+    >>> list(gpuaug.Augment(ops={"randaugment": RandAugment(2, 9)}).ops)
+    ['randaugment']
+    """
+
+    def __init__(
+        self,
+        num_ops: int = 2,
+        magnitude: int = 9,
+        num_magnitude_bins: int = 31,
+        interpolation: str = "nearest",
+        fill: Fill = None,
+    ) -> None:
+        super().__init__(interpolation, fill)
+        self.num_ops = checks.whole_number("num_ops", num_ops, 1)
+        self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2)
+        self.magnitude = checks.whole_number("magnitude", magnitude, 0, num_magnitude_bins - 1)
+
+    def prepare(self, name: str) -> Prepared:
+        """The policy as an operation of a recipe, with one slot per operation of an image.
+
+        Args:
+            name: its key in ``ops``.
+        """
+        space = _Space(names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS), bins=self.num_magnitude_bins)
+        rule = partial(_layers, space=space, slots=self.num_ops, low=self.magnitude, high=self.magnitude + 1)
+        return Prepared(name, self, (self.modules_of(space.names),) * self.num_ops, _EACH * self.num_ops, rule)
+
+
+class TrivialAugmentWide(Policy):
+    """TrivialAugment with its wide ranges (arXiv:2103.10158), as torchvision's class runs it on Pillow images.
+
+    One of 14 operations with a random magnitude, all equally likely. Use it as an entry of a recipe's ``ops``.
+
+    Args:
+        num_magnitude_bins: number of magnitudes between an operation's weakest and strongest form.
+        interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
+        fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
+
+    >>> TrivialAugmentWide(interpolation="bilinear").fill
+    (0, 0, 0)
+    """
+
+    def __init__(self, num_magnitude_bins: int = 31, interpolation: str = "nearest", fill: Fill = None) -> None:
+        super().__init__(interpolation, fill)
+        self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2)
+
+    def prepare(self, name: str) -> Prepared:
+        """The policy as an operation of a recipe, with one slot.
+
+        Args:
+            name: its key in ``ops``.
+        """
+        space = _Space(
+            names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS),
+            bins=self.num_magnitude_bins,
+            shear=0.99,
+            shift=32.0,
+            per=None,
+            rotate=135.0,
+            factor=0.99,
+            dropped=6,
+        )
+        rule = partial(_layers, space=space, slots=1, low=0, high=self.num_magnitude_bins)
+        return Prepared(name, self, (self.modules_of(space.names),), _EACH, rule)
+
+
+class AutoAugment(Policy):
+    """AutoAugment (arXiv:1805.09501) as ``torchvision.transforms.AutoAugment`` runs it on Pillow images.
+
+    Each image takes one of 25 pairs of operations. Each operation has its own probability and magnitude. Use it as an
+    entry of a recipe's ``ops``.
+
+    Args:
+        policy: ``imagenet``, ``cifar10`` or ``svhn``, the data on which the pairs were found.
+        interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
+        fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
+
+    >>> AutoAugment("svhn").policy
+    'svhn'
+    """
+
+    def __init__(self, policy: str = "imagenet", interpolation: str = "nearest", fill: Fill = None) -> None:
+        super().__init__(interpolation, fill)
+        self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
+
+    def prepare(self, name: str) -> Prepared:
+        """The policy as an operation of a recipe, with one slot per operation of a pair.
+
+        Args:
+            name: its key in ``ops``.
+        """
+        table = auto_tables.read(self.policy)
+        space = _Space(names=table.names, bins=10)
+        slots = (self.modules_of(space.names),) * 2
+        return Prepared(name, self, slots, 5, partial(_pairs, space=space, table=table))
+
+
+class AugMix(Policy):
+    """AugMix (arXiv:1912.02781) as ``torchvision.transforms.AugMix`` draws it, with Pillow's pixels.
+
+    ``mixture_width`` copies of the image go through a chain of operations each. The results are mixed with each other
+    and with the image, by random weights. torchvision runs the operations on tensors, which differ a little from
+    Pillow's. Not for masks, boxes or keypoints. Use it as an entry of a recipe's ``ops``.
+
+    Args:
+        severity: largest magnitude of an operation, 1 to 10.
+        mixture_width: number of chains.
+        chain_depth: operations per chain; below 1: 1 to 3 at random.
+        alpha: parameter of the weights' Dirichlet and Beta distributions. Only 1, the authors' value.
+        all_ops: also brightness, color, contrast and sharpness.
+        interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
+        fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
+
+    >>> AugMix(severity=5).mixture_width
+    3
+    """
+
+    def __init__(
+        self,
+        severity: int = 3,
+        mixture_width: int = 3,
+        chain_depth: int = -1,
+        alpha: float = 1.0,
+        all_ops: bool = True,
+        interpolation: str = "bilinear",
+        fill: Fill = None,
+    ) -> None:
+        super().__init__(interpolation, fill)
+        self.severity = checks.whole_number("severity", severity, 1, 10)
+        self.mixture_width = checks.whole_number("mixture_width", mixture_width, 1)
+        self.chain_depth = checks.whole_number("chain_depth", chain_depth, -1)
+        self.alpha = checks.number("alpha", alpha, 0)
+        self.all_ops = checks.flag("all_ops", all_ops)
+        if alpha != 1:
+            raise ConfigError(
+                f"`alpha` must be 1, the value of AugMix's authors: gpuaug draws no other weights. Found: {alpha!r}."
+            )
+
+    def prepare(self, name: str) -> Prepared:
+        """The policy as an operation of a recipe, with the slots of all chains, one chain after the other.
+
+        Args:
+            name: its key in ``ops``.
+        """
+        space = _Space(
+            names=(*GEOMETRIC, *_OTHERS, *(FACTORS if self.all_ops else ())),
+            bins=10,
+            shift=1.0,
+            per=3.0,
+            bits=4,
+        )
+        depth = self.chain_depth if self.chain_depth > 0 else FREE_DEPTH
+        slots = (self.modules_of(space.names),) * (self.mixture_width * depth)
+        layers = partial(_layers, space=space, slots=len(slots), low=0, high=self.severity)
+        rule = partial(chained, layers=layers, chains=self.mixture_width, free=self.chain_depth < 1)
+        count = uniforms_of_chains(self.mixture_width) + _EACH * len(slots)
+        return Prepared(name, self, slots, count, rule, chains=self.mixture_width)
+
+
+def _colour(fill: Any) -> tuple[int, int, int]:
+    """Three levels of 255, from one number, three numbers or None."""
+    given = 0 if fill is None else fill
+    values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * 3
+    whole: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+    if len(whole) != 3 or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= 255 for v in whole):
+        raise ConfigError(
+            f"`fill` must be a whole number from 0 to 255, three of them (red, green, blue), or null. Found: {fill!r}."
+        )
+    return whole[0], whole[1], whole[2]
+
+
+# --- torchvision's magnitudes
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The operations of a policy, and the strongest form of each; the defaults are RandAugment's.
+
+    ``shift`` is in pixels; with ``per``, in parts of the image's width or height divided by ``per``. ``bits`` remain at
+    the weakest posterize, ``dropped`` fewer at the strongest.
+    """
+
+    names: tuple[str, ...]
+    bins: int
+    shear: float = 0.3
+    shift: float = 150.0 / 331.0
+    per: float | None = 1.0
+    rotate: float = 30.0
+    factor: float = 0.9
+    bits: int = 8
+    dropped: int = 4
+
+    def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
+        """Parameters per slot and operation, for ``bins`` and ``negative`` [slots, B]."""
+        table = _table(self, size)
+        params: list[Alternatives] = [()] * len(bins)
+        for row, name in enumerate(self.names):
+            values = table[row][bins]
+            if name in GEOMETRIC or name in FACTORS:
+                values = np.where(negative, -values, values)
+            if name.startswith("translate"):
+                values = np.trunc(values)
+            elif name in FACTORS:
+                values = 1.0 + values
+            single = values.astype(np.float32)
+            params = [(*own, {"magnitude": v}) for own, v in zip(params, single, strict=True)]
+        return tuple(params)
+
+
+@lru_cache(maxsize=64)
+def _table(space: _Space, size: Size) -> Float64:
+    """Magnitudes without sign, float64 [operations, bins]. torch's float32 arithmetic gives torchvision's values."""
+    pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
+    ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
+    ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
+    line = partial(torch.linspace, steps=space.bins, dtype=torch.float32, device="cpu")
+    rows = {name: line(0.0, end) for name, end in ends.items()} | {"solarize": line(255.0, 0.0)}
+    position = torch.arange(space.bins, dtype=torch.float32, device="cpu")
+    rows["posterize"] = space.bits - (position / ((space.bins - 1) / space.dropped)).round()
+    return torch.stack([rows.get(name, 0 * position).double() for name in space.names]).numpy()
+
+
+# --- choices
+
+_EACH = 3  # uniforms per slot: operation, sign, magnitude
+
+
+def pick(u: Float, count: int) -> Int:
+    """Whole numbers below ``count`` from uniforms, all equally likely."""
+    return (u * np.float32(count)).astype(np.int64)
+
+
+def _layers(
+    u: Float, size: Size, *, space: _Space, slots: int, low: int, high: int
+) -> tuple[Int, tuple[Alternatives, ...]]:
+    """One operation per slot, with a magnitude from ``low`` to ``high - 1``."""
+    which, sign, level = u.reshape(len(u), slots, _EACH).transpose(2, 0, 1)
+    params = space.magnitudes(low + pick(level, high - low).T, (sign < 0.5).T, size)
+    return pick(which, len(space.names)), params
+
+
+def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> tuple[Int, tuple[Alternatives, ...]]:
+    """One pair of operations per sample; each operation has its own gate."""
+    pair = pick(u[:, 0], len(table.p))
+    choice = np.where(u[:, 1:3] < table.p[pair], table.ops[pair], -1)
+    return choice, space.magnitudes(table.magnitudes[pair].T, (u[:, 3:5] < 0.5).T, size)
+
+
+def uniforms_of_chains(chains: int) -> int:
+    """Number of uniforms that :func:`chained` uses itself: the image's part, and share and depth of each chain."""
+    return 1 + 2 * chains
+
+
+def chained(
+    u: Float, size: Size, *, layers: Any, chains: int, free: bool
+) -> tuple[Int, tuple[Alternatives, ...], Float]:
+    """Chains of ``layers``, with their weights. If ``free``, a chain has 1 to 3 operations.
+
+    The shares have the distribution Dirichlet(1, ..., 1), which normalised exponential values have. The mixture's part
+    has Beta(1, 1), which is uniform.
+    """
+    choice, params = layers(u[:, uniforms_of_chains(chains) :], size)
+    if free:
+        depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)
+        position = np.arange(choice.shape[1])
+        choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
+    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24
+    shares = exponential / exponential.sum(axis=1, keepdims=True)
+    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)

@@ -1,0 +1,309 @@
+"""timm's strings for RandAugment, AutoAugment and AugMix (timm/data/auto_augment.py), drawn per sample.
+
+A level goes from 0 to 10; each operation turns it into its own parameter. Operations, levels, noise, signs and
+probabilities are timm's. The pixels are Pillow's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.augment import auto_tables
+from gpuaug.augment.auto import FACTORS, FREE_DEPTH, GEOMETRIC, Fill, Float64, Policy, chained, pick, uniforms_of_chains
+from gpuaug.augment.parameters import Alternatives, Prepared, Size
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, Int
+
+ALLOWED = (
+    "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
+    "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number, P is from 0 to 1, X is at least 0"
+)
+_BLUR = " timm's 3-Augment blurs with a filter of Pillow that gpuaug does not have: augment=threeaugment is DeiT III's."
+_HIGHEST = 10.0  # level, unless the string has mmax
+_SHIFT, _AUGMIX_SHIFT = 0.45, 0.3  # largest translation, in parts of the image (timm's create_transform)
+
+
+class TimmAugment(Policy):
+    """RandAugment, AutoAugment or AugMix from a string of timm, such as ``rand-m9-mstd0.5-inc1``.
+
+    Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
+    ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. Use it as an entry of a recipe's ``ops``.
+
+    Args:
+        config: the string, timm's ``--aa``.
+        interpolation: ``nearest``, ``bilinear``, ``bicubic``, or ``random``: bilinear or bicubic for each operation,
+            timm's default. For operations that move pixels.
+        fill: colour of pixels from outside the image: 0..255, one number or three. timm uses the mean of ImageNet.
+
+    >>> TimmAugment("rand-m7-n3-inc1").config
+    'rand-m7-n3-inc1'
+    """
+
+    def __init__(
+        self,
+        config: str = "rand-m9-mstd0.5-inc1",
+        interpolation: str = "bicubic",
+        fill: Fill = (124, 116, 104),
+    ) -> None:
+        super().__init__(interpolation, fill, also=("random",))
+        parse(config)
+        self.config = config
+
+    def prepare(self, name: str) -> Prepared:
+        """The policy as an operation of a recipe.
+
+        Args:
+            name: its key in ``ops``.
+        """
+        plan = parse(self.config)
+        rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
+        count = plan.leading + _EACH * plan.slots
+        if plan.chains:
+            rule = partial(chained, layers=rule, chains=plan.chains, free=plan.free)
+            count += uniforms_of_chains(plan.chains)
+        names = [_ARGUMENTS[each][0] for each in plan.names]
+        if self.interpolation == "random":
+            modules = self.modules_of(names, "bilinear") + self.modules_of(
+                [n for n in names if n in GEOMETRIC], "bicubic"
+            )
+        else:
+            modules = self.modules_of(names)
+        slots = (modules,) * plan.slots
+        return Prepared(name, self, slots, count, rule, chains=plan.chains, rounds_twice=plan.chains > 0)
+
+
+# --- timm's strings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a string says.
+
+    Attributes:
+        names: the operations, keys of ``_ARGUMENTS``.
+        slots: number of operations that an image can take; of all chains.
+        magnitude: the level, before noise.
+        std: standard deviation of the level's noise; infinite: uniform from 0 to ``magnitude``.
+        highest: largest level.
+        p: probability of each operation.
+        weights: of ``names``, for a choice without repetition; None: equally likely, with repetition.
+        pairs: AutoAugment's policy, and the name of its posterize; its ``magnitude`` and ``p`` replace the others.
+        chains: AugMix's number of chains; 0: none.
+        free: whether chains have a random number of operations.
+    """
+
+    names: tuple[str, ...]
+    slots: int = 2
+    magnitude: float = 10.0
+    std: float = 0.0
+    highest: float = _HIGHEST
+    p: float = 0.5
+    weights: tuple[float, ...] | None = None
+    pairs: tuple[str, str] | None = None
+    chains: int = 0
+    free: bool = False
+
+    @property
+    def leading(self) -> int:
+        """Number of uniforms before those of the slots."""
+        return 1 if self.pairs else len(self.weights or ())
+
+
+def parse(config: str) -> Plan:
+    """Read one of timm's strings.
+
+    Args:
+        config: the string, timm's ``--aa``.
+
+    Raises:
+        ConfigError: names the part that is not supported, and what is.
+    """
+    if not isinstance(config, str):
+        raise _refused(config, f"a {type(config).__name__}")
+    kind, *parts = config.split("-")
+    known = _SECTIONS.get(kind)
+    if known is None:
+        raise _refused(config, f"{kind!r}", _BLUR if kind == "3a" else "")
+    given: dict[str, Any] = {}
+    for part in parts:
+        key, text = re.fullmatch(r"([a-z]*)(.*)", part).groups()  # type: ignore[union-attr]  # always matches
+        if part in ("tweights", "t3a", "t3aw"):
+            key, text = "t", part[1:]
+        read, allowed = known.get(key, (None, None))
+        try:
+            value = text if key == "t" else read(text)  # type: ignore[misc]
+        except (TypeError, ValueError):
+            value = None
+        if value is None or allowed is None or key in given or not allowed(value):
+            reason = _BLUR if key == "t" and text.startswith("3a") else ""
+            reason = " It has this part twice." if key in given else reason
+            raise _refused(config, f"{part!r} in {config!r}" if part else f"an empty part in {config!r}", reason)
+        given[key] = value
+    return _plan(kind, given)
+
+
+def _refused(config: Any, found: str, reason: str = "") -> ConfigError:
+    return ConfigError(f"`config` must be a string of timm that gpuaug knows: {ALLOWED}. Found: {found}.{reason}")
+
+
+def _digits(text: str) -> int:
+    return int(text) if text.isdigit() else int("x")
+
+
+def _plain(text: str) -> float:
+    return float(text) if re.fullmatch(r"\d+\.?\d*", text) else float("x")
+
+
+_Section = tuple[Callable[[str], Any], Callable[[Any], bool]]
+_STD: dict[str, _Section] = {"mstd": (_plain, lambda v: True)}
+_AUGMIX: dict[str, _Section] = {
+    "m": (_digits, lambda v: True),
+    "w": (_digits, lambda v: v >= 1),
+    "d": (_digits, lambda v: True),
+    "a": (_plain, lambda v: v == 1),
+    "b": (_digits, lambda v: v == 0),
+}
+_RAND: dict[str, _Section] = {
+    "m": (_digits, lambda v: True),
+    "n": (_digits, lambda v: v >= 1),
+    "p": (_plain, lambda v: v <= 1),
+    "mmax": (_digits, lambda v: v >= 1),
+    "inc": (_digits, lambda v: True),
+    "t": (str, lambda v: v == "weights"),
+}
+_SECTIONS: dict[str, dict[str, _Section]] = {
+    **{"rand": _RAND | _STD, "augmix": _AUGMIX | _STD},
+    **dict.fromkeys(("original", "originalr", "v0", "v0r"), _STD),
+}
+
+
+def _plan(kind: str, given: dict[str, Any]) -> Plan:
+    std = given.get("mstd", 0.0)
+    if kind == "augmix":
+        chains, depth = given.get("w", 3), given.get("d", 0)
+        slots = chains * (depth or FREE_DEPTH)
+        noise = {"std": given.get("mstd", math.inf), "magnitude": float(given.get("m", 3)), "p": 1.0}
+        return Plan(_AUGMIX_NAMES, slots, chains=chains, free=depth == 0, **noise)
+    if kind == "rand":
+        weights = tuple(_WEIGHTS.values()) if "t" in given else None
+        names = tuple(_WEIGHTS) if "t" in given else _RAND_INCREASING if given.get("inc") else _RAND_NAMES
+        if weights and given.get("n", 2) > len(names):
+            raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{given['n']}.")
+        return Plan(
+            names,
+            slots=given.get("n", 2),
+            magnitude=float(given.get("m", _HIGHEST)),
+            std=math.inf if std > 100 else std,
+            highest=float(given.get("mmax", _HIGHEST)),
+            p=given.get("p", 0.5),
+            weights=weights,
+        )
+    policy, posterize = {
+        "original": ("imagenet", "posterize_original"),
+        "originalr": ("imagenet", "posterize_increasing"),
+        "v0": ("v0", "posterize"),
+        "v0r": ("v0", "posterize_increasing"),
+    }[kind]
+    return Plan(auto_tables.read(policy, posterize).names, std=std, pairs=(policy, posterize))
+
+
+# --- timm's operations: name of PillowOp, and its parameter from the level / 10, a sign and the largest translation in
+# pixels (horizontal, vertical)
+
+_Argument = Callable[[Float64, Float64, tuple[float, float]], Any]
+
+
+def _none(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
+    return np.zeros_like(f)
+
+
+def _factor(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
+    return f * 1.8 + 0.1
+
+
+def _factor_increasing(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
+    return np.maximum(0.1, 1.0 + s * (f * 0.9))
+
+
+_ARGUMENTS: dict[str, tuple[str, _Argument]] = {
+    **{name: (name, _none) for name in ("auto_contrast", "equalize", "invert")},
+    **{name: (name, _factor) for name in FACTORS},
+    **{f"{name}_increasing": (name, _factor_increasing) for name in FACTORS},
+    "rotate": ("rotate", lambda f, s, shift: s * (f * 30.0)),
+    "shear_x": ("shear_x", lambda f, s, shift: s * (f * 0.3)),
+    "shear_y": ("shear_y", lambda f, s, shift: s * (f * 0.3)),
+    # timm's positive shift moves the content to the left and up
+    "translate_x": ("translate_x", lambda f, s, shift: -s * f * shift[0]),
+    "translate_y": ("translate_y", lambda f, s, shift: -s * f * shift[1]),
+    "posterize": ("posterize", lambda f, s, shift: np.trunc(f * 4).clip(0, 8)),
+    "posterize_increasing": ("posterize", lambda f, s, shift: (4 - np.trunc(f * 4)).clip(0, 8)),
+    "posterize_original": ("posterize", lambda f, s, shift: (np.trunc(f * 4) + 4).clip(0, 8)),
+    "solarize": ("solarize", lambda f, s, shift: np.minimum(256, np.trunc(f * 256))),
+    "solarize_increasing": ("solarize", lambda f, s, shift: 256 - np.minimum(256, np.trunc(f * 256))),
+    "solarize_add": ("solarize_add", lambda f, s, shift: np.minimum(128, np.trunc(f * 110))),
+}
+_RAND_NAMES = (
+    *("auto_contrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add"),
+    *("color", "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y"),
+)
+_RAND_INCREASING = tuple(
+    f"{name}_increasing" if name in (*FACTORS, "posterize", "solarize") else name for name in _RAND_NAMES
+)
+_AUGMIX_NAMES = tuple(name for name in _RAND_INCREASING if name not in ("invert", "solarize_add"))
+_WEIGHTS = dict.fromkeys(_RAND_INCREASING, 0.05) | {
+    **{"rotate": 3, "shear_x": 2, "shear_y": 2, "translate_x": 1, "translate_y": 1},
+    **{"color_increasing": 0.25, "sharpness_increasing": 0.25, "auto_contrast": 0.25},
+}
+
+# --- choices
+
+_EACH = 6  # uniforms per slot: operation, gate, two for the level, sign, interpolation
+
+
+def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
+    """One operation per slot. If ``either``, those that move pixels occur twice: with both interpolations."""
+    slots = u[:, plan.leading :].reshape(len(u), plan.slots, _EACH).transpose(2, 0, 1)
+    p, magnitude = np.full((1, 1), plan.p, dtype=np.float32), np.full((1, 1), plan.magnitude)
+    if plan.pairs:
+        table = auto_tables.read(*plan.pairs)
+        pair = pick(u[:, 0], len(table.p))
+        choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
+    elif plan.weights:  # the smallest of exponential values with these rates: one after the other, without repetition
+        first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
+        choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
+    else:
+        choice = pick(slots[0], len(plan.names))
+    level = _noisy(magnitude, slots[2], slots[3], plan).clip(0, plan.highest) / 10.0
+    moving = [k for k, name in enumerate(plan.names) if name in GEOMETRIC] if either else []
+    # timm negates if its random number is above 1/2
+    params = _arguments([*plan.names, *(plan.names[k] for k in moving)], level, slots[4] > 0.5, plan, size)
+    if either:
+        other = np.arange(len(plan.names))
+        other[moving] = len(plan.names) + np.arange(len(moving))
+        choice = np.where(slots[5] < np.float32(0.5), choice, other[choice])
+    return np.where(slots[1] < p, choice, -1), params
+
+
+def _noisy(magnitude: Float64, u: Float, v: Float, plan: Plan) -> Float64:
+    """Levels float64 [B, slots]: with normal noise, from the Box-Muller transform of two uniforms, or uniform."""
+    if plan.std == math.inf:
+        return magnitude * u
+    radius = np.sqrt(-2.0 * np.log1p(-u.astype(np.float64)))
+    return magnitude + plan.std * radius * np.cos(2.0 * np.pi * v)
+
+
+def _arguments(
+    names: Sequence[str], level: Float64, negative: NDArray[np.bool_], plan: Plan, size: Size
+) -> tuple[Alternatives, ...]:
+    part = _AUGMIX_SHIFT if plan.chains else _SHIFT
+    shift, sign = (part * size[1], part * size[0]), np.where(negative, -1.0, 1.0).T
+    values = [_ARGUMENTS[name][1](level.T, sign, shift).astype(np.float32) for name in names]
+    return tuple(tuple({"magnitude": each[slot]} for each in values) for slot in range(plan.slots))

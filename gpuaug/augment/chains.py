@@ -1,0 +1,62 @@
+"""Mixtures of chains (AugMix, arXiv:1912.02781): operations whose result is not one sequence of steps.
+
+takes: a sample's image, and its choices for several chains of operations.
+does: runs every chain on a copy of the image. Mixes the results and the image with the sample's own weights, in whole
+levels of 255 as the authors' libraries do.
+gives: the mixture. Each backend runs the chains itself, and both use the same mixing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gpuaug.augment.parameters import Chosen, Prepared
+
+
+def one_chain(op: Prepared) -> Prepared:
+    """The slots of one chain as an operation of its own. All chains of an operation have the same slots."""
+    return replace(op, slots=op.slots[: len(op.slots) // op.chains], chains=0)
+
+
+def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
+    """Mix float32 [B, 3, H, W] with the results of its chains.
+
+    Args:
+        x: pixels in 0..1; not modified.
+        op: an operation with chains.
+        chosen: its choices and weights.
+        run: applies :func:`one_chain` to a copy of ``x``.
+
+    Returns:
+        float32 [B, 3, H, W], in whole levels: k / 255.
+    """
+    assert chosen.weights is not None
+    weights = torch.from_numpy(chosen.weights).to(x.device, non_blocking=True)
+    mix, *shares = weights.T[..., None, None, None]
+    made = (_levels(run(x, own)) for own in _each(op, chosen))
+    image = _levels(x)
+    # multiplied, then added: a fused multiplication would round differently at some places of a tensor
+    if op.rounds_twice:  # timm: the chains' sum is rounded down, then blended with the image
+        total = torch.zeros_like(image)
+        for share, levels in zip(shares, made, strict=True):
+            total += share * levels
+        return (image + mix * (total.clamp_(0, 255).floor_() - image)).floor_().div_(255)
+    total = (1 - mix) * image
+    for share, levels in zip(shares, made, strict=True):
+        total += share * mix * levels
+    return total.clamp_(0, 255).floor_().div_(255)
+
+
+def _each(op: Prepared, chosen: Chosen) -> Iterator[Chosen]:
+    depth = len(op.slots) // op.chains
+    for first in range(0, len(op.slots), depth):
+        own = slice(first, first + depth)
+        yield Chosen(chosen.choice[:, own], chosen.params[own], chosen.keys)
+
+
+def _levels(x: Tensor) -> Tensor:
+    return x.mul(255).add_(0.5).floor_()
