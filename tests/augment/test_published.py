@@ -66,7 +66,7 @@ def stage(size: int, magnitude: int) -> dict[str, Any]:
     """A stage of EfficientNetV2: distort_image_with_randaugment applies both of its operations, filled with 128."""
     policy = {"config": f"rand-m{magnitude}-n2-p1.0", "interpolation": "nearest", "fill": [128, 128, 128]}
     half = [128 / 255] * 3  # (image - 128.0) / 128.0
-    return view(1, size, [0.05, 1.0], "bilinear", {"flip": FLIP, "randaugment": policy}, (half, half))
+    return view(1, size, [0.05, 1.0], "bilinear", {"flip": FLIP, "timm": policy}, (half, half))
 
 
 AUTHORS = {
@@ -98,7 +98,7 @@ AUTHORS = {
     "convnext": [
         view(1, 224, [0.08, 1.0], "bicubic", {
             "flip": FLIP,
-            "randaugment": RANDAUGMENT,
+            "timm": RANDAUGMENT,
             "erase": {"p": 0.25, "scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3], "mode": "pixel", "count": 1,
                       "mean": IMAGENET[0], "std": IMAGENET[1]},
         }),
