@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.augment.crop import ResizeCenterCrop as ResizeCenterCrop
     from gpuaug.augment.mix import Mix as Mix
     from gpuaug.augment.normalize import Normalize as Normalize
+    from gpuaug.augment.ops.erasing import RandomErasing as RandomErasing
     from gpuaug.augment.ops.photometric import PhotometricDistort as PhotometricDistort
     from gpuaug.augment.policy import OneOf as OneOf
+    from gpuaug.augment.progressive import Progressive as Progressive
     from gpuaug.augment.recipe import Augment as Augment
     from gpuaug.augment.recipe import MultiView as MultiView
     from gpuaug.augment.target_crops import Letterbox as Letterbox
@@ -75,8 +77,10 @@ _NAMES = {  # module: its public names
     "gpuaug.augment.crop": "RandomCrop RandomResizedCrop Resize ResizeCenterCrop",
     "gpuaug.augment.mix": "Mix",
     "gpuaug.augment.normalize": "Normalize",
+    "gpuaug.augment.ops.erasing": "RandomErasing",
     "gpuaug.augment.ops.photometric": "PhotometricDistort",
     "gpuaug.augment.policy": "OneOf",
+    "gpuaug.augment.progressive": "Progressive",
     "gpuaug.augment.recipe": "Augment MultiView",
     "gpuaug.augment.target_crops": "Letterbox RandomIoUCrop RandomScaleCrop",
     "gpuaug.batch": "Batch EncodedBatch Target",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
-_NAMED = ("ops", "views")  # mappings of named objects; null switches an entry off
+_NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
 # `augment=timm:rand-m9-mstd0.5-inc1`: the recipe and the string of its operation

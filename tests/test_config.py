@@ -84,7 +84,7 @@ def test_operation_names_are_the_same_in_every_recipe():
         "RandomGrayscale": "gray", "RandomGaussianBlur": "blur", "RandomSolarize": "solarize",
         "RandAugment": "randaugment", "TrivialAugment": "trivialaugment", "OneOf": "choice",
         "PhotometricDistort": "distort", "TrivialAugmentWide": "trivialaugment", "AutoAugment": "autoaugment",
-        "AugMix": "augmix", "TimmAugment": "timm",
+        "AugMix": "augmix", "TimmAugment": "timm", "RandomErasing": "erase",
     }  # fmt: skip
 
     def ops(node, name=None):

@@ -275,7 +275,7 @@ _REFUSED = {
             "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
         ),
         (
-            "gpuaug.Augment gpuaug.MultiView",
+            "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
             "be one operation",
             "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
             "gpuaug.MultiView.",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-_BACKENDS = ("fused", "kornia")
+BACKENDS = ("fused", "kornia")
 _READ_ONCE = (
     "a recipe reads its settings only when it is created. Create a new recipe with `Augment.replace`; "
     "`loader.replace(augment=...)` makes a loader use the new recipe."
@@ -86,22 +86,37 @@ class Drawn:
         return drawn[stream.view, stream.copy, stream.op]
 
 
-class _Recipe(nn.Module):
-    """Base of Augment and MultiView. Each view is processed separately."""
+class ReadOnly(nn.Module):
+    """A module with settings that cannot be assigned after ``_made`` was set."""
 
-    views: list[View]
-    _read_once: tuple[str, ...]  # settings that cannot be assigned
+    _read_once: tuple[str, ...]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._read_once and "_made" in self.__dict__:
             raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
         super().__setattr__(name, value)
 
-    def check_unchanged(self, *, quick: bool = False) -> None:
+
+class _Recipe(ReadOnly):
+    """Base of Augment and MultiView. Each view is processed separately."""
+
+    views: list[View]
+
+    def at(self, epoch: int) -> Self:
+        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others."""
+        return self
+
+    @property
+    def stages(self) -> Mapping[int, Self]:
+        """First epochs and their recipes: only this one."""
+        return {0: self}
+
+    def check_unchanged(self, *, quick: bool = False, key: str = "augment") -> None:
         """Check that crop, operations and normalization have the same settings as when the recipe was created.
 
         Args:
             quick: skip a view if no attribute was assigned since the last check. This misses changes inside tensors.
+            key: the configuration key of this recipe, for messages.
 
         Raises:
             ReadOnlyError: a setting was changed. The change would have no effect.
@@ -110,7 +125,7 @@ class _Recipe(nn.Module):
             augment, values = view.augment, view.augment._values()
             if quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen)):
                 continue
-            prefix = f"augment.views.{view.name}" if view.name else "augment"
+            prefix = f"{key}.views.{view.name}" if view.name else key
             for where, made, now in differences(augment._made, augment._settings()):
                 raise ReadOnlyError(
                     f"`{prefix}.{where}` was {made!r} when the recipe was created and is {now!r} now. "
@@ -348,7 +363,7 @@ class Augment(_Recipe):
             checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS)
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
-        checks.one_of("augment.backend", backend, _BACKENDS)
+        checks.one_of("augment.backend", backend, BACKENDS)
         # Prepared operations are not registered as submodules: `.to()` would convert the samplers of Kornia modules.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
@@ -432,7 +447,7 @@ class MultiView(_Recipe):
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
         super().__init__()
         if backend is not None:
-            checks.one_of("augment.backend", backend, _BACKENDS)
+            checks.one_of("augment.backend", backend, BACKENDS)
         if not isinstance(views, Mapping):
             raise ConfigError(
                 "`augment.views` must be a mapping of names to gpuaug.Augment, such as {'global': Augment(copies=2)}. "

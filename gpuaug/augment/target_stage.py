@@ -8,7 +8,7 @@ gives: one :class:`BatchTargets` per view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,8 +38,21 @@ _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _LARGEST_BYTE = 255
 
 
-class Recipe(Protocol):
-    """What this module needs of the recipe of the images, which is an Augment or MultiView."""
+class Staged(Protocol):
+    """What a :class:`TargetStage` needs of the recipe of the images: an Augment, MultiView or Progressive."""
+
+    @property
+    def stages(self) -> Mapping[int, Any]:
+        """First epochs and their recipes."""
+        ...
+
+    def at(self, epoch: int) -> Any:
+        """The recipe of an epoch."""
+        ...
+
+
+class Recipe(Staged, Protocol):
+    """What :func:`augment_targets` needs of the recipe of the images, which is an Augment or MultiView."""
 
     @property
     def views(self) -> Sequence[Any]:
@@ -118,14 +131,15 @@ class TargetStage:
     def __init__(
         self,
         rules: Targets,
-        recipe: Recipe,
+        recipe: Staged,
         *,
         flip: Sequence[int] | None = None,
         panoptic: bool = False,
     ) -> None:
         self.rules, self.recipe, self.panoptic = rules, recipe, panoptic
         self.flip = None if flip is None else tuple(flip)
-        self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in recipe.views)
+        views = [view for stage in recipe.stages.values() for view in stage.views]
+        self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
 
@@ -165,11 +179,11 @@ class TargetStage:
         return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
 
     def place(
-        self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]]
+        self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
     ) -> TargetBatch:
-        """Move the objects of every view. ``chosen``: per view, the choices of its operations."""
+        """Move the objects of every view. ``chosen``: per view, the choices of its operations in this epoch."""
         views = []
-        for view, window, choices in zip(self.recipe.views, windows, chosen, strict=True):
+        for view, window, choices in zip(self.recipe.at(epoch).views, windows, chosen, strict=True):
             crop = geometry.crop(window) @ upright.matrices
             done = moves(view.augment.prepared, choices, window.size)
             ops = np.tile(np.eye(3), (len(crop), 1, 1))
@@ -391,7 +405,7 @@ def augment_targets(
     upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
     windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)
     chosen = recipe.choose(drawn, [window.size for window in windows])
-    batch = stage.place(upright, windows, chosen)
+    batch = stage.place(upright, windows, chosen, epoch=drawn.epoch)
     if decoded is not None:
         stage.sample(batch, decoded, device)
     return windows, chosen, stage.finish(batch, torch.from_numpy(indices), bad=[], keep=None, device=device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpuaug import checks, machine
+from gpuaug.augment.progressive import Recipe, views_of
 from gpuaug.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,11 +61,10 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
     return "drop"
 
 
-def check_targets(targets: Any, source: Any, recipe: Any, mix: Any) -> Targets | None:
+def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Targets | None:
     """Return ``targets`` if the source has them, and every crop and operation can move them."""
     names = getattr(targets, "names", ())
-    for view in recipe.views:
-        key = f"augment.views.{view.name}" if view.name else "augment"
+    for key, view in views_of(recipe):
         missing = sorted(set(getattr(view.augment.crop, "needs", ())) - set(names))
         if missing:
             raise ConfigError(
@@ -80,9 +80,9 @@ def check_targets(targets: Any, source: Any, recipe: Any, mix: Any) -> Targets |
     from gpuaug.targets.rules import Targets
 
     checks.instance("targets", targets, Targets)
-    for view in (view for view in recipe.views if view.copy == 0):
-        path = f"augment.views.{view.name}.ops" if view.name else "augment.ops"
-        check_carried(view.augment.prepared, names, path=path)
+    for key, view in views_of(recipe):
+        if view.copy == 0:
+            check_carried(view.augment.prepared, names, path=f"{key}.ops")
     if getattr(source, "stored", None) is not None:
         raise ConfigError("`targets` must be null for stored epochs: `gpuaug materialize` stores images only.")
     if known is not None and (absent := sorted(set(names) - set(known))):

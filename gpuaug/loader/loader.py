@@ -14,6 +14,7 @@ import torch
 from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
+from gpuaug.augment.progressive import Progressive, Recipe, views_of
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch
 from gpuaug.decode.decoder import Decode
@@ -44,7 +45,7 @@ class Loader:
     Args:
         source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)``. Epochs stored
             by a :class:`~gpuaug.MaterializedSource` are used as they are, without decoding or augmenting.
-        augment: the recipe, :class:`~gpuaug.Augment` or :class:`~gpuaug.MultiView`.
+        augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``.
@@ -106,7 +107,7 @@ class Loader:
         self,
         source: Any,
         *,
-        augment: Augment | MultiView,
+        augment: Recipe,
         batch_size: int = 64,
         order: Any = None,
         shuffle: bool | None = None,
@@ -133,7 +134,7 @@ class Loader:
         self._given = {name: value for name, value in locals().items() if name not in ("self", "source")}
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
-        self.augment: Augment | MultiView = checks.instance("augment", augment, Augment, MultiView)
+        self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
         self.batch_size: int = checks.whole_number("batch_size", batch_size, 1)
@@ -399,7 +400,7 @@ class Loader:
     def _targets_fingerprint(self) -> dict[str, Any]:
         """The rules of the targets and, if a crop reads objects, a hash of them."""
         digest = getattr(self.source, "objects_digest", None)
-        reads = any(getattr(view.augment.crop, "needs", ()) for view in self.augment.views)
+        reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(self.augment))
         return {"rules": repr(self.targets), "objects": digest() if reads and callable(digest) else None}
 
     def fetch(

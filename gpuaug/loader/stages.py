@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gpuaug.augment.parameters import Chosen
-from gpuaug.augment.recipe import Augment, Drawn, MultiView
+from gpuaug.augment.progressive import Progressive, Recipe
+from gpuaug.augment.recipe import Augment, Drawn
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.decode.plan import HeaderInfo
@@ -62,7 +63,7 @@ class DecodedBatch:
 class LiveStage:
     """Decodes and augments in three steps, which may run on different threads."""
 
-    recipe: Augment | MultiView
+    recipe: Recipe
     settings: Decode  # of the decoder, which is opened at first use
     device: torch.device
     seed: int = 0
@@ -96,14 +97,15 @@ class LiveStage:
         """Read the headers, draw the random parameters, and compute each view's window in each image."""
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
-        drawn = self.recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
+        recipe = self.recipe.at(epoch)
+        drawn = recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
         if self.targets is None:
-            windows = self.recipe.windows(drawn, info.height, info.width)
+            windows = recipe.windows(drawn, info.height, info.width)
             return HeaderBatch(encoded, info.faults, info, drawn, windows)
         upright = self.targets.upright(encoded, info, self.decoder)
-        windows = self.recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
-        chosen = self.recipe.choose(drawn, [window.size for window in windows])
-        targets = self.targets.place(upright, windows, chosen)
+        windows = recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
+        chosen = recipe.choose(drawn, [window.size for window in windows])
+        targets = self.targets.place(upright, windows, chosen, epoch=epoch)
         return HeaderBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
 
     def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
@@ -116,7 +118,7 @@ class LiveStage:
 
     def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
         """Augment: [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.apply(
+        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=dtype, memory_format=memory_format
         )
         return views
@@ -161,7 +163,7 @@ class StoredStage:
     def __init__(
         self,
         stored: Rows,
-        recipe: Augment | MultiView,
+        recipe: Recipe,
         *,
         source: str,
         seed: int,
@@ -169,6 +171,11 @@ class StoredStage:
         dtype: torch.dtype,
     ) -> None:
         self.stored, self.device = stored, device
+        if isinstance(recipe, Progressive):
+            raise ConfigError(
+                "`augment` must be the recipe of the stored epochs. Found: a gpuaug.Progressive, whose epochs "
+                "cannot be stored. Set the recipe that was materialized."
+            )
         refuse_others(stored.root, stored.manifest["made_of"], made_of(source, recipe, seed))
         if stored.dtype not in (torch.uint8, torch.float32, dtype):
             store = stored.manifest["store"]
@@ -233,7 +240,7 @@ def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any)
     )
 
 
-def made_of(source: str, augment: Augment | MultiView, seed: int) -> dict[str, Any]:
+def made_of(source: str, augment: Recipe, seed: int) -> dict[str, Any]:
     """Everything that decides the pixels of materialized epochs, as JSON. ``source`` is the source's digest."""
     return dict(plain({"source": source, "seed": seed, "augment": augment.fingerprint(), "draw": draw.VERSION}))
 

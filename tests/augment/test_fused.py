@@ -58,6 +58,8 @@ POINTWISE = {
     "shuffle": lambda: K.RandomChannelShuffle(p=0.8),
     "erase": lambda: K.RandomErasing((0.02, 0.5), (0.3, 3.3), value=0.7, p=0.8),
     "noise": lambda: K.RandomGaussianNoise(0.1, 0.3, p=0.8),
+    "erase_noise": lambda: gpuaug.RandomErasing(p=0.8, count=3),
+    "erase_color": lambda: gpuaug.RandomErasing(p=0.8, mode="rand", count=2),
     "autocontrast": lambda: K.RandomAutoContrast(p=0.8),
     "autocontrast_open": lambda: K.RandomAutoContrast(clip_output=False, p=0.8),
 }
@@ -94,6 +96,14 @@ POLICIES = {
             "gray": K.RandomGrayscale(p=1.0),
             "blur": K.RandomGaussianBlur(5, (0.1, 2.0), p=1.0),
             "s": JUMPS["solarize"](),
+        }
+    ),
+    "one_of_noise": lambda: OneOf(
+        ops={
+            "noise": K.RandomGaussianNoise(p=1.0),
+            "small": gpuaug.RandomErasing(p=1.0, scale=(0.02, 0.1)),
+            "large": gpuaug.RandomErasing(p=1.0, scale=(0.3, 0.6)),
+            "const": gpuaug.RandomErasing(p=1.0, mode="const"),
         }
     ),
 }
@@ -269,7 +279,7 @@ def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytes
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "conf/gpuaug/augment").glob("*.yaml")))
 def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
-    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
+    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment).at(1)
     drawn = augment.draw(seed=3, epoch=1, indices=np.arange(6))
     images = [photographs(40)] * len(augment.views)
     found = augment.apply(images, drawn)

@@ -10,12 +10,20 @@ import gpuaug
 FOR_TARGETS = ("seg", "det", "pose")  # test_target_recipes.py
 FILES = (Path(gpuaug.__file__).parent.parent / "conf/gpuaug/augment").glob("*.yaml")
 RECIPES = sorted(file.stem for file in FILES if file.stem.partition("_")[0] not in FOR_TARGETS)
-SHAPES = {"simclr": [224] * 2, "byol": [224] * 2, "mocov3": [224] * 2, "dino": [224] * 2 + [96] * 6}
+SHAPES = {
+    **dict.fromkeys(("simclr", "byol", "mocov3", "barlowtwins", "vicreg"), [224] * 2),
+    "dino": [224] * 2 + [96] * 6,
+    "swav": [224] * 2 + [96] * 6,
+    "dinov2": [224] * 2 + [96] * 8,
+    "efficientnetv2": [171],  # in epoch 0
+}
 INTERPOLATION = {
     "none": "bilinear", "eval": "bilinear", "flip": "bilinear", "standard": "bilinear", "mocov3": "bilinear",
     "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic", "randaugment": "bicubic",
-    "trivialaugment": "bicubic", "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear",
-    "autoaugment": "bilinear", "augmix": "bilinear", "timm": "bicubic",
+    "trivialaugment": "bicubic", "dinov2": "bicubic", "mae": "bicubic", "barlowtwins": "bicubic", "vicreg": "bicubic",
+    "clip": "bicubic", "swav": "bilinear", "convnext": "bicubic", "efficientnetv2": "bilinear",
+    "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear", "autoaugment": "bilinear",
+    "augmix": "bilinear", "timm": "bicubic",
 }  # fmt: skip
 
 
@@ -27,7 +35,7 @@ def build(photos, *overrides, name="train"):
 def crops(node):
     if "crop" in node:
         yield node.crop
-    for view in node.get("views", {}).values():
+    for view in (node.get("views") or node.get("stages") or {}).values():
         yield view.crop
 
 

@@ -314,7 +314,7 @@ def compiled(
         count(*args, **kwargs)
 
     monkeypatch.setattr(Compiler, "launch", counted)
-    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
+    augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment).at(0)
     for view in augment.views:
         size = view.augment.crop.size
         chosen = [draw(p, batch, size, 3) for p in view.augment.prepared]

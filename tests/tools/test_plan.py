@@ -330,7 +330,7 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 
     config = gpuaug.compose("train", [f"source.root={photos}", "device=cpu", "augment.crop.size=32", *overrides])
     parts = {"config": OmegaConf.to_container(config, resolve=True), "classes": None, "trust": (), "model": None}
-    return {**parts, "host": None, "shared": None, "seconds": 2.0, **changed}
+    return {**parts, "epoch": 0, "host": None, "shared": None, "seconds": 2.0, **changed}
 
 
 def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ fused steps runs through Kornia, between two fused passes. The log says so once.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
@@ -30,12 +31,12 @@ from torch import Tensor, nn
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
 from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused.cuda_steps import CannotRunError, groups, upload
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, groups, upload
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.ops import noise
 from gpuaug.augment.ops.entry import Code
 from gpuaug.augment.parameters import Chosen, Prepared, Size
-from gpuaug.random.keyed import Float, normal_field
+from gpuaug.random.keyed import Float, Int, normal_field
 
 logger = logging.getLogger("gpuaug")
 
@@ -106,7 +107,7 @@ class FusedBackend:
         scale, shift, dtype, channels_last = output
         if isinstance(compiled, ctypes.CDLL):
             fields = _fields(part.lowering, own, code, size, x.device)
-            tables = [(np.flatnonzero(code[:, column] == Code.NOISE), column, v) for column, v in fields.items()]
+            tables = [(np.flatnonzero(code[:, column] == step), column, v) for (column, step), v in fields.items()]
             tables += _blur_tables(code, args)
             return native.run(compiled, x, code, args, tables, ramps, scale, shift, dtype, channels_last)
         fields = _fields(part.lowering, own, code, size, x.device, compiled.normal_field)
@@ -172,24 +173,27 @@ def _fields(
     size: Size,
     device: torch.device,
     normal: Callable[[Tensor, int], Tensor] = normal_field,
-) -> dict[int, Tensor]:
-    """Noise to add, for each column with noise: float32 [rows, 3, H, W] on the device."""
-    fields: dict[int, Tensor] = {}
-    for column in lowering.columns:
-        rows = np.flatnonzero(code[:, column.start] == Code.NOISE)
+) -> Fields:
+    """Noise for each column and step with noise, on the device: float32 [rows, 3, H, W]; for boxes [rows, n]."""
+    fields: Fields = {}
+    for column, step in itertools.product(lowering.columns, (Code.NOISE, Code.ERASE_NOISE)):
+        rows = np.flatnonzero(code[:, column.start] == step)
         choice, keys = chosen[column.op].choice[rows, column.slot], chosen[column.op].keys
-        for alternative in np.unique(choice).tolist():
-            assert keys is not None
+        parts: list[tuple[Int, Tensor]] = []
+        for alternative in np.unique(choice).tolist() if keys is not None else ():
             own = np.flatnonzero(choice == alternative)
             # non_blocking: an ordinary copy to the device would wait for it
-            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)
+            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)  # type: ignore[index]
             module = lowering.ops[column.op].slots[column.slot][alternative]
-            drawn = noise(module, key, size, normal)["gaussian_noise"]
-            if len(own) == len(rows):
-                fields[column.start] = drawn
-            else:
-                field = fields.setdefault(column.start, drawn.new_empty((len(rows), *drawn.shape[1:])))
-                field.index_copy_(0, torch.from_numpy(own).to(device, non_blocking=True), drawn)
+            parts += [(own, drawn) for drawn in noise(module, key, size, normal).values()]  # boxes may have none
+        if len(parts) == 1 and len(parts[0][0]) == len(rows):
+            fields[column.start, step] = parts[0][1]
+        elif parts:
+            most = max(drawn.shape[1:] for _, drawn in parts)  # the largest box decides
+            field = fields[column.start, step] = parts[0][1].new_zeros((len(rows), *most))
+            for own, drawn in parts:
+                at = torch.from_numpy(own).to(device, non_blocking=True)
+                field[:, : drawn.shape[1]].index_copy_(0, at, drawn)
     return fields
 
 

@@ -27,7 +27,7 @@ namespace {
 
 enum Code : int32_t {
     NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
-    GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP, LEVELS, RESAMPLE,
+    GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP, LEVELS, RESAMPLE, ERASE_NOISE,
 };
 
 constexpr int ARGS = 16;     // floats per operation
@@ -39,7 +39,7 @@ struct Job {
     void* dst;               // [B, 3, H, W], or [B, H, W, 3] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
-    const float* const* tables;  // [B, S]: float [3, H, W] for NOISE, [taps in x + taps in y] for BLUR, else null
+    const float* const* tables;  // [B, S]: float [3, H, W] for NOISE, [3, h, w] of the box for ERASE_NOISE (or null: no noise), [taps in x + taps in y] for BLUR, else null
     const float* ramps;          // WARP: output positions per kind (affine, projective), align_corners (0, 1): x [W], y [H]
     int64_t batch, height, width, steps;
     int32_t src_float;       // 0: uint8 NHWC, 1: float NCHW
@@ -108,7 +108,7 @@ inline float gray_level(float r, float g, float b) {  // exact: sums stay below 
 }
 inline float blended(float start, float v, float f) { return __builtin_floorf(low(high(start + f * (v - start), 0.0f), 255.0f)); }
 
-bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS; }
+bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || code == ERASE_NOISE; }
 
 struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
@@ -132,13 +132,13 @@ bool ignores_position(int32_t code) {  // a later flip may run before such an op
 bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
     if (op.pillow()) return false;
     switch (op.code) {
-        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case SHUFFLE: case WARP: case HFLIP: case VFLIP: return true;
+        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case ERASE_NOISE: case SHUFFLE: case WARP: case HFLIP: case VFLIP: return true;
         default: return false;
     }
 }
 bool may_leave_unit(const Op& op, bool outside) {
     switch (op.code) {
-        case NOISE: return true;
+        case NOISE: case ERASE_NOISE: return true;
         case INVERT: return outside || op.a[0] != 1.0f;
         case ERASE: return outside || op.a[4] < 0.0f || op.a[4] > 1.0f;
         case GRAY: return outside || op.a[3] != 0.0f;
@@ -369,6 +369,21 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                 const int64_t from = std::max<int64_t>(x0 - at.x, 0), to = std::min<int64_t>(x1 - at.x, at.width);
                 for (int c = 0; c < 3; ++c)
                     for (int64_t i = from; i < to; ++i) planes[c][row * at.width + i] = a[4];
+            }
+            break;
+        }
+        case ERASE_NOISE: {
+            const int64_t x0 = static_cast<int64_t>(a[0]), y0 = static_cast<int64_t>(a[1]);
+            const int64_t wide = static_cast<int64_t>(a[2]), tall = static_cast<int64_t>(a[3]);
+            const int64_t from = std::max<int64_t>(x0 - at.x, 0), to = std::min<int64_t>(x0 + wide - at.x, at.width);
+            for (int64_t row = 0; row < at.rows; ++row) {
+                const int64_t y = at.y + row - y0;  // in the box
+                if (y < 0 || y >= tall) continue;
+                for (int c = 0; c < 3; ++c) {
+                    float* __restrict p = planes[c] + row * at.width;
+                    const float* __restrict f = op.table ? op.table + (c * tall + y) * wide + at.x - x0 : nullptr;
+                    for (int64_t i = from; i < to; ++i) p[i] = f ? a[4 + c] + a[7 + c] * f[i] : a[4 + c];
+                }
             }
             break;
         }

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, Program, run_step
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
 
@@ -491,9 +491,7 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     return values
 
 
-def launch(
-    x: Tensor, program: Program, *, fields: dict[int, Tensor], dtype: torch.dtype, channels_last: bool
-) -> Tensor:
+def launch(x: Tensor, program: Program, *, fields: Fields, dtype: torch.dtype, channels_last: bool) -> Tensor:
     """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
@@ -538,5 +536,7 @@ def launch(
         elif stretch.rest:
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, part.rows, strict=True):
-                x = run_step(group, x, program.args[:, column], rows, field=fields.get(column), ramps=program.ramps)
+                x = run_step(
+                    group, x, program.args[:, column], rows, field=fields.get((column, group.code)), ramps=program.ramps
+                )
     return x

@@ -27,6 +27,9 @@ _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
 
+Fields = dict[tuple[int, Code], Tensor]  # noise per column and step
+
+
 class CannotRunError(Exception):
     """Triton cannot compile, load or launch a kernel here, but the device works."""
 
@@ -157,7 +160,8 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
     """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: for noise, float32 [rows, 3, H, W]. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
+    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n], or None. ``ramps``: from
+    :func:`lower.warp_ramps`. All are on the device.
     """
     from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 
@@ -166,6 +170,8 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     if group.code is Code.NOISE:
         assert field is not None
         y = y + field
+    elif group.code is Code.ERASE_NOISE:
+        y = _erase(y, own, field)
     elif group.code is Code.BLUR:  # other steps share its column, so the blur kernel is not used
         *taps, border = (int(v) for v in group.static)
         across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
@@ -182,6 +188,21 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
         assert group.code is Code.SHARPNESS
         y = _sharpness(y.clamp(0, 1), own[:, 0, None, None, None])
     return y if whole else x.index_copy_(0, rows.long(), y)
+
+
+def _erase(x: Tensor, a: Tensor, field: Tensor | None) -> Tensor:
+    """Fill the box of each image with a colour, plus the first 3 * height * width values of ``field`` times a std."""
+    left, top, width, height = (a[:, k, None, None] for k in range(4))
+    right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
+    down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
+    inside = (right >= 0) & (right < width) & (down >= 0) & (down < height)
+    value = a[:, 4:7, None, None]
+    if field is not None:
+        channel = torch.arange(3, device=x.device)[None, :, None, None]
+        at = ((channel * height[:, None] + down[:, None]) * width[:, None] + right[:, None]).long()
+        at = torch.where(inside[:, None], at, 0).flatten(1)
+        value = value + a[:, 7:10, None, None] * field.gather(1, at).view_as(x)
+    return torch.where(inside[:, None], value, x)
 
 
 def _autocontrast(x: Tensor, clamp: Tensor) -> Tensor:

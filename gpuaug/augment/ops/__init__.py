@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpuaug.augment.ops import color, degradation, geometry, photometric, pillow
+from gpuaug.augment.ops import color, degradation, erasing, geometry, photometric, pillow
 from gpuaug.augment.ops.entry import Entry, Normal
 from gpuaug.augment.parameters import Size
 from gpuaug.random.keyed import normal_field
@@ -28,6 +28,8 @@ def entry_of(op: Any) -> Entry | None:
     """The entry of an operation: of gpuaug's own, or of the exact class of Kornia; or None."""
     if isinstance(op, pillow.PillowOp):
         return pillow.ENTRIES[op.name]
+    if isinstance(op, erasing.RandomErasing):
+        return erasing.ENTRY
     return photometric.ENTRY if isinstance(op, photometric.PhotometricDistort) else by_class(ENTRIES, op)
 
 

@@ -55,6 +55,7 @@ class Code(IntEnum):
     WARP = 21  # (9 values of the output-to-input matrix in -1..1, padding: SamplePadding, align_corners, projective)
     LEVELS = 22  # (offset), to floor(255 x + offset) / 255
     RESAMPLE = 23  # (12: 6 float64 of Pillow's output-to-input matrix, interpolation, r, g, b)
+    ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
 
 
 PILLOW = 3  # index of an argument

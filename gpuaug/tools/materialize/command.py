@@ -30,6 +30,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks, files
+from gpuaug.augment.progressive import Progressive
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch, Fault
 from gpuaug.decode.dali import choose_backend
@@ -194,6 +195,11 @@ class Materialize:
             raise ConfigError(
                 "`targets` must be null, because `gpuaug materialize` stores images and labels only. Set "
                 "targets=none, or prepare images and targets with `gpuaug pack`."
+            )
+        if isinstance(loader.augment, Progressive):
+            raise ConfigError(
+                "`augment` must be one recipe for all epochs, because stored samples have one size. Found: a "
+                "gpuaug.Progressive. Materialize one of its stages, or train without `gpuaug materialize`."
             )
         if loader.limit_batches is not None:
             raise ConfigError(
@@ -425,7 +431,7 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
         "store": "uint8" if as_uint8 else next(name for name, kind in DTYPES.items() if kind is loader.dtype),
         "views": [
             {"name": v.name, "copy": v.copy, "size": [*x.shape[-2:]], "backend": v.augment.backend}
-            for v, x in zip(loader.augment.views, _views(shown), strict=True)
+            for v, x in zip(loader.augment.at(0).views, _views(shown), strict=True)
         ],
         "label": label,
         "made_by": {"device": loader.device.type, "decode": choose_backend(loader.decode.backend)},
@@ -441,7 +447,7 @@ def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
     same = ("source", "batch_size", "order", "decode", "ahead", "device", "num_workers", "prefetch", "seed")
     return {
         **{name: getattr(loader, name) for name in same},
-        "augment": loader.augment if final else before_normalization(loader.augment),
+        "augment": loader.augment if final else before_normalization(loader.augment.at(0)),
         "cache": None if cache is None else cache.settings,
         "faults": Noted(
             policy="raise" if faults.policy == "raise" else "blank",  # a bad row keeps its place in the chunk

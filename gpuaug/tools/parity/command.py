@@ -290,7 +290,7 @@ def compare(loader: Loader, decode: Decode, *, indices: Sequence[int], epoch: in
     cannot be imported.
     """
     parity = Parity([], [], 0, torchvision()[1])
-    views = [view for view in loader.augment.views if view.copy == 0]
+    views = [view for view in loader.augment.at(epoch).views if view.copy == 0]
     samples = _decoded(parity, loader, decode, views, tqdm(indices, "decode", leave=False, disable=None), epoch=epoch)
     parity.samples = len(samples)
     if samples:
@@ -381,7 +381,7 @@ def _decoded(
         sample.targets = upright_targets(loader, decoder, index)
         if loader.targets is not None and sample.targets is None:
             parity.note(f"sample {index} ({sample.key}): masks and boxes are left out, because they cannot be used")
-        for view, window in zip(loader.augment.views, windows, strict=True):
+        for view, window in zip(loader.augment.at(epoch).views, windows, strict=True):
             if view not in views:
                 continue
             resized = bool((window.resized[0] != window.window[0, 2:]).any())
@@ -438,7 +438,7 @@ def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample
     for now in tqdm(range(epoch, epoch + EPOCHS), f"operations{of}", leave=False, disable=None):
         if all(images[op.name] >= len(samples) for op in ops):
             break
-        drawn = loader.augment.draw(seed=loader.seed, epoch=now, indices=[s.index for s in samples])
+        drawn = loader.augment.at(epoch).draw(seed=loader.seed, epoch=now, indices=[s.index for s in samples])
         for op, (row, sample) in itertools.product(ops, enumerate(samples)):
             image = sample.ours[view.name]
             chosen = _chosen(op, drawn, view, row, image)
@@ -551,7 +551,7 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
 def _whole(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
     """Compare normalization alone, then the complete pipelines from the bytes to the normalized view."""
     ops, normalize = view.augment.prepared, view.augment.normalize
-    drawn = loader.augment.draw(seed=loader.seed, epoch=epoch, indices=[s.index for s in samples])
+    drawn = loader.augment.at(epoch).draw(seed=loader.seed, epoch=epoch, indices=[s.index for s in samples])
     for row, sample in enumerate(samples):
         image, theirs = sample.ours[view.name], sample.theirs[view.name]
         ours = _levels(_ours(loader, view, image, normalize=normalize), view)

@@ -28,6 +28,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from gpuaug import checks, machine
+from gpuaug.augment.progressive import views_of
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes
@@ -87,7 +88,7 @@ def main(request: Request) -> int:
 def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Peak | None:
     """See :func:`rehearsal`."""
     config = OmegaConf.to_container(run.config, resolve=True)
-    job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model}
+    job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
     return rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
 
 
@@ -178,6 +179,7 @@ class Costs:
     step: int = 0  # a step of the model, on the host
     device: int = 0  # device memory without the ready batches
     batches: int = 0  # batches of the rehearsal that measured these values; 0: the values are upper bounds
+    epoch: int = 0  # the epoch with the largest images, from the loader's epoch on
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,8 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
     at = torch.linspace(0, len(order) - 1, count).round().long()
     chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each chunk is spread over the epoch
     tasks = [(order.indices[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
-    images, bytes_read, pixels, largest = 0, 0, 0.0, 0.0
+    images, bytes_read, pixels, largest, epoch = 0, 0, 0.0, 0.0, loader.epoch
+    later = [first for first in loader.augment.stages if first > epoch]
     stored = getattr(loader.source, "stored", None)
     views = [] if stored is None else [tuple(view["size"]) for view in stored.manifest["views"]]
     deadline = time.monotonic() + PATIENCE_S
@@ -263,7 +266,9 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
             stage.decoder.truncated = 0  # type: ignore[union-attr]  # these reads must not count for an epoch
             areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
-            views = [windows.size for windows in headers.windows]
+            stages = [(loader.epoch, headers), *((first, stage.read_headers(encoded, first)) for first in later)]
+            sizes = [(first, [window.size for window in each.windows]) for first, each in stages]
+            epoch, views = max(sizes, key=lambda each: sum(height * width for height, width in each[1]))
         if time.monotonic() > deadline:
             break
     reader.close()
@@ -288,6 +293,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
         work=200 * MIB + 10 * encoded_bytes + groups if cuda else work,
         step=0 if cuda else step,
         device=2 * work + 2 * masks + step if cuda else 0,
+        epoch=epoch,
     )
 
 
@@ -296,7 +302,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # 16-bit masks are rare
-    early = any("masks" in getattr(view.augment.crop, "needs", ()) for view in loader.augment.views)
+    early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
     decoded = int(rows * pixels) * (3 if early else 1)  # a crop that needs masks decodes them two threads earlier
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
@@ -439,9 +445,9 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 def rehearsal() -> None:
     """The child of :func:`rehearse`: reads a job from stdin and writes an answer to stdout, both as JSON.
 
-    A job has the loader's composed ``config``, its ``classes`` and ``trust``; the longest duration, ``seconds``; the
-    memory left, ``host`` and ``shared``; and ``model``: null, or the model's ``config`` and ``classes`` and the
-    training's ``settings``.
+    A job has the loader's composed ``config``, its ``classes`` and ``trust``; the ``epoch`` to run; the longest
+    duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the model's ``config`` and
+    ``classes`` and the training's ``settings``.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.request import Request
@@ -473,6 +479,7 @@ def rehearsal() -> None:
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
         with request.build_held_out(config, classes=job["classes"]) as loader:
+            loader.set_epoch(job["epoch"])
             step = None
             if model is not None:
                 network = build_model(request, model["config"], num_classes=model["classes"], seed=loader.seed)

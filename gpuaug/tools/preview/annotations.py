@@ -89,7 +89,7 @@ def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTarget
     recipe = Augment()  # no crop and no operations: the output is the whole image
     whole = TargetStage(stage.targets.rules, recipe, panoptic=stage.targets.panoptic)
     upright = whole.upright(encoded, headers, decoder)
-    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]])
+    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
     if upright.faults or whole.decode(batch, encoded, headers, decoder):
         return None
     return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]

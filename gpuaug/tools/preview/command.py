@@ -84,7 +84,7 @@ def main(request: Request) -> int:
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
-        lines = _lines(loader, len(indices))
+        lines = _lines(loader, len(indices), epoch=settings.epoch)
     if is_page:
         text = page(made, heading=named[-1], lines=lines, legend=legend)
         save(out, "out", text)
@@ -103,17 +103,19 @@ def _samples(
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows, and the legend of their annotations."""
     views = []
-    for view in loader.augment.views:  # captions: the view's name, and a number if it has several copies
+    for view in loader.augment.at(
+        settings.epoch
+    ).views:  # captions: the view's name, and a number if it has several copies
         several = view.augment.copies > 1
         views.append(f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}")
     wide, cell = (WIDE, CELL) if loader.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
     draws, cell = settings.draws or max(1, wide // len(views)), settings.cell or cell
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
-    crops = [view.augment.crop for view in loader.augment.views]
-    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else len(views) * cell**2
-    check_pixels(len(indices) * draws * pixels)  # an estimate, to fail early
     epochs = range(settings.epoch, settings.epoch + draws)
+    crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
+    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else draws * len(views) * cell**2
+    check_pixels(len(indices) * pixels)  # an estimate, to fail early
     report.values |= {"epochs": list(epochs), "views": views}
     samples = samples_of(loader, decode, indices=indices, epochs=epochs)
     style = None if loader.targets is None else Style.of(loader)
@@ -128,7 +130,7 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
             "show=operations needs images to augment. Found: materialized epochs, which are already augmented. "
             "Show the original images: source=folder source.root=DIR."
         )
-    views = [view for view in loader.augment.views if not view.copy]
+    views = [view for view in loader.augment.at(settings.epoch).views if not view.copy]
     cell = settings.cell or CELL
     check_pixels(len(indices) * len({name for view in views for name in view.augment.ops}) * cell**2)
     images = whole(loader, decode, views=views, indices=indices)
@@ -143,10 +145,10 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
     return made
 
 
-def _lines(loader: Loader, count: int) -> list[str]:
-    """The recipe's operations, one line per named view, then the seed and the source."""
+def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
+    """The recipe's operations in an epoch, one line per named view, then the seed and the source."""
     lines = []
-    for view in loader.augment.views:
+    for view in loader.augment.at(epoch).views:
         augment = view.augment
         if not view.copy:
             steps = [type(augment.crop).__name__] if augment.crop is not None else []
@@ -217,7 +219,7 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
         targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
         crops = stage.read_headers(encoded, epoch).windows if isinstance(stage, LiveStage) else [None] * len(images)
-        for n, (view, tensor, crop) in enumerate(zip(loader.augment.views, images, crops, strict=True)):
+        for n, (view, tensor, crop) in enumerate(zip(loader.augment.at(epoch).views, images, crops, strict=True)):
             pixels = tensor.detach().float().cpu()
             if (normalize := view.augment.normalize) is not None:
                 mean, std = (b.float().cpu().view(3, 1, 1) for b in (normalize.mean, normalize.std))

@@ -267,7 +267,8 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
 def _heading(loader: Loader) -> str:
     root = getattr(loader.source, "root", None)
     where = type(loader.source).__name__ if root is None else Path(str(root)).name
+    stage = f", stage of epoch {loader.epoch}" if len(loader.augment.stages) > 1 else ""
     return (
         f"{where}: {len(loader.source):,} samples; batch_size {loader.batch_size}, workers: {loader.num_workers}, "
-        f"prefetch {loader.prefetch}, {loader.device}, views: {len(loader.augment.views)}"
+        f"prefetch {loader.prefetch}, {loader.device}, views: {len(loader.augment.at(loader.epoch).views)}{stage}"
     )

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from gpuaug import machine
-from gpuaug.augment.recipe import Augment
+from gpuaug.augment.progressive import views_of
+from gpuaug.augment.recipe import Augment, View
 from gpuaug.batch import Batch, EncodedBatch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.faults import Faults
@@ -371,9 +372,14 @@ class Profiler(contextlib.ExitStack):
         return None if decoder is None else int(decoder.num_threads)
 
     @property
+    def _views(self) -> list[View]:
+        """The recipe's views in the loader's epoch; none for stored epochs."""
+        return [] if self.stage.recipe is None else self.stage.recipe.at(self.loader.epoch).views
+
+    @property
     def kornia(self) -> bool:
         """Whether Kornia's modules augment any view."""
-        return any(view.augment.backend == "kornia" for view in getattr(self.stage.recipe, "views", []))
+        return any(view.augment.backend == "kornia" for view in self._views)
 
     @property
     def pillow(self) -> bool:
@@ -454,9 +460,8 @@ class Profiler(contextlib.ExitStack):
 
     def op_costs(self) -> dict[str, float]:
         """The share of the augmentation time of each operation of the recipe."""
-        views = getattr(self.stage.recipe, "views", [])
         every, shares = self._recipe_seconds(lambda augment: augment), {}
-        for name in dict.fromkeys(p.name for v in views for p in v.augment.prepared):
+        for name in dict.fromkeys(p.name for v in self._views for p in v.augment.prepared):
 
             def without(augment: Augment, name: str = name) -> Augment:
                 return augment.replace(ops={k: op for k, op in augment.ops.items() if k != name})
@@ -467,7 +472,7 @@ class Profiler(contextlib.ExitStack):
     def _recipe_seconds(self, change: Callable[[Augment], Augment]) -> float:
         """Seconds of augmenting a few images with the changed recipe of every view; the best of five rounds."""
         loader, item, best = self.loader, self.decoded[0], math.inf
-        indices, views = item.encoded.indices[:FEW].numpy(), self.stage.recipe.views
+        indices, views = item.encoded.indices[:FEW].numpy(), self._views
         # the recipe of a view also makes the copies of this view
         made = [(x[:FEW], change(view.augment)) for x, view in zip(item.images, views, strict=True) if not view.copy]
         drawn = [recipe.draw(seed=loader.seed, epoch=loader.epoch, indices=indices) for _, recipe in made]
@@ -486,11 +491,8 @@ class Profiler(contextlib.ExitStack):
 
     def op_keys(self, name: str) -> list[str]:
         """The configuration keys of an operation, one per view that uses it."""
-        return [
-            f"augment.views.{view.name}.ops.{name}" if view.name else f"augment.ops.{name}"
-            for view in self.loader.augment.views
-            if view.copy == 0 and name in view.augment.ops
-        ]
+        views = views_of(self.loader.augment)
+        return [f"{key}.ops.{name}" for key, view in views if view.copy == 0 and name in view.augment.ops]
 
 
 def run_whole(

@@ -24,7 +24,7 @@ def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
         return 0.0
     began = time.thread_time()
     upright = stage.targets.upright(headers.encoded, headers.info, stage.decoder)
-    stage.targets.place(upright, headers.windows, headers.chosen)
+    stage.targets.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
     return time.thread_time() - began
 
 

@@ -1,0 +1,176 @@
+"""Random erasing as timm does it: boxes of normal noise, of one random colour, or of the mean.
+
+timm erases after the normalization, with values of N(0, 1). gpuaug's operations run before it. So the same values are
+``mean + std * N(0, 1)`` here, with the recipe's mean and std.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpuaug import checks
+from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import Float, Int
+
+_ATTEMPTS = 10  # per box, as in timm
+_COLOR = 4  # uniforms for three normal values
+_MODES = ("const", "rand", "pixel")
+_MOST = 100  # boxes
+
+
+class RandomErasing(nn.Module):
+    """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
+
+    The values are those of timm, which erases after the normalization. Here they are ``mean + std * n``, where ``n`` is
+    standard normal, and leave the range 0..1. A box that does not fit into the image is drawn again, up to ten times.
+
+    Args:
+        p: probability that an image is changed.
+        scale: range of the area of all boxes of an image, as a share of the image.
+        ratio: range of height / width. Its logarithm is uniform.
+        mode: ``pixel`` (normal noise per pixel), ``rand`` (one normal colour per box) or ``const`` (the mean).
+        count: largest number of boxes. An image gets 1 to ``count``, all equally likely.
+        mean, std: those of the recipe's ``normalize``; three values each, for pixels in 0..1.
+
+    >>> import torch, gpuaug
+    >>> recipe = gpuaug.Augment(ops={"erase": RandomErasing(p=1.0, mode="const", mean=(0.5, 0.5, 0.5))})
+    >>> recipe(torch.zeros((1, 3, 32, 32), dtype=torch.uint8), seed=0).unique()
+    tensor([0.0000, 0.5000])
+    """
+
+    affects = "pixels"
+
+    def __init__(
+        self,
+        p: float = 0.25,
+        scale: Sequence[float] = (0.02, 1 / 3),
+        ratio: Sequence[float] = (0.3, 1 / 0.3),
+        mode: str = "pixel",
+        count: int = 1,
+        mean: Sequence[float] = (0.485, 0.456, 0.406),
+        std: Sequence[float] = (0.229, 0.224, 0.225),
+    ) -> None:
+        super().__init__()
+        self.p = float(checks.number("p", p, 0, 1))
+        self.scale, self.ratio = _range("scale", scale, 1), _range("ratio", ratio, math.inf)
+        self.mode = checks.one_of("mode", mode, _MODES)
+        self.count: int = checks.whole_number("count", count, 1, _MOST)
+        checked = Normalize(mean, std).values()
+        self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
+
+    def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
+        """Fill one box in each image. The recipe draws the boxes; without ``params`` there is none.
+
+        Args:
+            images: float32 [B, 3, H, W].
+            params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels, ``colors`` [B, 3], and with
+                ``mode="pixel"`` ``gaussian_noise`` [B, n], whose first 3 * height * width values fill the box.
+
+        Raises:
+            ConfigError: no ``params``. Use a recipe, such as ``gpuaug.Augment(ops={"erase": RandomErasing()})``.
+        """
+        if params is None:
+            raise ConfigError(
+                "`RandomErasing` must be an entry of a recipe's `ops`. Found: a direct call. "
+                'Use gpuaug.Augment(ops={"erase": gpuaug.RandomErasing()}).'
+            )
+        made, noise = images.clone(), params.get("gaussian_noise")
+        std = torch.tensor(self.std, dtype=torch.float32, device=images.device).view(3, 1, 1)
+        boxes = torch.stack([params[k] for k in ("xs", "ys", "widths", "heights")], dim=1).long().tolist()
+        colors = params["colors"].to(images.device).view(-1, 3, 1, 1)
+        for row, (x, y, w, h) in enumerate(boxes):
+            value = colors[row]
+            if noise is not None:
+                value = value + std * noise[row, : 3 * h * w].view(3, h, w)
+            made[row, :, y : y + h, x : x + w] = value
+        return made
+
+    def extra_repr(self) -> str:
+        """All settings."""
+        names = ("p", "scale", "ratio", "mode", "count", "mean", "std")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _range(name: str, value: Any, high: float) -> tuple[float, float]:
+    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    numbers = len(pair) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
+    if not numbers or not 0 < pair[0] <= pair[1] <= min(high, 1e30):
+        above = "" if high == math.inf else f" <= {high:g}"
+        raise ConfigError(f"`{name}` must be two numbers with 0 < min <= max{above}. Found: {value!r:.200}.")
+    return float(pair[0]), float(pair[1])
+
+
+def _prepare(name: str, op: RandomErasing) -> Prepared:
+    """One slot per box. All slots share the noise of a pixel; where boxes overlap, only the last box is seen."""
+    each = 2 * _ATTEMPTS + 2 + (_COLOR if op.mode == "rand" else 0)
+    module = copy.deepcopy(op)
+    rule = partial(_drawn, op=module, each=each)
+    return Prepared(name, op, ((module,),) * op.count, 2 + op.count * each, rule, keyed=op.mode == "pixel")
+
+
+def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
+    """Uniforms: whether, how many boxes; then for each box the areas and ratios of all attempts, place and colour."""
+    count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
+    choice = np.full((len(u), op.count), -1, dtype=np.int64)
+    slots = []
+    for slot in range(op.count):
+        own = u[:, 2 + slot * each : 2 + (slot + 1) * each].astype(np.float64)
+        params, found = _box(own, size, op, count)
+        choice[(u[:, 0] < np.float32(op.p)) & (slot < count) & found, slot] = 0
+        slots.append((params,))
+    return choice, tuple(slots)
+
+
+def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarray[Any, Any]) -> tuple[Params, Any]:
+    """The first attempt that fits, by timm's formulas, and whether one fits."""
+    height, width = size
+    (least, most), (low, high) = op.scale, (math.log(v) for v in op.ratio)
+    area = (least + u[:, :_ATTEMPTS] * (most - least)) * (height * width) / count[:, None]
+    ratio = np.exp(low + u[:, _ATTEMPTS : 2 * _ATTEMPTS] * (high - low))
+    h, w = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+    fits = (w < width) & (h < height)
+    at, found = (np.arange(len(u)), fits.argmax(axis=1)), fits.any(axis=1)
+    h, w = np.where(found, h[at], 0), np.where(found, w[at], 0)
+    y, x = (np.floor(u[:, 2 * _ATTEMPTS + k] * (n - m + 1)) for k, n, m in ((0, height, h), (1, width, w)))
+    colors = np.broadcast_to(np.array(op.mean), (len(u), 3))
+    if op.mode == "rand":
+        radius = np.sqrt(-2 * np.log(1 - u[:, -4:-2]))  # Box-Muller; 1 - u is above 0
+        angle = 2 * np.pi * u[:, -2:]
+        normal = np.hstack([radius * np.cos(angle), radius[:, :1] * np.sin(angle[:, :1])])
+        colors = colors + np.array(op.std) * normal
+    values = {"xs": x, "ys": y, "widths": w, "heights": h, "colors": colors}
+    return {k: v.astype(np.float32) for k, v in values.items()}, found
+
+
+def _steps(op: RandomErasing) -> Steps:
+    def write(out: Float, params: Params, size: Size) -> None:
+        for column, name in enumerate(("xs", "ys", "widths", "heights")):
+            out[:, 0, column] = params[name]
+        out[:, 0, 4:7] = params["colors"]
+        out[:, 0, 7:10] = op.std if op.mode == "pixel" else 0
+
+    return Steps((Code.ERASE_NOISE,), write)
+
+
+def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+    """Values for the largest possible box, so the number depends on no drawn box: each draw depends on the number."""
+    if op.mode != "pixel":
+        return {}
+    height, width = size
+    # (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2), where both roots are below the sides of the image
+    largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
+    return {"gaussian_noise": normal(keys, 3 * largest)}
+
+
+ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)

@@ -1,0 +1,134 @@
+"""Recipes that change during a training: the epoch decides which one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpuaug import checks
+from gpuaug.augment.recipe import BACKENDS, Augment, MultiView, ReadOnly, View
+from gpuaug.errors import ConfigError
+from gpuaug.random.keyed import EPOCHS
+
+
+class Progressive(ReadOnly):
+    """Uses another recipe from certain epochs on, for example larger images and stronger operations.
+
+    Training with growing images is known from EfficientNetV2 (arXiv:2104.00298), as progressive learning. The stages
+    may differ in everything except the number of views.
+
+    Args:
+        stages: mapping of the first epoch of each stage to its :class:`Augment` or :class:`MultiView`. The first stage
+            begins with epoch 0. Epochs may be text, as in YAML. None skips an entry.
+        backend: ``fused`` or ``kornia`` for all stages; None: each stage keeps its own backend.
+
+    >>> import gpuaug
+    >>> small, large = (gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size)) for size in (128, 224))
+    >>> recipe = Progressive(stages={0: small, 30: large})
+    >>> [recipe.at(epoch).crop.size for epoch in (0, 29, 30, 500)]
+    [(128, 128), (128, 128), (224, 224), (224, 224)]
+    """
+
+    _read_once = ("stages", "backend")
+
+    def __init__(self, *, stages: Mapping[Any, Augment | MultiView | None], backend: str | None = None) -> None:
+        super().__init__()
+        if backend is not None:
+            checks.one_of("augment.backend", backend, BACKENDS)
+        if not isinstance(stages, Mapping):
+            raise ConfigError(
+                "`augment.stages` must be a mapping of first epochs to recipes, such as {0: Augment(...), 30: ...}. "
+                f"Found: a {type(stages).__name__}."
+            )
+        given: dict[int, Augment | MultiView] = {}
+        for key, stage in stages.items():
+            if stage is None:
+                continue
+            first = int(key) if isinstance(key, str) and key.isdecimal() else key
+            checks.whole_number("augment.stages", first, 0, EPOCHS - 1)
+            checks.instance(f"augment.stages.{key}", stage, Augment, MultiView)
+            if first in given:
+                raise ConfigError(f"`augment.stages` must have one recipe per epoch. Found: two for {first}.")
+            given[first] = stage if backend is None else _with_backend(stage, backend)
+        if 0 not in given:
+            raise ConfigError(f"`augment.stages` must have a stage for epoch 0. Found: {sorted(given) or 'none'}.")
+        counts = {first: len(stage.views) for first, stage in given.items()}
+        if len(set(counts.values())) > 1:
+            raise ConfigError(f"`augment.stages` must all have the same number of views. Found, by epoch: {counts}.")
+        self._firsts = sorted(given)
+        self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # because `.to()` must reach them
+        self.backend = backend
+        self._made = True
+
+    @property
+    def stages(self) -> Mapping[int, Augment | MultiView]:
+        """The first epochs of the stages, in order, and their recipes."""
+        return dict(zip(self._firsts, self._recipes, strict=True))  # type: ignore[arg-type]
+
+    def at(self, epoch: int) -> Augment | MultiView:
+        """The recipe of an epoch.
+
+        Args:
+            epoch: number of the epoch, >= 0.
+        """
+        checks.whole_number("epoch", epoch, 0)
+        stages = self.stages
+        return stages[max(first for first in stages if first <= epoch)]
+
+    @property
+    def main_thread(self) -> bool:
+        """Whether an operation of any stage uses torch's global generator."""
+        return any(stage.main_thread for stage in self.stages.values())
+
+    def check_unchanged(self, *, quick: bool = False) -> None:
+        """Check that all stages have the same settings as when they were created.
+
+        Args:
+            quick: skip a view if no attribute was assigned since the last check.
+
+        Raises:
+            ReadOnlyError: a setting was changed. The change would have no effect.
+        """
+        for first, stage in self.stages.items():
+            stage.check_unchanged(quick=quick, key=f"augment.stages.{first}")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All settings that decide random numbers and pixels, as JSON."""
+        return {"stages": [{"name": str(first), **stage.fingerprint()} for first, stage in self.stages.items()]}
+
+    def forward(self, images: Tensor, *, epoch: int = 0, **given: Any) -> Any:
+        """Apply the stage of an epoch to a decoded batch.
+
+        Args:
+            images: uint8 [B, 3, H, W] or [B, H, W, 3].
+            epoch: number of the epoch.
+            given: the other arguments of a call of :class:`Augment`, such as ``seed``, ``indices`` and ``masks``.
+
+        Returns:
+            what the stage returns: [B, 3, h, w], or a list of such tensors if it has several views.
+        """
+        return self.at(epoch)(images, epoch=epoch, **given)
+
+    def extra_repr(self) -> str:
+        """The first epochs of the stages."""
+        return f"first epochs: {', '.join(map(str, self.stages))}"
+
+
+Recipe = Augment | MultiView | Progressive  # what a loader takes
+
+
+def views_of(recipe: Recipe) -> list[tuple[str, View]]:
+    """The views of all stages, with their configuration keys, such as ``augment.stages.30.views.local``."""
+    found = []
+    for first, stage in recipe.stages.items():
+        key = f"augment.stages.{first}" if isinstance(recipe, Progressive) else "augment"
+        found += [(f"{key}.views.{view.name}" if view.name else key, view) for view in stage.views]
+    return found
+
+
+def _with_backend(stage: Augment | MultiView, backend: str) -> Augment | MultiView:
+    if isinstance(stage, Augment):
+        return stage if stage.backend == backend else stage.replace(backend=backend)
+    return MultiView(views={view.name: view.augment for view in stage.views}, backend=backend)

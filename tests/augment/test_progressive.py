@@ -1,0 +1,250 @@
+"""gpuaug.Progressive: the epoch decides which stage makes the pixels, in a call, in a loader, and in the tools."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from common import loader
+from pictures import encode, photograph
+from PIL import Image
+from torch import Tensor
+
+import gpuaug
+from gpuaug.errors import ConfigError, ReadOnlyError, StateError
+from gpuaug.tools.main import main
+from gpuaug.tools.plan.command import upper_bound
+
+SIZES = {0: 24, 1: 40, 3: 16}
+
+
+def stage(size: int, **more: Any) -> gpuaug.Augment:
+    ops = {"flip": K.RandomHorizontalFlip(), "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1)}
+    return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), ops=ops, **more)
+
+
+def recipe(**more: Any) -> gpuaug.Progressive:
+    return gpuaug.Progressive(stages={first: stage(size) for first, size in SIZES.items()}, **more)
+
+
+def size_of(epoch: int) -> int:
+    return SIZES[max(first for first in SIZES if first <= epoch)]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x.images, y.images) for x, y in zip(a, b, strict=True))
+
+
+def test_the_epoch_decides_which_stage_runs(photo_batch: Tensor) -> None:
+    made = recipe()
+    for epoch in range(5):
+        want = stage(size_of(epoch))(photo_batch, seed=3, epoch=epoch, indices=range(8))
+        assert torch.equal(made(photo_batch, seed=3, epoch=epoch, indices=range(8)), want)
+    assert made(photo_batch, seed=3).shape == (8, 3, 24, 24)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_loader_changes_the_size_between_epochs(photos: Path, workers: int, prefetch: int) -> None:
+    how = {"num_workers": workers, "prefetch": prefetch, "batch_size": 13, "limit_batches": 3}
+    with loader(photos, augment=recipe(), **how) as mixed:
+        for epoch in range(4):
+            batches = list(mixed)
+            with loader(photos, augment=stage(size_of(epoch)), **how) as plain:
+                plain.set_epoch(epoch)
+                assert same(batches, list(plain))
+            assert [batch.images.shape[-1] for batch in batches] == [size_of(epoch)] * 3
+
+
+def test_resume_around_the_border_of_a_stage(photos: Path) -> None:
+    with loader(photos, augment=recipe(), limit_batches=3) as whole:
+        passes = [list(whole), list(whole)]
+    for taken in (1, 2, 3):  # 3: the state is that of the beginning of epoch 1
+        with loader(photos, augment=recipe(), limit_batches=3) as first:
+            made = iter(first)
+            for _ in range(taken):
+                next(made)
+            state = json.loads(json.dumps(first.state_dict()))
+        with loader(photos, augment=recipe(), limit_batches=3) as second:
+            second.load_state_dict(state)
+            assert same(passes[0][taken:], list(second) if taken < 3 else [])
+            assert same(passes[1], list(second))
+
+
+def test_a_state_of_other_stages_is_refused(photos: Path) -> None:
+    with loader(photos, augment=recipe()) as first:
+        next(iter(first))
+        state = first.state_dict()
+    other = gpuaug.Progressive(stages={0: stage(24), 1: stage(40), 4: stage(16)})
+    with loader(photos, augment=other) as second, pytest.raises(StateError, match="augment.stages"):
+        second.load_state_dict(state)
+
+
+def test_targets_follow_the_stage_of_the_epoch() -> None:
+    x = torch.arange(2 * 60 * 50 * 3, dtype=torch.int64).remainder(251).to(torch.uint8).view(2, 60, 50, 3)
+    masks = torch.arange(60)[None, :, None].expand(2, 60, 50)
+    given = {"masks": masks, "boxes": [[[5, 6, 40, 50]], [[1, 2, 30, 40]]], "seed": 1, "indices": [0, 1]}
+    for epoch in (0, 1, 3):
+        images, targets = recipe()(x, epoch=epoch, **given)
+        want_images, want = stage(size_of(epoch))(x, epoch=epoch, **given)
+        assert torch.equal(images, want_images)
+        assert torch.equal(targets.masks, want.masks)
+        assert targets.boxes.tolist() == want.boxes.tolist()
+        assert targets.masks.shape == (2, size_of(epoch), size_of(epoch))
+
+
+def test_a_loader_moves_masks_with_the_images() -> None:
+    target = gpuaug.Target(
+        mask=encode(Image.fromarray(np.arange(2000, dtype=np.int64).astype(np.uint8).reshape(40, 50)), "PNG"),
+        size=(40, 50),
+    )
+    source = [(encode(photograph(size=(50, 40))), target)] * 4
+    for epoch, size in ((0, 24), (1, 40)):
+        how = {"targets": gpuaug.Targets(masks=gpuaug.Masks()), "batch_size": 4}
+        with loader(source, augment=recipe(), **how) as mixed, loader(source, augment=stage(size), **how) as plain:
+            mixed.set_epoch(epoch)
+            plain.set_epoch(epoch)
+            (a,), (b,) = mixed, plain
+        assert a.targets.masks.shape[-2:] == a.images.shape[-2:] == (size, size)
+        assert torch.equal(a.targets.masks, b.targets.masks)
+        assert torch.equal(a.images, b.images)
+
+
+def test_views_and_backends(photo_batch: Tensor) -> None:
+    def views(size: int) -> gpuaug.MultiView:
+        return gpuaug.MultiView(views={"a": stage(size), "b": stage(12, copies=2)})
+
+    made = gpuaug.Progressive(stages={"0": views(20), "2": views(30)}, backend="kornia")
+    assert {view.augment.backend for stage in made.stages.values() for view in stage.views} == {"kornia"}
+    assert [tuple(x.shape[-2:]) for x in made(photo_batch, epoch=2)] == [(30, 30), (12, 12), (12, 12)]
+    fused = gpuaug.Progressive(stages={0: views(20), 2: views(30)})
+    assert fused.fingerprint() == made.fingerprint()
+    for a, b in zip(fused(photo_batch, epoch=2, seed=1), made(photo_batch, epoch=2, seed=1), strict=True):
+        assert (a - b).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("travelled", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_it_travels(photo_batch: Tensor, travelled: Any) -> None:
+    made = recipe()
+    other = travelled(made)
+    assert other.fingerprint() == made.fingerprint()
+    assert torch.equal(other(photo_batch, seed=1, epoch=1), made(photo_batch, seed=1, epoch=1))
+
+
+def test_changes_are_noticed() -> None:
+    made = recipe()
+    with pytest.raises(ReadOnlyError, match=r"`Progressive.stages` cannot be assigned"):
+        made.stages = {}
+    made.stages[1].ops["flip"].p = 0.1
+    with pytest.raises(ReadOnlyError, match=r"`augment.stages.1.ops.flip"):
+        made.check_unchanged()
+
+
+def test_an_operation_with_its_own_generator_runs_in_the_main_thread() -> None:
+    rain = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16), ops={"rain": K.RandomRain()})
+    assert gpuaug.Progressive(stages={0: stage(16), 1: rain}).main_thread
+    assert not recipe().main_thread
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], "`augment.stages` must be a mapping of first epochs to recipes.* Found: a list"),
+        ({}, "must have a stage for epoch 0. Found: none"),
+        ({5: stage(8)}, r"must have a stage for epoch 0. Found: \[5\]"),
+        ({0: stage(8), "0": stage(9)}, "one recipe per epoch. Found: two for 0"),
+        ({0: stage(8), -1: stage(9)}, "`augment.stages` must be a whole number from 0"),
+        ({"a": stage(8)}, "`augment.stages` must be a whole number.* Found: 'a'"),
+        ({0: stage(8), 1: stage(8, copies=2)}, "same number of views. Found, by epoch: {0: 1, 1: 2}"),
+        ({0: gpuaug.Resize(8)}, "`augment.stages.0` must be a gpuaug.Augment or gpuaug.MultiView"),
+    ],
+)
+def test_refused_stages(stages: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gpuaug.Progressive(stages=stages)
+    assert list(gpuaug.Progressive(stages={0: stage(8), 4: None}).stages) == [0]
+
+
+def test_it_is_no_operation_and_no_view() -> None:
+    with pytest.raises(ConfigError, match="whole recipe"):
+        gpuaug.Augment(ops={"x": recipe()})
+    with pytest.raises(ConfigError, match="`augment.views.x` must be a gpuaug.Augment"):
+        gpuaug.MultiView(views={"x": recipe()})
+
+
+# --- tools
+
+
+def test_a_plan_is_for_the_largest_stage(photos: Path) -> None:
+    with loader(photos, augment=recipe()) as mixed, loader(photos, augment=stage(40)) as largest:
+        bound, want = upper_bound(mixed), upper_bound(largest)
+        assert (bound.ready, bound.epoch) == (want.ready, 1)
+        mixed.set_epoch(3)
+        assert upper_bound(mixed).ready == bound.ready * 16**2 // 40**2
+
+
+def test_materialize_refuses(photos: Path, tmp_path: Path) -> None:
+    message = "`augment` must be one recipe for all epochs.* gpuaug.Progressive"
+    with loader(photos, augment=recipe()) as mixed, pytest.raises(ConfigError, match=message):
+        gpuaug.Materialize(mixed, out=tmp_path / "epochs")
+    with loader(photos, augment=stage(16)) as plain:
+        gpuaug.Materialize(plain, out=tmp_path / "epochs").run()
+    stored = gpuaug.MaterializedSource(tmp_path / "epochs")
+    with pytest.raises(ConfigError, match="`augment` must be the recipe of the stored epochs"):
+        loader(stored, augment=recipe())
+
+
+GROWING = """
+_target_: gpuaug.Progressive
+backend: null
+stages:
+  "0": {_target_: gpuaug.Augment, crop: {_target_: gpuaug.RandomResizedCrop, size: 24}}
+  "2": {_target_: gpuaug.Augment, crop: {_target_: gpuaug.RandomResizedCrop, size: 40},
+        ops: {flip: {_target_: kornia.augmentation.RandomHorizontalFlip, p: 0.5}}}
+"""
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    """A folder with the recipe `growing`."""
+    (tmp_path / "conf/augment").mkdir(parents=True)
+    (tmp_path / "conf/augment/growing.yaml").write_text(GROWING)
+    return tmp_path / "conf"
+
+
+def test_in_yaml(conf: Path) -> None:
+    def build(*overrides: str) -> gpuaug.Progressive:
+        return gpuaug.build(gpuaug.compose("train", ["augment=growing", *overrides], config_dir=conf).augment)
+
+    changed = build("augment.stages.0.crop.size=20", "augment.backend=kornia", "augment.stages.2.ops.flip.p=0.3")
+    assert changed.at(0).crop.size == (20, 20)
+    assert changed.at(2).ops["flip"].p == 0.3
+    assert changed.at(2).backend == "kornia"
+    assert list(build("augment.stages.2=null").stages) == [0]
+    with pytest.raises(ConfigError, match=r"`augment.stages.2.crop.size` must be"):
+        build("augment.stages.2.crop.size=-1")
+
+
+def test_previews_and_plans(conf: Path, photos: Path, tmp_path: Path) -> None:
+    given = ["--config-dir", str(conf), f"source.root={photos}", "augment=growing", "device=cpu", "num_workers=0"]
+
+    def report(command: str, *more: str) -> dict[str, Any]:
+        assert main([command, *given, *more, f"json={tmp_path}/{command}.json"]) == 0
+        return json.loads((tmp_path / f"{command}.json").read_text())
+
+    shown = report("preview", f"out={tmp_path}/p.png", "samples=1", "epoch=1", "draws=2")
+    assert shown["epochs"] == [1, 2]
+    operations = report("preview", f"out={tmp_path}/o.png", "show=operations", "epoch=2", "samples=1")
+    assert [each["name"] for each in operations["operations"]] == ["flip"]
+    assert main(["preview", *given, f"out={tmp_path}/n.png", "show=operations", "samples=1"]) == 2  # epoch 0 has none
+    ready = next(
+        term for term in report("plan", "seconds=1", "batch_size=8")["terms"] if term["name"] == "ready batches"
+    )
+    assert ready["bytes"] % (8 * 3 * 40 * 40 * 4) == 0
