@@ -307,7 +307,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, averaged: bool) -> int:
-    """Bytes of gradients, buckets, optimizer state, averages, and twice what autograd saves, from a pass of two samples."""
+    """Bytes of gradients, buckets, optimizer state, averages, and twice what autograd saves, from a pass of two."""
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:

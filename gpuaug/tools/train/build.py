@@ -61,6 +61,7 @@ def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes
                 f"`model.{key}` cannot be set: training begins with random weights, and `num_classes` is that of the "
                 "source. Remove it."
             )
+    fixed: dict[str, Any]
     if library == "timm":
         timm = peers.timm()
         known, create, fixed = timm.list_models(), timm.create_model, {"pretrained": False}

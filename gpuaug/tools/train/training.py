@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -30,7 +31,6 @@ from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
-from gpuaug.random.keyed import integers
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys
 from gpuaug.tools.train.checkpoint import VERSION, read_checkpoint
@@ -240,6 +240,7 @@ class Training:
         """Run an epoch's steps from batch ``done``. Returns False if SIGTERM came before the end."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         position = self.loader.state_dict()["position"]  # of the samples that the weights have seen
+        steps = math.ceil(whole / self.settings.accumulate)  # of the optimizer, in an epoch
         while True:
             pace.ask()
             try:
@@ -254,8 +255,8 @@ class Training:
             pace.have()
             asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
             state = self.loader.state_dict()
-            last, progress = state["epoch"] != epoch, (epoch + min(1.0, done / whole)) / self.settings.epochs
-            self.step(batch, valid=valid, progress=progress, last=last)
+            last, share = state["epoch"] != epoch, min(1.0, done / self.settings.accumulate / steps)
+            self.step(batch, valid=valid, progress=(epoch + share) / self.settings.epochs, last=last)
             pace.images += int(valid)
             done += 1
             if bar.update():
@@ -281,10 +282,11 @@ class Training:
         group, loss = self.group, self.settings.loss
         weight = batch.valid.to(self.device, non_blocking=True).float()
         ends = last or group.batches + 1 == self.settings.accumulate
-        alone = isinstance(self.each, DistributedDataParallel) and not ends
-        with self._seeded(), self.each.no_sync() if alone else contextlib.nullcontext():
+        each = self.each
+        alone = each.no_sync() if isinstance(each, DistributedDataParallel) and not ends else contextlib.nullcontext()
+        with self._seeded(), alone:
             try:
-                logits = self._logits(self.each, batch)
+                logits = self._logits(each, batch)
             except Exception as error:
                 if (text := _explain(error, batch)) is None:
                     raise
@@ -335,8 +337,8 @@ class Training:
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
         """Seed torch's generators, which dropout uses, by (seed, step, batch, rank), and restore them on exit."""
-        stream = self.group.batches * self.ranks + self.rank
-        (seed,) = integers("dropout", seed=self.loader.seed, epoch=self.steps, count=1, start=stream).tolist()
+        place = f"dropout {self.loader.seed} {self.steps} {self.group.batches} {self.rank}"
+        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.default_generator.manual_seed(seed)
             if self.device.type == "cuda":
