@@ -178,7 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="standard", choices=RECIPES, help="gpuaug's recipe (default: standard)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each pipeline (default: 3)")
-    parser.add_argument("--epochs", type=int, default=10, help="of each run (default: 10)")
+    parser.add_argument("--epochs", type=int, default=20, help="of each run (default: 20)")
     parser.add_argument("--count", type=int, default=800, help="photographs; a fifth is held out (default: 800)")
     parser.add_argument("--data", type=Path, help="folder that keeps the photographs (default: made and removed)")
     parser.add_argument("--json", type=Path, help="FILE for the figures; those of the same recipe are replaced")

@@ -238,6 +238,20 @@ def test_a_step_is_the_formula(nets: Path, photos: Path, tmp_path: Path, monkeyp
     torch.testing.assert_close(found["ema"]["1.weight"].double(), average, rtol=1e-4, atol=1e-6)
 
 
+def test_a_group_ends_though_its_last_batch_is_dropped(nets: Path, photos: Path, tmp_path: Path) -> None:
+    for name, files in (("a", sorted(photos.rglob("*.jpg"))[:2]), ("b", [])):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for k in range(2):
+            content = files[k].read_bytes() if files else b"\xff\xd8 no image"
+            (tmp_path / "images" / name / f"{k}.jpg").write_bytes(content)
+    more = ("shuffle=false", "batch_size=2", "accumulate=2", "faults.policy=drop")
+    assert main(words(tmp_path / "images", tmp_path, "train_nets.Flat", *more)) == 0
+    found = checkpoint(tmp_path)
+    assert found["steps"] == 1
+    assert found["sums"] == [0, 0, 0]
+    assert found["history"][0]["loss"] > 0
+
+
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.25])
 def test_the_schedule_is_torchs(warmup: float) -> None:
     """LinearLR from 0.1, then CosineAnnealingLR to 0, for 200 steps."""

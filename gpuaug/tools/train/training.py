@@ -251,6 +251,8 @@ class Training:
                 self._forget_group(epoch, position)
                 return False  # the same SIGTERM may have ended the workers first
             if batch is None:
+                if self.group.batches:  # `faults.policy=drop` has removed the whole last batch
+                    self._end_group()
                 return True
             pace.have()
             asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
