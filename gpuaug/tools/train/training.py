@@ -523,8 +523,8 @@ def _explain(error: Exception, batch: Batch) -> str | None:
         return f"torch.compile failed ({type(error).__name__}: {text}). Set compile=false, or install a C++ compiler."
     if isinstance(error, AssertionError):
         return (
-            f"the model refused images of {sizes}: {error}. Set `augment.crop.size`, or give the model the size: "
-            "`+model.img_size=` for timm, `+model.image_size=` for torchvision."
+            f"the model refused images of {sizes}: {str(error).rstrip('.')}. Set `augment.crop.size`, or give "
+            "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
         )
     return None
 
