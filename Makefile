@@ -5,8 +5,9 @@ BIN := .venv/bin
 PACKAGE := .venv/.package
 READY := .venv/.ready
 PHOTOS := demo/photographs
-# `gpuaug parity` compares with torchvision. PyPI has it for CUDA only: beside torch for a CPU, other packages that import
-# it fail. So the tests have it in a folder of its own.
+# `gpuaug parity` compares with torchvision, and `gpuaug train` builds models of torchvision and timm. PyPI has torchvision
+# for CUDA only: beside torch for a CPU, other packages that import it fail. So the tests have both in a folder of its own.
+# What timm imports otherwise (huggingface_hub, safetensors, yaml) comes with accelerate.
 TORCHVISION := .venv/torchvision
 
 .PHONY: demo test test-long fuzz notebooks lint clean
@@ -52,5 +53,5 @@ $(PACKAGE): pyproject.toml
 
 $(READY): $(PACKAGE)
 	$(BIN)/python -m pip install --quiet --progress-bar on --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHVISION) 'torchvision>=0.26,<0.29'
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHVISION) 'torchvision>=0.26,<0.29' 'timm>=1.0.20,<2'
 	touch $@

@@ -26,10 +26,12 @@ def whole_number(name: str, value: Any, low: int | None, high: int | None = None
     return value
 
 
-def number(name: str, value: Any, low: float, high: float = math.inf) -> Any:
-    """Check that ``value`` is an int or float with ``low <= value <= high``."""
+def number(name: str, value: Any, low: float, high: float = math.inf, *, optional: bool = False) -> Any:
+    """Check that ``value`` is an int or float with ``low <= value <= high``. With ``optional`` it may be None."""
+    if value is None and optional:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ConfigError(f"`{name}` must be a number in [{low:g}, {high:g}]. Found: {value!r}.")
+        raise ConfigError(f"`{name}` must be a number in [{low:g}, {high:g}]{_or_null(optional)}. Found: {value!r}.")
     return value
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
+from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import gpuaug
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
+Target = type | FunctionType  # what a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
@@ -232,7 +233,8 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
 
     Args:
         cfg: from :func:`compose`, or a part of your own Hydra application's configuration, such as ``cfg.train_data``.
-        trust: prefixes of further modules that targets may come from, such as ``["my_pkg."]``.
+        trust: prefixes of further modules that targets may come from, such as ``["my_pkg."]``. Of these modules,
+            functions are allowed too.
         **objects: existing objects that replace arguments of the outermost target, such as ``source=my_source``.
 
     Raises:
@@ -302,7 +304,7 @@ class _Call:
     """A checked target with its arguments, which may hold further calls."""
 
     key: str
-    cls: type
+    target: Target
     kwargs: dict[str, Any]
 
 
@@ -325,8 +327,8 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
         if kwargs:
             raise ConfigError(f"`{_join(key, next(iter(kwargs)))}` has no effect: `{key}` is switched off. Remove it.")
         return None
-    cls = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
-    _check_arguments(cls, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
+    resolved = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
+    _check_arguments(resolved, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
     for name in _NAMED:
         if isinstance(kwargs.get(name), Mapping):
             kwargs[name] = {k: v for k, v in kwargs[name].items() if v is not None}
@@ -337,19 +339,20 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
                         f"Found keys: {', '.join(map(str, v)) or 'none'}."
                     )
     checked = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in kwargs.items()}
-    return _Call(key, cls, {**checked, **(objects or {})})
+    return _Call(key, resolved, {**checked, **(objects or {})})
 
 
-def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
-    """Resolve ``target`` to a class, if the module that defines the class is allowed.
+def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
+    """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed.
 
     The path alone proves nothing: ``kornia.augmentation._2d.base.torch.load`` resolves to a function of torch. So the
-    resolved class is checked. Importing a module also runs its code. So only modules below an allowed prefix and their
+    resolved object is checked. Importing a module also runs its code. So only modules below an allowed prefix and their
     parent packages are imported, and from gpuaug only the public names.
     """
+    own_modules = prefixes[len(TRUSTED) :]
     expected = (
         f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
-        + "".join(f" or of {p[:-1]}" for p in prefixes[len(TRUSTED) :])
+        + "".join(f" or a class or function of {p[:-1]}" for p in own_modules)
         + f". Found: {target!r}"
     )
     remedy = " To use your own classes: build(cfg, trust=['my_pkg.']) or --trust my_pkg."
@@ -360,16 +363,17 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> type:
         if len(parts) != 2 or parts[1] not in gpuaug.__all__:
             near = get_close_matches(parts[-1], gpuaug.__all__, n=1)
             raise ConfigError(f"{expected}." + (f" Did you mean 'gpuaug.{near[0]}'?" if near else ""))
-        cls = getattr(gpuaug, parts[1])
+        found = getattr(gpuaug, parts[1])
     else:
-        cls = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
-    if not isinstance(cls, type):
-        raise ConfigError(f"{expected}, a {type(cls).__name__} and not a class. Write a class that calls it.")
-    own, name = f"{cls.__module__}.{cls.__qualname__}", cls.__name__
-    public = own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is cls
-    if not public and not f"{own}.".startswith(prefixes):
-        raise ConfigError(f"{expected}, which resolves to the class {own}.{remedy}")
-    return cls
+        found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
+    if not isinstance(found, Target):
+        raise ConfigError(f"{expected}, a {type(found).__name__}. Write a function that calls it.")
+    own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
+    is_class = isinstance(found, type)
+    public = is_class and own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is found
+    if not public and not f"{own}.".startswith(prefixes if is_class else own_modules):
+        raise ConfigError(f"{expected}, which resolves to the {'class' if is_class else 'function'} {own}.{remedy}")
+    return found
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -414,10 +418,10 @@ def _import(module: str, *, expected: str) -> ModuleType | None:
         raise ConfigError(f"{expected}, but {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _check_arguments(cls: type, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
-    """Refuse arguments that the class does not take, before any object is created."""
+def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
+    """Refuse arguments that the class or function does not take, before any object is created."""
     try:
-        parameters = inspect.signature(cls).parameters.values()
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
         return  # classes written in C may have no signature; their constructor checks
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -432,16 +436,16 @@ def _check_arguments(cls: type, kwargs: Mapping[str, Any], *, key: str, target: 
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
-    for name, hint in _hints(cls).items():
+    for name, hint in _hints(called).items():
         # check bools here, because text such as `no` would count as true; constructors check all other types
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a class's arguments; {} if they cannot be read."""
+def _hints(called: Target) -> dict[str, Any]:
+    """The annotations of the arguments; {} if they cannot be read."""
     try:
-        return get_type_hints(inspect.getattr_static(cls, "__init__"))
+        return get_type_hints(inspect.getattr_static(called, "__init__") if isinstance(called, type) else called)
     except Exception:  # annotations may use names that only a type checker sees
         return {}
 
@@ -495,20 +499,20 @@ def _make(plan: Any) -> Any:
         return plan
     kwargs = {k: _make(v) for k, v in plan.kwargs.items()}
     try:
-        return plan.cls(**kwargs)
+        return plan.target(**kwargs)
     except ConfigError as error:
-        raise ConfigError(_at(plan.key, str(error), of_loader=plan.cls.__name__ == "Loader")) from error
+        raise ConfigError(_at(plan.key, str(error), of_loader=plan.target.__name__ == "Loader")) from error
     except GpuaugError as error:
         error.add_note(f"raised while building `{plan.key}`")
         raise
     except Exception as error:
-        hints = _hints(plan.cls)
+        hints = _hints(plan.target)
         for name, value in kwargs.items():  # the error may not name the argument; find it by annotation
             if name in hints and not _fits(value, hints[name]):
                 wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
                 raise ConfigError(wrong) from error
-        where, cls = f"`{plan.key}`: " if plan.key else "", f"{plan.cls.__module__}.{plan.cls.__qualname__}"
-        raise ConfigError(f"{where}{cls} refused its arguments: {type(error).__name__}: {error}") from error
+        where, own = f"`{plan.key}`: " if plan.key else "", f"{plan.target.__module__}.{plan.target.__qualname__}"
+        raise ConfigError(f"{where}{own} refused its arguments: {type(error).__name__}: {error}") from error
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:

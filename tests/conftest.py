@@ -38,7 +38,7 @@ TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, ou
 @pytest.fixture(scope="session")
 def v2():
     """``torchvision.transforms.v2``, which runs without torchvision's compiled operators."""
-    from gpuaug.tools.parity.counterpart import torchvision
+    from gpuaug.tools.peers import torchvision
 
     if importlib.util.find_spec("torchvision") is None:
         sys.path.append(str(TORCHVISION))

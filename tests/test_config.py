@@ -332,7 +332,10 @@ def test_a_module_that_is_not_trusted_is_not_even_imported(tmp_path, monkeypatch
 def test_trust_admits_a_users_own_classes_and_nothing_they_import(tmp_path, monkeypatch):
     (tmp_path / "my_pkg.py").write_text(
         "from kornia.augmentation import RandomInvert\nimport os\n"
-        "class Invert(RandomInvert):\n    pass\ndef function(): pass\n"
+        "from shutil import rmtree\n"
+        "class Invert(RandomInvert):\n    pass\n"
+        "def make(p: float = 0.5): return Invert(p=p)\n"
+        "value = 3\n"
     )
     (tmp_path / "my_pkg_evil.py").write_text("class Invert: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -343,7 +346,13 @@ def test_trust_admits_a_users_own_classes_and_nothing_they_import(tmp_path, monk
     for trust in (["my_pkg."], "my_pkg.", ["my_pkg"], ["my_pkg.Invert"]):
         assert one("my_pkg.Invert", trust=trust).views
     assert one("my_pkg.RandomInvert", trust=["my_pkg."]).views  # Kornia's own
-    for target in ("my_pkg.os.system", "my_pkg.function", "my_pkg_evil.Invert", "my_pkg.Inverted"):
+    assert type(build({"_target_": "my_pkg.make", "p": 1.0}, trust=["my_pkg."])).__name__ == "Invert"
+    with pytest.raises(ConfigError, match="`q`: my_pkg.make takes no argument 'q'.* It takes: p"):
+        build({"_target_": "my_pkg.make", "q": 1}, trust=["my_pkg."])
+    for target in ("my_pkg.os.system", "my_pkg.rmtree", "my_pkg.value", "my_pkg_evil.Invert", "my_pkg.Inverted"):
+        with pytest.raises(ConfigError, match=r"`ops.x._target_`"):
+            one(target, trust=["my_pkg."])
+    for target in ("kornia.augmentation.utils._adapted_uniform", "gpuaug.compose"):  # functions of nobody's own module
         with pytest.raises(ConfigError, match=r"`ops.x._target_`"):
             one(target, trust=["my_pkg."])
     for trust in ([""], ["."], [3]):

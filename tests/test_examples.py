@@ -19,7 +19,7 @@ from conftest import ROOT, TORCHVISION
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpuaug
-from gpuaug.tools.parity.counterpart import torchvision
+from gpuaug.tools.peers import torchvision
 
 FOLDER = ROOT / "examples"
 

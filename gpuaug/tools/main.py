@@ -22,7 +22,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 log = logging.getLogger("gpuaug")
 
 COMMANDS = {
-    "train": "train a network on the loader: AMP, DDP under torchrun, checkpoint and resume",
+    "train": "train a network on the loader, by name from timm or torchvision: AMP, DDP, checkpoint and resume",
     "pack": "write a resized copy of a source: JPEG shards, or pixels that need no decoding",
     "materialize": "write augmented epochs to disk; training reads them without decoding or augmenting",
     "profile": "measure every stage, name the bottleneck, and say what to change",
@@ -113,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
     parser.add_argument("--at", metavar="PATH", help="path of the loader in NAME, e.g. train_data")
     parser.add_argument(
-        "--trust", metavar="PREFIX", action="append", default=[], help="allow `_target_` in modules named PREFIX*"
+        "--trust",
+        metavar="PREFIX",
+        action="append",
+        default=[],
+        help="allow `_target_` in modules named PREFIX*, also of ./",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser

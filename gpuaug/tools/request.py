@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sys
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -147,7 +149,12 @@ class Request:
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
-        """Build the object described by a part of the configuration."""
+        """Build the object described by a part of the configuration.
+
+        With ``--trust``, modules in the current folder are found too, after all installed ones.
+        """
+        if self.trust and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
     def _check_roots(self) -> None:

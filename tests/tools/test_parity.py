@@ -23,7 +23,8 @@ from gpuaug.augment.policy import prepare
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import command
 from gpuaug.tools.parity.command import Difference, Parity, Sample, compare, summary
-from gpuaug.tools.parity.counterpart import counterpart, torchvision
+from gpuaug.tools.parity.counterpart import counterpart
+from gpuaug.tools.peers import torchvision
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,8 +20,8 @@ import gpuaug
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import targets as parity_targets
 from gpuaug.tools.parity.command import Parity, compare, table
-from gpuaug.tools.parity.counterpart import torchvision
 from gpuaug.tools.parity.targets import TargetDifference
+from gpuaug.tools.peers import torchvision
 
 
 @pytest.fixture(scope="module", autouse=True)

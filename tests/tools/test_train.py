@@ -28,6 +28,7 @@ from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
 from gpuaug.tools.train import training
+from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.model import SmallNet
 
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
@@ -206,14 +207,14 @@ def test_a_model_of_ones_own(
     assert main([*base, "model._target_=my_nets.NoModule", "--trust", "my_nets"]) == 2
     capsys.readouterr()
     assert main([*base, "model=resnet50"]) == 2
-    assert "`model` must be a mapping whose `_target_` names a class. Found: 'resnet50'." in capsys.readouterr().err
+    assert "or the path of a class or function. Found: 'resnet50'." in capsys.readouterr().err
 
 
 def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None:
     before = torch.get_rng_state()
     request = Request(command="train")
     config = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 4}
-    a, b, c = (training.build_model(request, config, num_classes=3, seed=seed).state_dict() for seed in (0, 0, 1))
+    a, b, c = (build_model(request, config, num_classes=3, seed=seed).state_dict() for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["stem.weight"], c["stem.weight"])
@@ -240,7 +241,7 @@ def test_bad_checkpoints_are_refused(photos: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "junk.pt").write_bytes(b"not a checkpoint")
     assert "must name a checkpoint" in refused(f"resume={tmp_path}/junk.pt")
     torch.save({"version": 99}, tmp_path / "newer.pt")
-    assert "of version 1" in refused(f"resume={tmp_path}/newer.pt")
+    assert "of version 2" in refused(f"resume={tmp_path}/newer.pt")
     found = torch.load(file, weights_only=True)
     torch.save({**found, "classes": ["a", "b"]}, tmp_path / "classes.pt")
     assert "was trained on the classes ['a', 'b']" in refused(f"resume={tmp_path}/classes.pt")
@@ -259,7 +260,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         assert main(words(photos, tmp_path / "other", "epochs=2", "limit_batches=1", f"resume={bad}")) == 2
         return capsys.readouterr().err
 
-    for part in ("model", "optimizer", "scaler", "loader", "classes", "sums", "steps", "history"):
+    for part in ("model", "ema", "optimizer", "scaler", "loader", "classes", "sums", "steps", "history"):
         torch.save({k: v for k, v in whole.items() if k != part}, bad)
         assert f"`{part}`" in refused()
     entry = whole["history"][0]
@@ -267,6 +268,8 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
     momentum["state"][0]["momentum_buffer"] = torch.zeros(3)
     for changed, said in (
         ({"model": 3}, "`model` of a checkpoint must be a mapping. Found: `model` = '3'"),
+        ({"ema": 3}, "`ema` of a checkpoint must be a mapping or null"),
+        ({"ema": {}}, "was trained with averaged weights. Set `ema` to the value of that run."),
         ({"optimizer": [1]}, "`optimizer`"),
         ({"scaler": 3}, "`scaler`"),
         ({"scaler": {"scale": "x"}}, "`scaler`"),
@@ -294,7 +297,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         bad.write_bytes(content)
         assert "`resume` must name a checkpoint of `gpuaug train`" in refused(), content[:9]
     torch.save(torch.zeros(3), bad)
-    assert "of version 1" in refused()
+    assert "of version 2" in refused()
 
 
 def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,9 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.parity import targets
-from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, torchvision, why
+from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, why
 from gpuaug.tools.parity.targets import TargetDifference
+from gpuaug.tools.peers import torchvision
 from gpuaug.tools.preview.annotations import read, upright_targets
 from gpuaug.tools.preview.command import chosen, indices_of
 from gpuaug.tools.report import Report, png, printable, written

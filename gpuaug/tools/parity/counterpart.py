@@ -6,9 +6,7 @@ there is none, it is a text with the reason.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,33 +16,9 @@ from gpuaug.augment.ops import by_class, noise
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared
-from gpuaug.errors import ConfigError
+from gpuaug.tools.peers import torchvision
 
 Call = tuple[str, dict[str, Any]]  # a torchvision function and its arguments, for pixels in 0..1
-
-_operators: list[Any] = []  # keeps the library registered: torch removes it when nothing refers to it
-
-
-@lru_cache(maxsize=1)
-def torchvision() -> tuple[Any, str]:
-    """``torchvision.transforms.v2`` and the version. Raises ConfigError if torchvision cannot be imported."""
-    try:
-        try:
-            import torchvision
-        except RuntimeError:  # a build for another torch lacks two operators; no transform uses them
-            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-                del sys.modules[name]
-            _operators.append(torch.library.Library("torchvision", "DEF"))
-            for name in ("nms", "qnms"):
-                _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            import torchvision
-        from torchvision.transforms import v2
-    except Exception as error:
-        raise ConfigError(
-            f"`gpuaug parity` compares with torchvision, which cannot be imported ({type(error).__name__}: {error}). "
-            "Install the release for your torch: pip install torchvision."
-        ) from error
-    return v2, str(torchvision.__version__)
 
 
 def call(one: Call, image: Tensor) -> Tensor:

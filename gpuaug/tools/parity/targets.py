@@ -26,7 +26,8 @@ from gpuaug.batch import CropWindows
 from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.rules import Boxes, Masks, Targets
-from gpuaug.tools.parity.counterpart import Call, calls_of, torchvision, why
+from gpuaug.tools.parity.counterpart import Call, calls_of, why
+from gpuaug.tools.peers import torchvision
 
 TORCHVISION, PILLOW, KORNIA = "torchvision", "Pillow", "Kornia"
 EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied

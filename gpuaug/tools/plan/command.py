@@ -117,7 +117,7 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     if machine.local_rank() or not lacking(runs, wanted, here, share=0.5):
         return
     log.info("memory may be short: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
-    how = {**asdict(settings), "model": None, "profiling": False, "resume": None}
+    how = {**asdict(settings), "model": None, "profiling": False, "resume": None, "compile": False}
     trained = {"config": settings.model, "classes": runs[0].loader.num_classes, "settings": how}
     measured: list[Run] = []
     over = False
@@ -245,8 +245,11 @@ def on_their_way(loader: Loader, workers: int) -> int:
 # -- an upper bound ---------------------------------------------------------------------------------------------------
 
 
-def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int = 128) -> Costs:
-    """An upper bound of a run's memory, from batch sizes and the headers of ``sample`` images. Nothing is decoded."""
+def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: bool = False, sample: int = 128) -> Costs:
+    """An upper bound of a run's memory, from batch sizes and the headers of ``sample`` images. Nothing is decoded.
+
+    ``averaged``: the training also keeps averaged weights of the model.
+    """
     order, pipeline, stage = loader.epoch_order.epoch, loader.pipeline, loader.pipeline.stage
     if not (count := min(sample, len(order))):
         raise ConfigError("the source has no samples, so there is nothing to plan. Check `source`.")
@@ -282,7 +285,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, sample: int =
     # 3 batches of uint8 between threads, 9 of float32 for mix and operations outside the compiled kernels
     work = 200 * MIB + int(2 * decoded) + 10 * encoded_bytes + groups + (3 + 9 * 4) * values
     masks, mask_work = _mask_bytes(loader, views, rows, pixels / 3 / images)
-    step, cuda = 0 if model is None else _step_bound(model, views, rows), loader.device.type == "cuda"
+    step, cuda = 0 if model is None else _step_bound(model, views, rows, averaged), loader.device.type == "cuda"
     return Costs(
         image=image,
         ready=values * (1 if stage.main_thread else loader.dtype.itemsize),
@@ -309,8 +312,8 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
     return values * ready, wide * (decoded + 3 * values)
 
 
-def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -> int:
-    """Bytes of gradients, DDP's buckets, optimizer state, and twice what autograd saves. Runs two samples."""
+def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, averaged: bool) -> int:
+    """Bytes of gradients, DDP's buckets, optimizer state, averages, and twice what autograd saves. Runs two samples."""
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -325,7 +328,7 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int) -
                 tried(torch.zeros(2, 3, *view))
     except Exception as error:  # a model may fail in any way on an input of zeros
         log.warning("memory of a step is unknown: the model failed on zeros (%s: %.200s)", type(error).__name__, error)
-    return 5 * sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) + saved * rows
+    return (5 + averaged) * sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) + saved * rows
 
 
 # -- the rehearsal ----------------------------------------------------------------------------------------------------
@@ -451,8 +454,8 @@ def rehearsal() -> None:
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.request import Request
+    from gpuaug.tools.train.build import build_model
     from gpuaug.tools.train.training import Settings as Training
-    from gpuaug.tools.train.training import build_model
 
     answer, job = os.fdopen(os.dup(1), "w"), json.load(sys.stdin)
     os.dup2(2, 1)  # everything else that is printed goes to stderr

@@ -29,8 +29,9 @@ from gpuaug.tools.profile.measure import Cost, Measured, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.sheet import PAPER, Cell, Row, sheet
+from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
-from gpuaug.tools.train.training import Training, build_model
+from gpuaug.tools.train.training import Training
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

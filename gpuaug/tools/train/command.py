@@ -17,7 +17,8 @@ from gpuaug.tools.plan.command import Run, check, upper_bound
 from gpuaug.tools.profile import command as profile
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
-from gpuaug.tools.train.training import Settings, Stop, Training, build_model
+from gpuaug.tools.train.build import build_model
+from gpuaug.tools.train.training import Settings, Stop, Training
 
 log = logging.getLogger("gpuaug")
 
@@ -56,7 +57,8 @@ def main(request: Request) -> int:
                 )
         if settings.check_memory:
             prefix = "" if request.at is None else f"{request.at}."
-            runs = [Run(loader=loader, costs=upper_bound(loader, model=model), config=train, prefix=prefix)]
+            costs = upper_bound(loader, model=model, averaged=settings.ema is not None)
+            runs = [Run(loader=loader, costs=costs, config=train, prefix=prefix)]
             if val is not None:
                 prefix = f"{settings.val or 'val'}."
                 runs.append(Run(loader=val, costs=upper_bound(val), config=held_out, prefix=prefix, classes=classes))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
 import signal
 import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,21 +21,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks, files
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
-from gpuaug.files import check_regular
 from gpuaug.loader import distributed
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.report import Report, output
-from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.request import Keys
+from gpuaug.tools.train.checkpoint import VERSION, read_checkpoint
+from gpuaug.tools.train.pace import Pace
 
 log = logging.getLogger("gpuaug")
 
-VERSION = 1  # checkpoint format
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
 AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = ("sgd", "adamw")
@@ -49,12 +50,17 @@ class Settings(Keys):
 
     epochs: int = 10
     model: Any = None
+    compile: bool = False
     optimizer: str = "sgd"
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warmup: float = 0.1
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    ema: float | None = None
     loss: str = "cross_entropy"
+    label_smoothing: float = 0.0
     amp: str = "auto"
     out: str = "outputs/train"
     resume: str | None = None
@@ -69,10 +75,18 @@ class Settings(Keys):
                 f"`profiling` must be true, false, or a number of batches >= 1. Found: {self.profiling!r}."
             )
         checks.whole_number("epochs", self.epochs, 1)
+        checks.whole_number("accumulate", self.accumulate, 1)
         for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):
             checks.one_of(name, getattr(self, name), known)
         for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
             checks.number(name, getattr(self, name), 0.0, high)
+        checks.number("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        checks.number("clip_grad_norm", self.clip_grad_norm, 1e-9, optional=True)
+        checks.number("ema", self.ema, 0.0, 0.9999999, optional=True)
+        if self.label_smoothing and self.loss != "cross_entropy":
+            raise ConfigError(
+                f"`label_smoothing` needs `loss=cross_entropy`. Found: {self.loss}. Set label_smoothing=0."
+            )
 
 
 class Stop(contextlib.AbstractContextManager["Stop"]):
@@ -98,58 +112,15 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         self.asked = True
 
 
-class Pace:
-    """Counts images, seconds, and the seconds in which the device waited for a batch, during training.
+@dataclass
+class Group:
+    """The batches whose gradients are added before the weights change."""
 
-    On the CPU, the waiting time is the time to get the next batch. On CUDA it is the gap between two steps on the
-    training's stream, because the host may wait for a batch while the device still works on the previous one. The time
-    before the very first batch is not counted, because workers start and kernels are compiled then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.images, self.waited, self.seconds = 0, 0.0, 1e-9
-        self._device = device
-        self._last: float | None = None  # time of the last count; None: between two epochs
-        self._asked: Any = None  # time of the request for the next batch
-        self._gaps: deque[tuple[Any, Any]] | None = None  # None: before the first batch
-
-    def ask(self) -> None:
-        """Call before requesting the next batch."""
-        self._asked = self._mark()
-
-    def have(self) -> None:
-        """Call when the batch has arrived."""
-        there = self._mark()
-        if self._gaps is None:
-            self._gaps, self.seconds = deque(), 1e-9
-            return
-        self._gaps.append((self._asked, there))
-        self._take(2 if self._device.type == "cuda" else 0)  # the host runs at most two steps ahead
-
-    def stop(self) -> None:
-        """Call after an epoch. Waits for its last step."""
-        self._take(0)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._mark()
-        self._last = None
-
-    def _mark(self) -> Any:
-        now = time.perf_counter()
-        self.seconds += now - (self._last or now)
-        self._last = now
-        if self._device.type != "cuda":
-            return now
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _take(self, left: int) -> None:
-        while self._gaps and len(self._gaps) > left:
-            asked, there = self._gaps.popleft()
-            if self._device.type == "cuda":
-                there.synchronize()
-            self.waited += asked.elapsed_time(there) / 1000 if self._device.type == "cuda" else there - asked
+    divisor: float = 1.0  # of the summed loss: the number of valid samples that is expected
+    buffers: list[Tensor] | None = None  # the model's before the first batch, such as batch norm's statistics
+    batches: int = 0
+    valid: float = 0.0  # samples over all ranks
+    sums: Any = 0.0  # this rank's loss, correct, samples
 
 
 class EachView(nn.Sequential):
@@ -163,7 +134,8 @@ class EachView(nn.Sequential):
 class Training:
     """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes].
 
-    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``.
+    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``, with ``ema`` that of the
+    averaged weights.
     """
 
     def __init__(
@@ -179,16 +151,26 @@ class Training:
         self.device = loader.device
         auto = "bfloat16" if self.device.type == "cuda" else "float32"
         self.amp = AMP[auto if settings.amp == "auto" else settings.amp]  # dtype that the model computes in
+        if settings.label_smoothing and loader.mix is not None and loader.mix.label_smoothing:
+            raise ConfigError("`label_smoothing` and `mix.label_smoothing` would both smooth the labels. Set one to 0.")
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
+        self.ema: AveragedModel | None = None
+        if settings.ema is not None:
+            # buffers too, because batch norm's statistics must belong to the averaged weights
+            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema), use_buffers=True)
+        if settings.compile:
+            self.model.compile()  # in place, so that the names in checkpoints stay the same
         self.each: nn.Module = EachView(self.model)
         if distributed.active():
             self.each = DistributedDataParallel(self.each, [self.device.index] if self.device.type == "cuda" else None)
         self.optimizer = _optimizer(self.model, settings)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
         self.ranks = dist.get_world_size() if distributed.active() else 1
-        self.first = not distributed.active() or dist.get_rank() == 0
+        self.rank = dist.get_rank() if distributed.active() else 0
+        self.first = self.rank == 0
         self.pace = Pace(self.device)
         self.steps = 0
+        self.group = Group()
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct, samples
         self.history: list[dict[str, float | int | None]] = []
 
@@ -257,6 +239,8 @@ class Training:
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
         """Run an epoch's steps from batch ``done``. Returns False if SIGTERM came before the end."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
+        position = self.loader.state_dict()["position"]  # of the samples that the weights have seen
+        steps = math.ceil(whole / self.settings.accumulate)  # of the optimizer, in an epoch
         while True:
             pace.ask()
             try:
@@ -264,43 +248,104 @@ class Training:
             except ReadError:
                 if not self.stop.asked:
                     raise
+                self._forget_group(epoch, position)
                 return False  # the same SIGTERM may have ended the workers first
             if batch is None:
+                if self.group.batches:  # `faults.policy=drop` has removed the whole last batch
+                    self._end_group()
                 return True
             pace.have()
             asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
-            self.step(batch, valid=valid, progress=(epoch + min(1.0, done / whole)) / self.settings.epochs)
+            state = self.loader.state_dict()
+            last, share = state["epoch"] != epoch, min(1.0, done / self.settings.accumulate / steps)
+            self.step(batch, valid=valid, progress=(epoch + share) / self.settings.epochs, last=last)
             pace.images += int(valid)
             done += 1
             if bar.update():
                 bar.set_postfix_str(self._postfix(), refresh=False)
-            if asked and self.loader.state_dict()["epoch"] == epoch:
+            if self.group.batches:
+                continue
+            position = state["position"]
+            if asked and not last:
                 self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
                 return False
 
-    def step(self, batch: Batch, *, valid: float, progress: float) -> None:
-        """Train on one batch. ``valid`` is its number of valid samples over all ranks; all have equal weight."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
+    def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
+        """Train on one batch. The weights change after ``accumulate`` batches, or if it is the ``last`` of an epoch.
+
+        Args:
+            batch: this rank's batch.
+            valid: its number of valid samples over all ranks; all samples of a group of batches have equal weight.
+            progress: share of the training that is done, for the learning rate.
+            last: whether it is the epoch's last batch.
+        """
+        if not self.group.batches:
+            self._begin_group(valid, progress)
+        group, loss = self.group, self.settings.loss
         weight = batch.valid.to(self.device, non_blocking=True).float()
+        ends = last or group.batches + 1 == self.settings.accumulate
+        each = self.each
+        alone = each.no_sync() if isinstance(each, DistributedDataParallel) and not ends else contextlib.nullcontext()
+        with self._seeded(), alone:
+            try:
+                logits = self._logits(each, batch)
+            except Exception as error:
+                if (text := _explain(error, batch)) is None:
+                    raise
+                raise ConfigError(text) from error
+            losses, right = outcome(logits, batch.labels, loss, label_smoothing=self.settings.label_smoothing)
+            summed = (losses * weight).sum()
+            # DDP averages the gradients over ranks, but we need the average over all valid samples
+            self.scaler.scale(summed * (self.ranks / group.divisor)).backward()
+        group.batches, group.valid = group.batches + 1, group.valid + valid
+        group.sums = group.sums + torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
+        if ends:
+            self._end_group()
+
+    def _begin_group(self, valid: float, progress: float) -> None:
+        settings = self.settings
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = settings.lr * rate(progress, warmup=settings.warmup)
         self.optimizer.zero_grad(set_to_none=True)
-        try:
-            logits = self._logits(self.each, batch)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise ConfigError(
-                f"the model's batch norm cannot train on a batch of {len(batch)}. Set `last=drop` or another "
-                "`batch_size`."
-            ) from error
-        losses, right = outcome(logits, batch.labels, self.settings.loss)
-        summed = (losses * weight).sum()
-        # DDP averages the gradients over ranks, but we need the average over all valid samples
-        self.scaler.scale(summed * (self.ranks / max(1.0, valid))).backward()
+        self.group = Group(divisor=max(1.0, valid) * settings.accumulate)
+        if settings.accumulate > 1:
+            self.group.buffers = [buffer.clone() for buffer in self.model.buffers()]
+
+    def _end_group(self) -> None:
+        group = self.group
+        if (factor := group.divisor / max(1.0, group.valid)) != 1:  # fewer batches or valid samples than expected
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= factor
+        if self.settings.clip_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.model.parameters(), self.settings.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
         self.steps += 1
-        self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
+        self.sums += group.sums
+        self.group = Group()
+
+    def _forget_group(self, epoch: int, position: int) -> None:
+        """Go back to the first batch of a group that cannot end; its samples come again after a resume."""
+        if self.group.batches:
+            for buffer, before in zip(self.model.buffers(), self.group.buffers or [], strict=True):
+                buffer.copy_(before)
+            self.loader.start_at(epoch, position)
+            self.group = Group()
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Seed torch's generators, which dropout uses, by (seed, step, batch, rank), and restore them on exit."""
+        place = f"dropout {self.loader.seed} {self.steps} {self.group.batches} {self.rank}"
+        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+            yield
 
     def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
         whole = self.amp is torch.float32
@@ -320,19 +365,24 @@ class Training:
         accuracy = None if self.val is None else self.evaluate(self.val)
         (asked,) = _sum([float(self.stop.asked)])
         if self.first:
-            held_out = "" if accuracy is None else f", held-out {accuracy:.1%}"
+            held_out = "" if accuracy is None else f", held-out {accuracy:.1%}{self._averaged}"
             text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
             log.info("epoch %d: %s", self.loader.epoch, text)
         entry["held_out_accuracy"] = accuracy
         return not asked
 
+    @property
+    def _averaged(self) -> str:
+        return "" if self.ema is None else " of the averaged weights"
+
     @torch.no_grad()
     def evaluate(self, loader: Loader) -> float | None:
         """Accuracy over all ranks; None if SIGTERM came before the end."""
+        model = self.model if self.ema is None else self.ema.module
         if self.ranks > 1:
-            for buffer in self.model.buffers():
+            for buffer in model.buffers():
                 dist.broadcast(buffer, 0)  # the ranks have different running statistics
-        alone = EachView(self.model).eval()  # without DDP, because ranks would wait for each other
+        alone = EachView(model).eval()  # without DDP, because ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
         for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
@@ -352,6 +402,7 @@ class Training:
         parts = {
             "version": VERSION,
             "model": self.model.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
@@ -372,8 +423,14 @@ class Training:
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
             raise StateError(f"{file} was trained on the classes {parts['classes']}. The source now has: {classes}.")
+        if (parts["ema"] is None) != (self.ema is None):
+            was, remedy = ("with", "the value of that run") if self.ema is None else ("without", "null")
+            raise StateError(f"{file} was trained {was} averaged weights. Set `ema` to {remedy}.")
         try:
             self.model.load_state_dict(parts["model"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(parts["ema"])
+                self.ema.n_averaged.fill_(parts["steps"])
             self.optimizer.load_state_dict(parts["optimizer"])
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
@@ -399,30 +456,15 @@ class Training:
             speed = pace.images / pace.seconds
             report.add("images_per_second", speed, f"{speed:.0f} ({pace.images} in {pace.seconds:.1f} s{ranks})")
             report.add("waiting_for_data", waited, f"{waited:.1%} of the time")
-        for name, note in (("train_accuracy", " on augmented images, last epoch"), ("held_out_accuracy", "")):
+        for name, note in (
+            ("train_accuracy", " on augmented images, last epoch"),
+            ("held_out_accuracy", self._averaged),
+        ):
             if (value := last.get(name)) is not None:
                 report.add(name, value, f"{value:.1%}{note}")
         report.add("checkpoint", str(file), str(file))
         report.values["history"] = self.history
         report.write()
-
-
-def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -> nn.Module:
-    """Build the model ``model._target_``. ``seed`` decides its weights. torch's random state is restored."""
-    from omegaconf import OmegaConf
-
-    if not isinstance(config, Mapping) or config.get("_target_") is None:
-        raise ConfigError(
-            f"`model` must be a mapping whose `_target_` names a class. Found: {config!r}. "
-            "Set `model._target_=my_pkg.MyNet`, and allow it with `--trust my_pkg.`"
-        )
-    part = OmegaConf.create({"model": config}).model
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model = request.build(part, trust=("gpuaug.tools.train.model.SmallNet",), num_classes=num_classes)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"`model._target_` must name a torch.nn.Module. Found: {type(model).__name__}.")
-    return model
 
 
 def rate(progress: float, *, warmup: float) -> float:
@@ -432,13 +474,22 @@ def rate(progress: float, *, warmup: float) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / max(1e-9, 1.0 - warmup))
 
 
-def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
+def outcome(
+    logits: Sequence[Tensor], labels: Tensor | None, loss: str, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
     ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels: their largest class.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
+    for view in logits:
+        if not isinstance(view, Tensor) or view.ndim != 2:
+            found = f"a tensor {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
+            raise ConfigError(
+                f"the model must return logits [B, num_classes]. Found: {found}. If it has more outputs in training, "
+                "switch them off, as `+model.aux_logits=false` does for torchvision's googlenet and inception_v3."
+            )
     views = [view.float() for view in logits]
     if loss == "cross_entropy":
         if labels.ndim == 1 and labels.is_floating_point():
@@ -446,7 +497,7 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
                 "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fraction per image, "
                 f"such as {float(labels[0]):g}, which is a regression label."
             )
-        losses = [cross_entropy(view, labels, reduction="none") for view in views]
+        losses = [cross_entropy(view, labels, reduction="none", label_smoothing=label_smoothing) for view in views]
         truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
         right = (sum(views[1:], views[0]).argmax(dim=1) == truth).float()
     else:
@@ -457,6 +508,25 @@ def outcome(logits: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple
         losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
         right = ((sum(views[1:], views[0]) > 0) == (truth > 0.5)).float().mean(dim=1)
     return torch.stack(losses).mean(dim=0), right
+
+
+def _explain(error: Exception, batch: Batch) -> str | None:
+    """What a user can do about an error in the model's forward pass; None if unknown."""
+    views = batch.images if isinstance(batch.images, list) else [batch.images]
+    sizes = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(tuple(v.shape[-2:]) for v in views))
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        return (
+            f"the model's batch norm cannot train on a batch of {len(batch)}. Set `last=drop` or another `batch_size`."
+        )
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        text = str(error).strip().partition("\n")[0]
+        return f"torch.compile failed ({type(error).__name__}: {text}). Set compile=false, or install a C++ compiler."
+    if isinstance(error, AssertionError):
+        return (
+            f"the model refused images of {sizes}: {str(error).rstrip('.')}. Set `augment.crop.size`, or give "
+            "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
+        )
+    return None
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -477,63 +547,3 @@ def _sum(values: list[float]) -> list[float]:
     summed = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(summed)
     return summed.tolist()
-
-
-def read_checkpoint(file: Path) -> dict[str, Any]:
-    """Read a checkpoint without executing its content. StateError if it is invalid or damaged."""
-    try:
-        check_regular(os.stat(file), file)  # torch would read a pipe or device forever
-        parts = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise StateError(
-            f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
-        ) from error
-    version = parts.get("version") if isinstance(parts, dict) else type(parts).__name__
-    if version != VERSION:
-        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r}, {version}.")
-    for name, (expected, holds) in _PARTS.items():
-        if name not in parts or not holds(parts[name]):
-            what = f"`{name}` = {str(parts[name])[:60]!r}" if name in parts else f"no `{name}`"
-            raise StateError(
-                f"{file} is damaged: `{name}` of a checkpoint must be {expected}. Found: {what}. Resume from "
-                "another checkpoint, or start again with resume=null."
-            )
-    return parts
-
-
-def _numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _is_epoch(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not _EPOCH >= entry.keys() >= {"epoch", "loss"}:
-        return False
-    return _numbers(v for k, v in entry.items() if v is not None or k != "held_out_accuracy")
-
-
-_EPOCH = {"epoch", "loss", "train_accuracy", "held_out_accuracy"}
-_MAPPING: tuple[str, Callable[[Any], bool]] = ("a mapping", lambda v: isinstance(v, dict))
-# parts of a checkpoint besides the version: description and check of each
-_PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": _MAPPING,
-    "optimizer": _MAPPING,
-    "scaler": (
-        "a mapping of names to numbers",
-        lambda v: isinstance(v, dict) and all(isinstance(k, str) for k in v) and _numbers(v.values()),
-    ),
-    "loader": _MAPPING,
-    "classes": (
-        "a list of names or null",
-        lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
-    ),
-    "sums": (
-        "three numbers (loss, correct predictions, samples)",
-        lambda v: isinstance(v, list) and len(v) == 3 and _numbers(v),
-    ),
-    "steps": ("a whole number >= 0", lambda v: type(v) is int and v >= 0),
-    "history": (
-        "a list of one mapping of numbers per epoch",
-        lambda v: isinstance(v, list) and all(map(_is_epoch, v)),
-    ),
-}

@@ -1,0 +1,47 @@
+"""torchvision and timm, which some commands use and gpuaug does not install."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from gpuaug.errors import ConfigError
+
+_operators: list[Any] = []  # keeps the library registered: torch removes it when nothing refers to it
+
+
+@lru_cache(maxsize=1)
+def torchvision() -> tuple[Any, str]:
+    """``torchvision.transforms.v2`` and the version. Raises ConfigError if torchvision cannot be imported."""
+    try:
+        try:
+            import torchvision
+        except RuntimeError:  # a build for another torch lacks two operators; no transform or classifier uses them
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            _operators.append(torch.library.Library("torchvision", "DEF"))
+            for name in ("nms", "qnms"):
+                _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            import torchvision
+        from torchvision.transforms import v2
+    except Exception as error:
+        raise ConfigError(
+            f"this needs torchvision, which cannot be imported ({type(error).__name__}: {error}). Install the release "
+            "for your torch: pip install torchvision"
+        ) from error
+    return v2, str(torchvision.__version__)
+
+
+def timm() -> Any:
+    """The package ``timm``, which imports torchvision. Raises ConfigError if one of them cannot be imported."""
+    torchvision()
+    try:
+        import timm
+    except Exception as error:
+        raise ConfigError(
+            f"this needs timm, which cannot be imported ({type(error).__name__}: {error}). Install it: pip install timm"
+        ) from error
+    return timm

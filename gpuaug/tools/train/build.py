@@ -1,0 +1,82 @@
+"""Builds the model that the key ``model`` of `gpuaug train` and `gpuaug profile` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuaug.errors import ConfigError
+from gpuaug.tools import peers
+from gpuaug.tools.request import Request
+
+LIBRARIES = ("timm", "torchvision")
+# arguments that download or read weights, and those that the command gives itself
+_REFUSED = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "num_classes", "model_name", "name")
+
+
+def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -> nn.Module:
+    """Build a model with random weights. ``seed`` decides them. torch's random state is restored.
+
+    Args:
+        request: the call of the command, whose ``--trust`` says which modules ``_target_`` may name.
+        config: ``timm:NAME``, ``torchvision:NAME``, or the path of a class or function; or a mapping with one of these
+            as ``_target_`` and further arguments.
+        num_classes: number of logits.
+        seed: of the loader.
+    """
+    from omegaconf import OmegaConf
+
+    part = {"_target_": config} if isinstance(config, str) else config
+    target = part.get("_target_") if isinstance(part, Mapping) else None
+    if not isinstance(target, str) or not {".", ":"} & set(target):
+        raise ConfigError(
+            f"`model` must be timm:NAME, torchvision:NAME, or the path of a class or function. Found: {config!r}. Set "
+            "for example `model=timm:resnet18`, or `model._target_=my_pkg.MyNet` and `--trust my_pkg.`"
+        )
+    library, is_named, name = target.partition(":")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if is_named:
+            arguments = {key: value for key, value in part.items() if key != "_target_"}
+            model = _named(library, name, arguments, num_classes=num_classes)
+        else:
+            part = OmegaConf.create({"model": part}).model
+            model = request.build(part, trust=("gpuaug.tools.train.model.SmallNet",), num_classes=num_classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model._target_` must make a torch.nn.Module. Found: {target}, {type(model).__name__}.")
+    return model
+
+
+def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes: int) -> Any:
+    """Build a classifier of timm or torchvision by its name. Nothing is downloaded."""
+    if library not in LIBRARIES:
+        raise ConfigError(f"`model` can name models of {' and '.join(LIBRARIES)}. Found: {library}:{name}.")
+    for key in _REFUSED:
+        if key in arguments:
+            raise ConfigError(
+                f"`model.{key}` cannot be set: training begins with random weights, and `num_classes` is that of the "
+                "source. Remove it."
+            )
+    fixed: dict[str, Any]
+    if library == "timm":
+        timm = peers.timm()
+        known, create, fixed = timm.list_models(), timm.create_model, {"pretrained": False}
+    else:
+        peers.torchvision()
+        from torchvision import models
+
+        known, create, fixed = models.list_models(module=models), models.get_model, {"weights": None}
+    if name not in known:
+        near = ", ".join(f"{library}:{other}" for other in get_close_matches(name, known, n=3))
+        raise ConfigError(
+            f"{library} has no classifier {name!r}. "
+            + (f"Did you mean {near}?" if near else f"It has {len(known)} others, such as {known[0]}.")
+        )
+    try:
+        return create(name, num_classes=num_classes, **fixed, **arguments)
+    except Exception as error:  # a model may refuse its arguments in any way
+        raise ConfigError(f"{library}:{name} refused its arguments: {type(error).__name__}: {error}") from error

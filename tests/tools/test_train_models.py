@@ -1,0 +1,411 @@
+"""`gpuaug train`: models by name and of one's own, accumulated gradients, averaged weights, schedule, torch.compile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import threads, torchrun
+from conftest import ROOT
+from torch import Tensor, nn
+
+from gpuaug.batch import Batch
+from gpuaug.errors import ConfigError, ReadError
+from gpuaug.loader.loader import Loader
+from gpuaug.tools.main import main
+from gpuaug.tools.request import Request
+from gpuaug.tools.train import command as train
+from gpuaug.tools.train import training
+from gpuaug.tools.train.build import build_model
+
+SMALL = ("augment.crop.size=32", "batch_size=8", "num_workers=0", "device=cpu", "epochs=1")
+MODULE = """
+from torch import nn
+class Flat(nn.Sequential):  # without batch norm, whose statistics are those of one batch
+    def __init__(self, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))
+class Wet(nn.Sequential):  # with everything that resuming must restore
+    def __init__(self, num_classes):
+        super().__init__(nn.Conv2d(3, 4, 8, stride=8), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(),
+                         nn.Linear(64, num_classes))
+def flat(num_classes, bias=True):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes, bias=bias))
+class Two(Flat):
+    def forward(self, x):
+        return super().forward(x), x
+def nothing(num_classes):
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the module ``train_nets``."""
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "train_nets.py").write_text(MODULE)
+    sys.path.append(str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def words(photos: Path, out: Path, model: str, *more: str) -> list[str]:
+    """A training on 65 photographs of 5 classes."""
+    return ["train", f"source.root={photos}", f"out={out}", f"model={model}", "--trust", "train_nets", *SMALL, *more]
+
+
+def checkpoint(out: Path) -> dict[str, Any]:
+    return torch.load(out / "last.pt", weights_only=True)
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+# --- models
+
+
+@pytest.mark.usefixtures("v2")
+@pytest.mark.parametrize("model", ["timm:resnet18", "torchvision:mobilenet_v3_small"])
+def test_a_named_model_is_trained(model: str, photos: Path, tmp_path: Path) -> None:
+    assert main(words(photos, tmp_path, model, "limit_batches=2")) == 0
+    found = checkpoint(tmp_path)
+    assert found["steps"] == 2
+    last = [value for value in found["model"].values() if value.ndim == 2][-1]
+    assert last.shape[0] == 5
+
+
+@pytest.mark.usefixtures("v2")
+def test_a_named_model_is_the_librarys_with_its_arguments_and_the_seeds_weights() -> None:
+    import timm
+    from torchvision import models
+
+    request = Request(command="train")
+    config = {"_target_": "timm:resnet18", "drop_rate": 0.1, "drop_path_rate": 0.2}
+    net: Any = build_model(request, config, num_classes=7, seed=3)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        same = timm.create_model("resnet18", num_classes=7, drop_rate=0.1, drop_path_rate=0.2)
+        torch.default_generator.manual_seed(3)
+        tv = models.get_model("resnet18", weights=None, num_classes=7)
+    assert str(net) == str(same)
+    assert net.drop_rate == 0.1
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), same.state_dict().values(), strict=True))
+    other = build_model(request, "torchvision:resnet18", num_classes=7, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), tv.state_dict().values(), strict=True))
+
+
+@pytest.mark.usefixtures("v2")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("timm:resnet181", "timm has no classifier 'resnet181'. Did you mean timm:resnet18"),
+        ("torchvision:resnet51", "torchvision has no classifier 'resnet51'. Did you mean torchvision:resnet50"),
+        ("timm:hf-hub:timm/resnet18", "timm has no classifier 'hf-hub:timm/resnet18'"),  # would be downloaded
+        ("torchvision:fasterrcnn_resnet50_fpn", "has no classifier 'fasterrcnn_resnet50_fpn'"),
+        ("keras:resnet50", "`model` can name models of timm and torchvision. Found: keras:resnet50."),
+        ("resnet18", "`model` must be timm:NAME, torchvision:NAME, or the path of a class or function."),
+        ({"_target_": "timm:resnet18", "pretrained": True}, "`model.pretrained` cannot be set"),
+        ({"_target_": "torchvision:resnet18", "weights": "DEFAULT"}, "`model.weights` cannot be set"),
+        ({"_target_": "timm:resnet18", "nonsense": 1}, "timm:resnet18 refused its arguments: TypeError"),
+        ({"_target_": None}, "`model` must be timm:NAME"),
+        ("train_nets.nothing", "must make a torch.nn.Module. Found: train_nets.nothing, NoneType."),
+        ("train_nets.missing", "train_nets has no 'missing'"),
+        ("no_such_module.Net", "`model._target_` must name a class of"),
+        ("gpuaug.tools.train.training.Pace", "`model._target_` must name a class of"),
+    ],
+)
+def test_a_model_that_is_refused(model: Any, said: str, nets: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_model(Request(command="train", trust=("train_nets",)), model, num_classes=2, seed=0)
+    assert said in str(caught.value)
+
+
+@pytest.mark.usefixtures("v2")
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigError, match="this needs timm, which cannot be imported .* pip install timm"):
+        build_model(Request(command="train"), "timm:resnet18", num_classes=2, seed=0)
+
+
+def test_functions_and_arguments_of_a_trusted_module(nets: Path) -> None:
+    request = Request(command="train", trust=("train_nets.",))
+    config = {"_target_": "train_nets.flat", "bias": False}
+    assert sum(p.numel() for p in build_model(request, config, num_classes=4, seed=0).parameters()) == 4 * 3072
+    with pytest.raises(
+        ConfigError, match="`model.bais`: train_nets.flat takes no argument 'bais'. Did you mean 'bias'"
+    ):
+        build_model(request, {"_target_": "train_nets.flat", "bais": 1}, num_classes=4, seed=0)
+    with pytest.raises(ConfigError, match=r"Found: 'train_nets.flat'.* --trust my_pkg."):
+        build_model(Request(command="train"), config, num_classes=4, seed=0)
+
+
+def test_a_module_in_the_current_folder_needs_trust(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "local_net.py").write_text(MODULE)
+    arguments = words(photos, tmp_path, "local_net.flat", "limit_batches=1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    before = list(sys.path)
+    without = [word for word in arguments if word not in ("--trust", "train_nets")]
+    assert "`model._target_` must name a class" in error_of(without, capsys)
+    assert sys.path == before
+    assert main([*arguments, "--trust", "local_net."]) == 0
+    assert checkpoint(tmp_path)["steps"] == 1
+    assert sys.path == [*before, str(tmp_path)]  # behind everything that is installed
+
+
+def test_what_a_model_does_wrong_is_explained(
+    nets: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], v2: Any
+) -> None:
+    assert "must return logits [B, num_classes]. Found: tuple." in error_of(
+        words(photos, tmp_path, "train_nets.Two", "limit_batches=1"), capsys
+    )
+    found = error_of(words(photos, tmp_path, "timm:vit_tiny_patch16_224", "limit_batches=1"), capsys)
+    assert "the model refused images of 32 x 32" in found
+    assert "+model.img_size=" in found
+
+
+# --- steps
+
+
+def test_accumulated_batches_are_one_large_batch(nets: Path, photos: Path, tmp_path: Path) -> None:
+    """65 images: the last group is one image, alone in the batch of 8 and in that of 16."""
+    more = ("epochs=2", "lr=0.01", "clip_grad_norm=0.5")
+    assert main(words(photos, tmp_path / "a", "train_nets.Flat", *more, "batch_size=16")) == 0
+    assert main(words(photos, tmp_path / "b", "train_nets.Flat", *more, "accumulate=2")) == 0
+    assert main(words(photos, tmp_path / "c", "train_nets.Flat", *more, "batch_size=5", "accumulate=20")) == 0
+    assert main(words(photos, tmp_path / "d", "train_nets.Flat", *more, "batch_size=65")) == 0
+    for one, other, steps in (("a", "b", 10), ("c", "d", 2)):
+        x, y = checkpoint(tmp_path / one), checkpoint(tmp_path / other)
+        assert x["steps"] == y["steps"] == steps
+        for name, value in x["model"].items():
+            torch.testing.assert_close(y["model"][name], value, rtol=1e-4, atol=1e-6)
+        assert x["history"][-1]["loss"] == pytest.approx(y["history"][-1]["loss"], rel=1e-5)
+
+
+def test_a_step_is_the_formula(nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD without momentum on the mean gradient, clipped; label smoothing; the average; written out."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    step = training.Training.step
+
+    def noting(self: training.Training, batch: Batch, **more: Any) -> None:
+        assert isinstance(batch.images, Tensor)
+        assert batch.labels is not None
+        seen.append((batch.images.clone(), batch.labels.clone()))
+        step(self, batch, **more)
+
+    monkeypatch.setattr(training.Training, "step", noting)
+    more = ["accumulate=2", "limit_batches=6", "clip_grad_norm=0.1", "ema=0.9", "label_smoothing=0.2", "momentum=0"]
+    more += ["warmup=0", "weight_decay=0.01", "lr=0.3"]
+    assert main(words(photos, tmp_path, "train_nets.Flat", *more)) == 0
+    net = build_model(Request(command="train", trust=("train_nets",)), "train_nets.Flat", num_classes=5, seed=0)
+    weight, bias = (p.detach().double() for p in net.parameters())
+    average = None
+    for k in range(3):
+        images, labels = (torch.cat(part) for part in zip(*seen[2 * k : 2 * k + 2], strict=True))
+        x = images.double().flatten(1)
+        target = torch.full((16, 5), 0.2 / 5, dtype=torch.float64)
+        target[torch.arange(16), labels] += 0.8
+        error = ((x @ weight.T + bias).softmax(dim=1) - target) / 16  # of the mean cross entropy
+        gradients = error.T @ x, error.sum(dim=0)
+        norm = sum((g**2).sum() for g in gradients) ** 0.5
+        assert norm > 0.1
+        lr = 0.3 * (0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * k / 3, dtype=torch.float64)))
+        weight, bias = (
+            weight - lr * (gradients[0] * (0.1 / norm) + 0.01 * weight),
+            bias - lr * gradients[1] * (0.1 / norm),
+        )
+        average = weight if average is None else 0.9 * average + 0.1 * weight
+    found = checkpoint(tmp_path)
+    torch.testing.assert_close(found["model"]["1.weight"].double(), weight, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["model"]["1.bias"].double(), bias, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["ema"]["1.weight"].double(), average, rtol=1e-4, atol=1e-6)
+
+
+def test_a_group_ends_though_its_last_batch_is_dropped(nets: Path, photos: Path, tmp_path: Path) -> None:
+    for name, files in (("a", sorted(photos.rglob("*.jpg"))[:2]), ("b", [])):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for k in range(2):
+            content = files[k].read_bytes() if files else b"\xff\xd8 no image"
+            (tmp_path / "images" / name / f"{k}.jpg").write_bytes(content)
+    more = ("shuffle=false", "batch_size=2", "accumulate=2", "faults.policy=drop")
+    assert main(words(tmp_path / "images", tmp_path, "train_nets.Flat", *more)) == 0
+    found = checkpoint(tmp_path)
+    assert found["steps"] == 1
+    assert found["sums"] == [0, 0, 0]
+    assert found["history"][0]["loss"] > 0
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.25])
+def test_the_schedule_is_torchs(warmup: float) -> None:
+    """LinearLR from 0.1, then CosineAnnealingLR to 0, for 200 steps."""
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+    steps, rising = 200, round(200 * warmup)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    schedule: LRScheduler = CosineAnnealingLR(optimizer, T_max=steps - rising)
+    if rising:
+        rise = LinearLR(optimizer, start_factor=0.1, total_iters=rising)
+        schedule = SequentialLR(optimizer, [rise, CosineAnnealingLR(optimizer, T_max=steps - rising)], [rising])
+    for step in range(steps):
+        assert 0.4 * training.rate(step / steps, warmup=warmup) == pytest.approx(
+            optimizer.param_groups[0]["lr"], abs=1e-6
+        )
+        optimizer.step()
+        schedule.step()
+
+
+def test_the_averaged_weights_are_evaluated(nets: Path, photos: Path, tmp_path: Path) -> None:
+    held_out = [f"val.source.root={photos}", "val.augment=none", "val.augment.crop.size=[32,32]", "lr=0.05"]
+    arguments = words(photos, tmp_path, "train_nets.Flat", *held_out, "ema=0.8")
+    assert main(arguments) == 0
+    found = checkpoint(tmp_path)
+    request = Request(command="train", overrides=tuple(word for word in arguments[1:] if "=" in word))
+    part = request.held_out(request.loader())
+    assert part is not None
+    right = dict.fromkeys(("model", "ema"), 0)
+    with request.build(part) as loader:
+        for images, labels in loader:
+            for name in right:
+                logits = images.flatten(1) @ found[name]["1.weight"].T + found[name]["1.bias"]
+                right[name] += int((logits.argmax(dim=1) == labels).sum())
+    assert found["history"][0]["held_out_accuracy"] == right["ema"] / 65
+    assert right["ema"] != right["model"]
+
+
+# --- stop, resume, ranks
+
+
+class StopAfter(training.Stop):
+    """SIGTERM at the n-th time that the training looks whether it has come."""
+
+    left = 0
+
+    @property
+    def asked(self) -> bool:
+        type(self).left -= 1
+        return type(self).left <= 0
+
+    @asked.setter
+    def asked(self, value: bool) -> None: ...
+
+
+EVERYTHING = ("epochs=2", "accumulate=3", "ema=0.9", "clip_grad_norm=1", "last=drop")
+
+
+def test_resuming_changes_nothing(
+    nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With dropout and batch norm; SIGTERM comes inside a group of three batches, which ends first."""
+    assert main(words(photos, tmp_path / "whole", "train_nets.Wet", *EVERYTHING)) == 0
+    parts = words(photos, tmp_path / "parts", "train_nets.Wet", *EVERYTHING)
+    monkeypatch.setattr(train, "Stop", StopAfter)
+    StopAfter.left = 4
+    assert main(parts) == training.TERMINATED
+    found = checkpoint(tmp_path / "parts")
+    assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 48, 2)
+    StopAfter.left = 10**6
+    torch.manual_seed(5)  # torch's own state plays no part
+    assert main([*parts, "resume=auto"]) == 0
+    a, b = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
+    assert a["steps"] == b["steps"] == 6  # groups of 3, 3 and 2 batches
+    assert a["history"] == b["history"]
+    for part in ("model", "ema"):
+        assert all(torch.equal(a[part][name], b[part][name]) for name in a[part])
+    without = words(photos, tmp_path / "parts", "train_nets.Wet", "resume=auto", "epochs=3")
+    assert "was trained with averaged weights. Set `ema`" in error_of(without, capsys)
+
+
+def test_a_group_that_a_lost_worker_ends_comes_again(
+    nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM for the whole process group ends the workers in the middle of a group."""
+    assert main(words(photos, tmp_path / "whole", "train_nets.Wet", *EVERYTHING)) == 0
+    iterate = Loader.__iter__
+
+    def broken(self: Loader) -> Iterator[Batch]:
+        for number, batch in enumerate(iterate(self)):
+            if number == 4:
+                raise ReadError("a worker has ended")
+            yield batch
+
+    class Asked(training.Stop):
+        asked = property(lambda self: calls.append(0) or len(calls) > 4, lambda self, value: None)  # type: ignore
+
+    calls: list[int] = []
+    parts = words(photos, tmp_path / "parts", "train_nets.Wet", *EVERYTHING)
+    with monkeypatch.context() as patched:
+        patched.setattr(Loader, "__iter__", broken)
+        patched.setattr(train, "Stop", Asked)
+        assert main(parts) == training.TERMINATED
+    found = checkpoint(tmp_path / "parts")
+    assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 24, 1)
+    assert main([*parts, "resume=auto"]) == 0
+    a, b = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
+    assert a["history"] == b["history"]
+    for part in ("model", "ema"):
+        assert all(torch.equal(a[part][name], b[part][name]) for name in a[part])
+
+
+def test_two_ranks_accumulate_what_one_does(nets: Path, photos: Path, tmp_path: Path) -> None:
+    more = ("lr=0.01", "ema=0.5", "source.subset=60")
+    assert main(words(photos, tmp_path / "one", "train_nets.Flat", *more, "batch_size=24")) == 0
+    path = os.pathsep.join([str(ROOT), str(nets)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    arguments = words(photos, tmp_path / "two", "train_nets.Flat", *more, "batch_size=4", "accumulate=3")
+    done = subprocess.run([*torchrun(2), *arguments], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    one, two = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two")
+    assert one["steps"] == two["steps"] == 3
+    for part in ("model", "ema"):
+        for name, value in one[part].items():
+            torch.testing.assert_close(two[part][name], value, rtol=1e-4, atol=1e-6)
+
+
+# --- torch.compile
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_compiled_training_is_the_same_and_its_checkpoint_plain(nets: Path, photos: Path, tmp_path: Path) -> None:
+    more = ("limit_batches=3", "ema=0.5", "lr=0.01")
+    assert main(words(photos, tmp_path / "eager", "train_nets.Flat", *more)) == 0
+    assert main(words(photos, tmp_path / "compiled", "train_nets.Flat", *more, "compile=true")) == 0
+    eager, compiled = checkpoint(tmp_path / "eager"), checkpoint(tmp_path / "compiled")
+    for part in ("model", "ema"):
+        assert list(compiled[part]) == list(eager[part]) == ["1.weight", "1.bias"]
+        for name, value in eager[part].items():
+            torch.testing.assert_close(compiled[part][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("accumulate=0", "`accumulate` must be a whole number >= 1. Found: 0."),
+        ("ema=1", "`ema` must be a number in [0, 1] or null. Found: 1."),
+        ("clip_grad_norm=0", "`clip_grad_norm` must be a number in"),
+        ("compile=yes", "`compile` must be true or false. Found: 'yes'."),
+        ("label_smoothing=2", "`label_smoothing` must be a number in [0, 1]. Found: 2."),
+        ("loss=binary_cross_entropy", "`label_smoothing` needs `loss=cross_entropy`"),
+        ("mix=mixup_cutmix", "`label_smoothing` and `mix.label_smoothing` would both smooth"),
+    ],
+)
+def test_settings_that_are_refused(
+    given: str, said: str, nets: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in error_of(words(photos, tmp_path, "train_nets.Flat", "label_smoothing=0.1", given), capsys)
