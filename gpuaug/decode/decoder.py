@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks, machine
@@ -38,7 +39,9 @@ from gpuaug.decode.plan import (
     Route,
     decode_fault,
     num_parts,
+    oriented,
     oriented_batch,
+    reduced_box,
     split_by_bytes,
 )
 from gpuaug.errors import ConfigError, GpuaugError
@@ -74,6 +77,12 @@ class Decode:
             needs more is decoded alone.
         codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; other images are faults.
             `gpuaug pack` writes `raw`: a header with the size, then the pixels.
+        reduced: decode a JPEG at 1/2, 1/4 or 1/8 of its size if all views' crops are at least 2, 5 or 12 times as large
+            as the view, in both sides. The views are resized from there. For large photographs this is about 1.5 times
+            as fast. Pixels then differ from full decoding by 0.6 levels of 255 on average, in single images by up to 2;
+            `gpuaug parity` measures it on your images. The size depends only on the sample's own crops. Pillow decodes
+            these images on the CPU, with `device=cuda` too, and only the views are copied to the device. Smaller crops
+            and other files are decoded fully: JPEGs with arithmetic coding, more than 8 bits or lossless coding.
 
     Raises:
         ConfigError: if a setting is outside its range.
@@ -89,6 +98,7 @@ class Decode:
     max_pixels: int = 178_000_000
     max_bytes: int = 2**30
     codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "raw")
+    reduced: bool = False
 
     def __post_init__(self) -> None:
         checks.whole_number("num_threads", self.num_threads, 1, MAX_THREADS, optional=True)
@@ -96,6 +106,7 @@ class Decode:
         checks.number("hardware_load", self.hardware_load, 0, 1)
         checks.whole_number("max_pixels", self.max_pixels, 1)
         checks.whole_number("max_bytes", self.max_bytes, 1)
+        checks.flag("reduced", self.reduced)
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
         if not is_list or any(name not in CODECS for name in self.codecs):
             raise ConfigError(f"`codecs` must be a list of names from {', '.join(CODECS)}. Found: {self.codecs!r}.")
@@ -152,6 +163,7 @@ class Decoder:
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
+        reducible = np.zeros(len(batch), dtype=bool)
         faults, replaced = [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample: a JPEG header is a list of segments
@@ -166,9 +178,10 @@ class Decoder:
                 replaced[row] = replacement
                 self.truncated += info.codec == "jpeg"
             orientation[row] = info.orientation
+            reducible[row] = self.settings.reduced and info.codec == "jpeg" and info.dali_safe
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
         height, width = shape.T.copy()
-        return HeaderInfo(height, width, orientation, faults, route, replaced)
+        return HeaderInfo(height, width, orientation, faults, route, reducible, replaced)
 
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -361,6 +374,19 @@ class Decoder:
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
 
+    def _paint_reduced(self, plan: Plan, region: Pixels, canvases: list[Pixels]) -> None:
+        """Resize the views of a plan's only row. ``region``: its `union` box, decoded at 1/`scale` of its size."""
+        scale, orientation = int(plan.scale[0]), int(plan.orientation[0])
+        corner = reduced_box(plan.union[0], scale)[:2]
+        for windows, box, canvas in zip(plan.windows, plan.parts, canvases, strict=True):
+            top, left, h, w = reduced_box(box[0], scale).tolist()
+            part = region[top - corner[0] :, left - corner[1] :][:h, :w]  # nothing outside the window is read
+            y, x, high, wide = (box[0] / scale).tolist()
+            edges = (x - left, y - top, x - left + wide, y - top + high)
+            size = windows.resized[0, :: -1 if orientation > 4 else 1].tolist()
+            view = oriented(pillow.resize(part, edges, size, windows.interpolation), orientation)
+            resize.views([view], windows, canvas, plan.rows, threads=1)  # places it
+
     # -- by DALI, by Pillow --
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
@@ -417,7 +443,7 @@ class Decoder:
         """The rows for DALI, in chunks that are decoded one after another."""
         if self._dali is None:
             return []
-        rows, pixels = np.flatnonzero(plan.route == Route.DALI), plan.stored.prod(axis=1)
+        rows, pixels = np.flatnonzero(_for_dali(plan.route, plan)), plan.stored.prod(axis=1)
         if isinstance(self._dali, dali.CudaPipeline):  # one output size per run; swapped rows need another
             groups = [rows[~plan.swapped[rows]], rows[plan.swapped[rows]]]
         else:
@@ -429,13 +455,17 @@ class Decoder:
         faults: list[Fault | None] = [None] * len(plan)
 
         def one(k: int) -> None:
-            data, max_pixels = plan.encoded[k].tobytes(), self.settings.max_pixels
+            data, max_pixels, scale = plan.encoded[k].tobytes(), self.settings.max_pixels, int(plan.scale[k])
             try:
-                image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels)
+                image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels, scale)
             except HeaderError as e:
                 faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], str(e))
                 return
-            self._paint(plan.take(np.array([k])), [image], canvases, alone=True)
+            row = plan.take(np.array([k]))
+            if scale > 1:
+                self._paint_reduced(row, image, canvases)
+            else:
+                self._paint(row, [image], canvases, alone=True)
 
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
@@ -471,7 +501,12 @@ def _threads() -> int:
     return count
 
 
+def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
+    """bool [n]: the rows that DALI decodes. It decodes only at full size."""
+    return (route == Route.DALI) & (plan.scale == 1)
+
+
 def _left(plan: Plan, failed: list[int]) -> Plan:
     """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
     route = np.where(np.isin(plan.rows, failed), Route.REFUSED, plan.route).astype(np.int8)
-    return replace(plan, route=route).take(np.flatnonzero(route != Route.DALI))
+    return replace(plan, route=route).take(np.flatnonzero(~_for_dali(route, plan)))
