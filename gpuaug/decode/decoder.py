@@ -41,7 +41,6 @@ from gpuaug.decode.plan import (
     num_parts,
     oriented,
     oriented_batch,
-    reduced_box,
     split_by_bytes,
 )
 from gpuaug.errors import ConfigError, GpuaugError
@@ -374,19 +373,6 @@ class Decoder:
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
 
-    def _paint_reduced(self, plan: Plan, region: Pixels, canvases: list[Pixels]) -> None:
-        """Resize the views of a plan's only row. ``region``: its `union` box, decoded at 1/`scale` of its size."""
-        scale, orientation = int(plan.scale[0]), int(plan.orientation[0])
-        corner = reduced_box(plan.union[0], scale)[:2]
-        for windows, box, canvas in zip(plan.windows, plan.parts, canvases, strict=True):
-            top, left, h, w = reduced_box(box[0], scale).tolist()
-            part = region[top - corner[0] :, left - corner[1] :][:h, :w]  # nothing outside the window is read
-            y, x, high, wide = (box[0] / scale).tolist()
-            edges = (x - left, y - top, x - left + wide, y - top + high)
-            size = windows.resized[0, :: -1 if orientation > 4 else 1].tolist()
-            view = oriented(pillow.resize(part, edges, size, windows.interpolation), orientation)
-            resize.views([view], windows, canvas, plan.rows, threads=1)  # places it
-
     # -- by DALI, by Pillow --
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
@@ -455,17 +441,18 @@ class Decoder:
         faults: list[Fault | None] = [None] * len(plan)
 
         def one(k: int) -> None:
-            data, max_pixels, scale = plan.encoded[k].tobytes(), self.settings.max_pixels, int(plan.scale[k])
+            data, row, max_pixels = plan.encoded[k].tobytes(), plan.take(np.array([k])), self.settings.max_pixels
             try:
-                image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels, scale)
+                if plan.scale[k] == 1:
+                    image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels)
+                    self._paint(row, [image], canvases, alone=True)
+                    return
+                views = pillow.reduced(data, plan.stored[k], int(plan.scale[k]), row.stored_views(), max_pixels)
             except HeaderError as e:
                 faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], str(e))
                 return
-            row = plan.take(np.array([k]))
-            if scale > 1:
-                self._paint_reduced(row, image, canvases)
-            else:
-                self._paint(row, [image], canvases, alone=True)
+            for view, windows, canvas in zip(views, row.windows, canvases, strict=True):
+                resize.views([oriented(view, int(plan.orientation[k]))], windows, canvas, row.rows, threads=1)
 
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int32, Int64
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int32, Int64, Interpolation
 from gpuaug.decode.header import RAW_HEADER
 from gpuaug.errors import ConfigError
 
@@ -140,6 +140,12 @@ class Plan:
         (h, w), (y, x, height, width) = self.stored[k].tolist(), self.union[k].tolist()
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
+    def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
+        """Per view of the first row: its window, its size after resizing, both before orientation, and its filter."""
+        turn = -1 if self.swapped[0] else 1
+        views = zip(self.parts, self.windows, strict=True)
+        return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
+
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
         """One view's region of every row, upright. ``regions`` holds the pixels of each row's ``union`` box."""
         corner = self.parts[view][:, :2] - self.union[:, :2]
@@ -152,12 +158,6 @@ def _scales(windows: Sequence[CropWindows]) -> Int64:
     """How many times smaller each image is decoded, int64 [n]: 1, 2, 4 or 8. The view that needs most pixels decides."""
     ratio = np.min([(b.window[:, 2:] / b.resized).min(axis=1) for b in windows], axis=0)
     return 1 << np.searchsorted(_REDUCED_FROM, ratio, side="right").astype(np.int64)
-
-
-def reduced_box(box: Int32, scale: int) -> Int32:
-    """The smallest box (top, left, height, width) of an image decoded at 1/``scale`` that covers ``box``."""
-    corner = box[:2] // scale
-    return np.concatenate([corner, -(-(box[:2] + box[2:]) // scale) - corner])
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:

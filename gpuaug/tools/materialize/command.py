@@ -195,6 +195,11 @@ class Materialize:
                 "`targets` must be null, because `gpuaug materialize` stores images and labels only. Set "
                 "targets=none, or prepare images and targets with `gpuaug pack`."
             )
+        if loader.decode.reduced:
+            raise ConfigError(
+                "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: "
+                "true. Set decode.reduced=false."
+            )
         if loader.limit_batches is not None:
             raise ConfigError(
                 f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "
