@@ -457,7 +457,7 @@ class Decoder:
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
         for group in split_by_bytes(np.arange(len(plan)), sizes, self.settings.max_bytes):
-            self.each(group.tolist(), one)
+            self.each(group[np.argsort(-sizes[group])].tolist(), one)  # threads get shares of the same size
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
