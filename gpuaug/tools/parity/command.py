@@ -401,7 +401,7 @@ def _decoded(
     decoder.close()
     for d in parity.differences:
         if d.stage == "reduced":
-            parity.note(f"decode.reduced: the largest mean difference of an image is {d.largest_mean:.2f} levels")
+            parity.note(f"decode.{d.title}: the largest mean difference of an image is {d.largest_mean:.2f} levels")
     if turned:
         parity.note(
             f"{turned} of {len(samples)} images have an EXIF orientation, and gpuaug turns them upright. "
