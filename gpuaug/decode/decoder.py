@@ -6,8 +6,9 @@ gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded a
 
 On the CPU, DALI decodes the smallest box that holds all views of an image, and `resize` makes each view, because DALI's
 own CPU resize is several times slower. On CUDA, one DALI pipeline decodes (`mixed`), slices and resizes; then every
-view is copied into torch's memory. Pillow decodes the other images, or all images if DALI is not installed. For every
-codec, `header` reads the orientation and `plan` applies it.
+view is copied into torch's memory. Pillow decodes the other images, or all images if DALI is not installed; with
+`Decode.reduced` also the JPEGs that are decoded at a part of their size, and resizes their views. For every codec,
+`header` reads the orientation and `plan` applies it.
 
 A sample's pixels never depend on the other samples of its batch. Nothing here is random.
 """

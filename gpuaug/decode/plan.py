@@ -111,7 +111,7 @@ class Plan:
             encoded=[headers.replaced.get(row, images[row]) for row in rows.tolist()],
             orientation=orientation,
             stored=stored,
-            scale=np.where(headers.reducible[rows], _scales(taken), 1),
+            scale=_scales(taken, headers.reducible[rows]),
             union=to_stored(union, stored, orientation),
             windows=taken,
             parts=[to_stored(b.window, stored, orientation) for b in taken],
@@ -154,10 +154,12 @@ class Plan:
         return [oriented(region[top:bottom, left:right], o) for region, (top, left, bottom, right), o in rows]
 
 
-def _scales(windows: Sequence[CropWindows]) -> Int64:
-    """How many times smaller each image may be decoded, int64 [n]. The view that needs most pixels decides."""
+def _scales(windows: Sequence[CropWindows], reducible: NDArray[np.bool_]) -> Int64:
+    """How many times smaller each image is decoded, int64 [n]. The view that needs most pixels decides."""
+    if not reducible.any():
+        return np.ones(len(reducible), dtype=np.int64)
     ratio = np.min([(b.window[:, 2:] / b.resized).min(axis=1) for b in windows], axis=0)
-    return 1 << np.searchsorted(_REDUCED_FROM, ratio, side="right").astype(np.int64)
+    return np.where(reducible, 1 << np.searchsorted(_REDUCED_FROM, ratio, side="right").astype(np.int64), 1)
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:

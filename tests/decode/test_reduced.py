@@ -126,8 +126,8 @@ def test_pixels_are_those_of_pillows_draft_mode(pair, orientation, interpolation
 def test_every_kind_of_jpeg(pair, kind):
     image = photograph("chelsea", (451, 299))
     data = encode(image.convert(kind)) if len(kind) < 5 and kind in ("L", "CMYK") else encode(image, **KINDS[kind])
-    box = [3, 5, 291, 440]
-    for size, scale in (((130, 150), 2), ((50, 50), 4), ((20, 24), 8)):
+    whole, top = [3, 5, 291, 440], [3, 5, 150, 440]  # decoding stops below the second
+    for box, size, scale in ((whole, (130, 150), 2), (whole, (50, 50), 4), (whole, (20, 24), 8), (top, (70, 150), 2)):
         crop = windows([box], size)
         assert scales(pair[0], [data], crop) == [scale]
         (small,), (full,) = views(pair[0], [data], crop)[0], views(pair[1], [data], crop)[0]
