@@ -10,7 +10,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
 
@@ -74,7 +74,7 @@ class Header:
     bits: int = 8
     effort: int = 1
     ancillary: int = 0
-    height_at: int = 0
+    height_at: int = field(default=0, compare=False)  # a place in the bytes, not a property of the image
 
 
 def sniff(data: bytes) -> str | None:
