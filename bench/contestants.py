@@ -89,6 +89,10 @@ def ours(spec: Spec) -> Run:
     return _epoch(loader)
 
 
+def ours_reduced(spec: Spec) -> Run:
+    return _epoch(_loader(spec, "decode.reduced=true"))
+
+
 def ours_ram(spec: Spec) -> Run:
     return _epoch(_loader(spec, "cache=ram", "cache.fill=ahead"))
 
@@ -558,8 +562,8 @@ def spdl(spec: Spec) -> Run:
 
 CONTESTANTS: dict[str, Callable[[Spec], Run]] = {
     f.__name__: f
-    for f in (ours, ours_ram, ours_packed, ours_s3, read, decode, augment, checks, shapes, torchvision, torchvision_v2,
-              kornia_eager, dali_reader, dali_proxy, ffcv, ffcv_raw, spdl)
+    for f in (ours, ours_reduced, ours_ram, ours_packed, ours_s3, read, decode, augment, checks, shapes, torchvision,
+              torchvision_v2, kornia_eager, dali_reader, dali_proxy, ffcv, ffcv_raw, spdl)
 }  # fmt: skip
 
 

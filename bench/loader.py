@@ -11,6 +11,7 @@ of, gives the highest sum of PSS over all processes of a contestant. Consuming a
 
 Who is who:
     ours            files -> gpuaug.Loader -> batches; ours_ram, ours_packed, ours_s3: the same from another place
+    ours_reduced    the same with decode.reduced=true: large JPEGs are decoded at a part of their size
     read, decode, augment   a stage of ours alone, on the same cores; `ceiling` is what they allow together
     checks          reading and checking the headers, and the faults' policy, alone
     shapes          reading height and width alone, which crops are drawn for, with nvImageCodec and no check
@@ -50,7 +51,10 @@ from contestants import Spec
 
 RECIPES = ("standard", "flip", "simclr")
 SETS = ("photos", "large")
-OURS = ("ours", "ours_engine", "ours_ram", "ours_packed", "ours_s3", "read", "decode", "augment", "checks", "shapes")
+OURS = (
+    "ours", "ours_reduced", "ours_engine", "ours_ram", "ours_packed", "ours_s3",
+    "read", "decode", "augment", "checks", "shapes",
+)  # fmt: skip
 PEERS = ("torchvision", "torchvision_v2", "kornia_eager", "dali_reader", "dali_proxy", "ffcv", "ffcv_raw", "spdl")
 ENGINE = ("dali_reader_engine", "dali_proxy_engine")  # beside `ours_engine`
 ELSEWHERE = ("torchvision", "torchvision_v2", "ffcv", "ffcv_raw", "spdl")  # may live in another environment
@@ -279,6 +283,8 @@ def takes_part(who: str, recipe: str, kind: str, device: str) -> bool:
         return recipe == "flip" and kind == "photos"
     if who in ("ours_ram", "ours_s3", "checks", "shapes"):
         return recipe == "standard" and kind == "photos"
+    if who == "ours_reduced" and kind == "photos":  # they are too small: nothing is reduced
+        return False
     return kind == "photos" or recipe == "standard"
 
 
@@ -383,6 +389,9 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
             found["torchvision"] = min(both) if both else None  # the faster of the two
             name = recipe if kind == "photos" else f"{recipe}_{kind}"
             out[name] = found
+            reduced = (kind, recipe, "ours_reduced")
+            if reduced in rate:
+                out[f"{name}_reduced"] = {p: ratio(reduced, (kind, recipe, p)) for p in ("ours", "torchvision")}
             if (kind, recipe, "ours_engine") in rate:
                 with_it = {p: ratio((kind, recipe, "ours_engine"), (kind, recipe, p)) for p in ENGINE}
                 out[f"{name}_engine"] = {"ours": ratio((kind, recipe, "ours_engine"), mine), **with_it}

@@ -50,6 +50,7 @@ SETTINGS = {
     "default": {},
     "every codec": {"codecs": gpuaug.decode.decoder.CODECS},
     "pillow": {"codecs": gpuaug.decode.decoder.CODECS, "backend": "pillow"},
+    "reduced": {"codecs": gpuaug.decode.decoder.CODECS, "reduced": True},
 }
 FAMILIES = ("jpeg", "jpeg", "png", "png", "webp", "bmp", "bmp", "gif", "tiff", "jpeg2000")
 

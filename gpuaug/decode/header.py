@@ -10,7 +10,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
 
@@ -28,6 +28,7 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # limit of marker bytes and bytes outside segments before the first scan of a JPEG
 _CHUNKS = 131_072  # limit for a PNG: 1 GB in the 8 kB chunks that libpng writes
+_BLOCKS = 64  # a multiple of the height of a JPEG's blocks, with any subsampling: 8, 16 or 32 rows
 _SCANS = 256  # limit for a JPEG: encoders write about ten; each scan costs a pass over the whole image
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
 _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
@@ -61,6 +62,7 @@ class Header:
         bits: bits per sample; for TIFF and JPEG 2000 only Pillow reads them.
         effort: CPU time per pixel, relative to an 8-bit PNG.
         ancillary: bytes of PNG chunks that do not affect pixels.
+        height_at: where the height stands in a JPEG of one scan; 0 for others.
     """
 
     codec: str
@@ -72,6 +74,7 @@ class Header:
     bits: int = 8
     effort: int = 1
     ancillary: int = 0
+    height_at: int = field(default=0, compare=False)  # a place in the bytes, not a property of the image
 
 
 def sniff(data: bytes) -> str | None:
@@ -147,7 +150,7 @@ def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
 
 def _jpeg(data: bytes) -> Header:
     exif = xmp = frame = None
-    at, junk = 2, 0
+    at, junk, height_at = 2, 0, 0
     while True:
         following = data.find(b"\xff", at)  # decoders skip bytes between segments
         if following < 0:
@@ -168,7 +171,7 @@ def _jpeg(data: bytes) -> Header:
         if marker in _FRAMES:
             if frame is not None:
                 raise HeaderError("jpeg with two frame headers")
-            frame = marker, *struct.unpack_from(">BHHB", data, at + 2)
+            frame, height_at = (marker, *struct.unpack_from(">BHHB", data, at + 2)), at + 3
         elif marker == 0xE1:
             segment = data[at + 2 : at + length]
             if segment.startswith(b"Exif\0") and exif is None:
@@ -193,7 +196,21 @@ def _jpeg(data: bytes) -> Header:
         if marker > 0xC8:  # arithmetic coding takes twice the time per scan
             scans *= 2
     dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8
-    return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits)
+    if marker not in (0xC0, 0xC1) or scans > 1:
+        height_at = 0
+    return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits, height_at=height_at)
+
+
+def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
+    """The JPEG without the blocks below its first ``rows`` rows, and its height. A JPEG of many scans stays whole.
+
+    Only the height in the header is changed: decoders skip the bytes that are left over. One more row of blocks than
+    needed stays, because decoders interpolate colours from it.
+    """
+    info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
+    if not info.height_at or rows >= info.height:
+        return jpeg, info.height
+    return jpeg[: info.height_at] + struct.pack(">H", rows) + jpeg[info.height_at + 2 :], rows
 
 
 def _png(data: bytes) -> Header:

@@ -392,6 +392,7 @@ class Loader:
                     "order": orders.describe(self.order),
                     "augment": self.augment.fingerprint(),
                     "mix": None if self.mix is None else repr(self.mix),
+                    **({"decode": {"reduced": True}} if self.decode.reduced else {}),
                     **({} if self.targets is None else {"targets": self._targets_fingerprint()}),
                 }
             )

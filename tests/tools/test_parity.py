@@ -197,6 +197,21 @@ def test_mix_of_one_image_is_not_compared(photos: Path) -> None:
     assert any(note.startswith("mix is not compared") for note in parity.notes)
 
 
+def test_reduced_decoding_is_compared_with_full_decoding(photos: Path) -> None:
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(48))
+    decode = gpuaug.Decode(num_threads=1, reduced=True)
+    source = gpuaug.FolderSource(photos)
+    with gpuaug.Loader(source, augment=augment, decode=decode, num_workers=0, device="cpu") as loader:
+        parity = compare(loader, decode, indices=range(0, 40, 5))
+    full = {d.name: d for d in parity.differences if d.stage in ("decode", "resize")}
+    assert all(d.verdict in ("equal", "rounding") for d in full.values())
+    (reduced,) = [d for d in parity.differences if d.stage == "reduced"]
+    assert 0.05 < reduced.mean <= reduced.largest_mean < 3.5
+    assert reduced.images == parity.samples
+    assert any(f"largest mean difference of an image is {reduced.largest_mean:.2f}" in note for note in parity.notes)
+    assert any("decode.reduced" in line for line in command.table(parity))
+
+
 def test_policies_are_compared_by_what_they_choose(photos: Path) -> None:
     parity = measured(photos, {"auto": K.auto.TrivialAugment()}, count=2)
     names = {d.name for d in parity.differences if d.stage == "operation"}

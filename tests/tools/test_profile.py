@@ -127,6 +127,7 @@ class Paper:
     cached: bool = False
     fits: float = 1.0
     pillow: bool = False
+    reducible: bool = False
     ops: dict[str, float] = field(default_factory=dict)
 
     def with_workers(self, m: Measured, count: int) -> Measured:
@@ -134,8 +135,10 @@ class Paper:
         wall = max(alone / max(1, count), m.read.cpu / self.cores)
         return replace(m, workers=count, read=replace(m.read, wall=wall), take=m.take if count else 0.0)
 
-    def with_decoder(self, m: Measured, *, num_threads: int = 1, backend: str | None = None) -> Measured:
-        if backend is not None:
+    def with_decoder(
+        self, m: Measured, *, num_threads: int = 1, backend: str | None = None, reduced: bool = False
+    ) -> Measured:
+        if backend is not None or reduced:
             return replace(m, decode=m.decode.scaled(0.3, 0.3))
         wall = max(m.decode.cpu / num_threads, m.decode.cpu / self.cores)
         return replace(m, decode=replace(m.decode, wall=wall))
@@ -354,6 +357,13 @@ def test_dali_is_named_where_pillow_decodes_without_need() -> None:
     assert dali.overrides == ("decode.backend=dali",)
     assert not dali.same
     assert diagnose(Paper(threads=None), slow).others == []
+
+
+def test_smaller_decoding_is_named_where_crops_allow_it() -> None:
+    slow = measured(workers=1, decode=cost(9))
+    (smaller,) = diagnose(Paper(threads=None, reducible=True), slow, at="data").others
+    assert smaller.overrides == ("data.decode.reduced=true",)
+    assert not smaller.same
 
 
 def test_fused_kernels_are_recommended_instead_of_kornia() -> None:

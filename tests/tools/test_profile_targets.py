@@ -99,7 +99,7 @@ def test_masks_are_named_as_the_bottleneck() -> None:
 class Paper:
     """What a profiler would measure."""
 
-    cores, threads, kornia, pillow = 8, 2, False, False
+    cores, threads, kornia, pillow, reducible = 8, 2, False, False, False
 
     def __init__(self, side: tuple[int, float] | None = None) -> None:
         self.side = side

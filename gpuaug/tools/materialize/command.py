@@ -201,6 +201,11 @@ class Materialize:
                 "`augment` must be one recipe for all epochs, because stored samples have one size. Found: a "
                 "gpuaug.Progressive. Materialize one of its stages, or train without `gpuaug materialize`."
             )
+        if loader.decode.reduced:
+            raise ConfigError(
+                "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: "
+                "true. Set decode.reduced=false."
+            )
         if loader.limit_batches is not None:
             raise ConfigError(
                 f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "

@@ -189,6 +189,11 @@ def pack(
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
+    if decode.reduced:
+        raise ConfigError(
+            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: true. "
+            "Set decode.reduced=false."
+        )
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
     place = checked_out(Path(out), source)

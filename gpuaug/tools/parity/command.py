@@ -28,7 +28,7 @@ from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Drawn, View
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import CropWindows
+from gpuaug.batch import CropWindows, EncodedBatch
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError
@@ -49,6 +49,7 @@ CELL = 280  # pixels of a picture's longer side
 HEADINGS = {
     "decode": "decode, on the same bytes",
     "resize": "crop and resize, on the same decoded image",
+    "reduced": "decode.reduced, decoding at a part of the size where the crop allows it",
     "operation": "each operation of the recipe with its random parameters, on the same crop",
     "normalize": "normalize, on the same crop",
     "mix": "mix, on the same crops as one batch",
@@ -159,7 +160,7 @@ def _picture(levels: NDArray[Any]) -> PIL.Image.Image:
     return scaled(image, CELL / max(image.size))
 
 
-STAGES = ("decode", "resize", "operation", "normalize", "mix", "all")
+STAGES = ("decode", "resize", "reduced", "operation", "normalize", "mix", "all")
 FLOAT, UINT8 = REFERENCES = ("torchvision, float", "torchvision, uint8")
 BARE, WHOLE = "everything but the operations", "everything"
 EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
@@ -171,6 +172,7 @@ RESIZE = (
     "both use antialiased filters with half-pixel centers; Pillow and torch round to uint8 between the horizontal and "
     "the vertical pass, and the order of the passes depends on the release"
 )
+REDUCED = "libjpeg makes fewer pixels of each block, which is another filter than that of the resizing"
 
 Image = NDArray[Any]
 
@@ -213,6 +215,7 @@ class Difference:
     pixels: int = 0
     largest: float = 0.0
     mean: float = 0.0  # of the absolute differences
+    largest_mean: float = 0.0  # of one image
     bias: float = 0.0  # mean of ours minus theirs
     off: float = 0.0  # share of pixels that differ by more than one level in some channel
     worst: Worst | None = None
@@ -238,7 +241,8 @@ class Difference:
         size = np.abs(gap).max(axis=2)
         self.pixels, self.images = self.pixels + size.size, self.images + 1
         part = size.size / self.pixels
-        self.mean += (float(np.abs(gap).mean(dtype=np.float64)) - self.mean) * part
+        mean = float(np.abs(gap).mean(dtype=np.float64))
+        self.mean, self.largest_mean = self.mean + (mean - self.mean) * part, max(self.largest_mean, mean)
         self.bias += (float(gap.mean(dtype=np.float64)) - self.bias) * part
         self.off += (float((size > LEVEL).mean()) - self.off) * part
         if self.worst is None or size.max() > self.largest:
@@ -354,7 +358,7 @@ def _decoded(
     parity: Parity, loader: Loader, decode: Decode, views: list[View], indices: Iterable[int], *, epoch: int
 ) -> list[Sample]:
     """Compare decoding, cropping and resizing, one image at a time to limit memory."""
-    decoder, stage = decode.open(loader.device), loader.pipeline.stage
+    decoder, stage = replace(decode, reduced=False).open(loader.device), loader.pipeline.stage
     samples, turned = [], 0
     for index in indices:
         encoded = read(loader, [index])
@@ -393,13 +397,29 @@ def _decoded(
             difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
             difference.add(sample.ours[view.name], _canvas(image, window), sample=sample, epoch=epoch, what=what)
         samples.append(sample)
+        if decode.reduced:
+            _reduced(parity, loader, stage, encoded, sample, epoch=epoch)
     decoder.close()
+    for d in parity.differences:
+        if d.stage == "reduced":
+            parity.note(f"decode.{d.title}: the largest mean difference of an image is {d.largest_mean:.2f} levels")
     if turned:
         parity.note(
             f"{turned} of {len(samples)} images have an EXIF orientation, and gpuaug turns them upright. "
             "torchvision's ImageFolder does not, so a model trained with it saw them unturned"
         )
     return samples
+
+
+def _reduced(parity: Parity, loader: Loader, stage: Any, encoded: EncodedBatch, sample: Sample, *, epoch: int) -> None:
+    """Compare the views that `decode.reduced` gives with those of full decoding, and keep them for the later stages."""
+    images, _ = stage.decode(stage.read_headers(encoded, epoch))
+    for view, pixels in zip(loader.augment.views, images, strict=True):
+        if view.name in sample.ours and view.copy == 0:
+            ours, full = pixels[0].cpu().numpy(), sample.ours[view.name]
+            difference = parity.at("reduced", "reduced", "full decoding", REDUCED, view=view.name)
+            difference.add(ours, full, sample=sample, epoch=epoch)
+            sample.ours[view.name] = ours
 
 
 def _by_pillow(data: bytes) -> Image:

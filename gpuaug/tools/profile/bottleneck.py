@@ -285,6 +285,9 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage == "decode" and trials.pillow:
         then = trials.with_decoder(current, backend="dali")
         propose(then, (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow")
+    if stage == "decode" and trials.reducible:
+        text = "large JPEGs are decoded at a part of their size; `gpuaug parity` shows how far the pixels change"
+        propose(trials.with_decoder(current, reduced=True), (_key(at, "decode.reduced=true"),), text)
     if stage == "masks":
         if (small := trials.with_small_masks(current)) is not None:
             text = "if no class number is above 255; `masks.long()` on the device gives the int64 that losses need"

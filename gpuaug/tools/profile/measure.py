@@ -27,6 +27,7 @@ from gpuaug import machine
 from gpuaug.augment.progressive import views_of
 from gpuaug.augment.recipe import Augment, View
 from gpuaug.batch import Batch, EncodedBatch
+from gpuaug.decode.plan import Plan
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
@@ -385,6 +386,17 @@ class Profiler(contextlib.ExitStack):
     def pillow(self) -> bool:
         """Whether Pillow decodes although DALI is installed."""
         return getattr(self.stage.decoder, "backend", None) == "pillow" and find_spec("nvidia.dali") is not None
+
+    @property
+    def reducible(self) -> bool:
+        """Whether `decode.reduced` is false, and with true an image would be decoded at a part of its size."""
+        if self.stage.decoder is None or self.stage.settings.reduced or self.loader.device.type != "cpu":
+            return False
+        batch, reduced = self.encoded[0], replace(self.stage.settings, reduced=True)
+        with contextlib.closing(reduced.open("cpu")) as decoder:
+            headers = decoder.read_headers(batch)
+        windows = self.stage.read_headers(batch, self.loader.epoch).windows
+        return bool((Plan.of(batch, headers, windows).scale > 1).any())
 
     def with_workers(self, m: Measured, count: int) -> Measured:
         """The measurements with ``count`` workers."""
