@@ -18,11 +18,13 @@ import pytest
 import torch
 from conftest import ROOT, SHARED
 from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows
+from test_pillow import drawn
 
 import gpuaug
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused import cuda_steps
+from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
 
@@ -361,7 +363,7 @@ def check(made: dict[Any, Any], folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_interpreter() -> None:
-    if not isinstance(triton_kernels._over_255, triton.JITFunction):
+    if not isinstance(triton_kernels.over_255, triton.JITFunction):
         pytest.skip("Triton's interpreter is on in this process")
 
 
@@ -370,6 +372,23 @@ def test_kernels_compile_without_a_device(recipe: str, monkeypatch: pytest.Monke
     made, launches = compiled(monkeypatch, recipe, 90)
     assert launches == {"standard": 2, "simclr": 8}[recipe]  # for all views of a batch
     assert len(made) == launches // {"standard": 1, "simclr": 2}[recipe]
+    check(made, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_pillows_arithmetic_compiles(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: dict[Any, Any] = {}
+    for name in KERNELS:
+        monkeypatch.setattr(triton_kernels, name, Compiler(getattr(triton_kernels, name), capability, made))
+    ops = [(PillowOp("contrast"), 0.5, True), (PillowOp("rotate"), 9, [False, True]), (PillowOp("posterize"), 4, True)]
+    prepared, chosen = drawn(ops, 2)
+    (part,) = fused._parts(tuple(prepared))
+    assert part.lowering is not None
+    x = torch.zeros((2, 64, 64, 3), dtype=torch.uint8)
+    code, args = part.lowering.program(chosen, (64, 64), 2)
+    program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, x.device)
+    triton_kernels.launch(x, program, fields={}, dtype=torch.bfloat16, channels_last=False)
+    assert [key[0] for key in made] == ["_mean_kernel", "_points_kernel", "_points_kernel"]
     check(made, tmp_path)
 
 

@@ -23,10 +23,12 @@ from test_fused import (
     draw,
     photographs,
 )
+from test_pillow import FILL, MAGNITUDES, drawn, pictures
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
-from gpuaug.augment.fused import cuda_steps
+from gpuaug.augment.fused import cuda_levels, cuda_steps
+from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.random import keyed as draws
@@ -58,13 +60,18 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _product(x, y):  # type: ignore[no-untyped-def]
+    return x * y
+
+
+@triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    return triton_kernels._over_255(bits - 8388608.0)
+    return triton_kernels.over_255(bits - 8388608.0)
 
 
-if not isinstance(triton_kernels._over_255, triton.JITFunction):
-    for kernel in (_unit, _reciprocal, _cos, _sin, _value):
-        setattr(triton_kernels, kernel.__name__, kernel)
+if not isinstance(triton_kernels.over_255, triton.JITFunction):
+    for kernel in (_unit, _reciprocal, _cos, _sin, _product, _value):
+        setattr(cuda_levels if kernel is _product else triton_kernels, kernel.__name__, kernel)
 
 
 def run(
@@ -125,6 +132,23 @@ def test_what_must_not_share_a_kernel() -> None:
     found, expected, stretches = run(erased, photographs(24))
     assert len(stretches) == 2
     assert far(found, expected, POINT) == 0
+
+
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_an_operation_with_pillows_arithmetic(name: str) -> None:
+    """After another one, and on some of the samples."""
+    magnitudes = np.resize(np.float32(MAGNITUDES[name]), 9)
+    images = torch.from_numpy(np.concatenate([pictures(17, 23)] * 2))[:9]
+    taken = np.arange(9) != 4
+    for how in INTERPOLATIONS if name == "rotate" else ("bilinear",):
+        ops = [(PillowOp("invert"), 0, True), (PillowOp(name, interpolation=how, fill=FILL), magnitudes, taken)]
+        prepared, chosen = drawn(ops, len(images))
+        (part,) = fused._parts(tuple(prepared))
+        assert part.lowering is not None
+        code, args = part.lowering.program(chosen, (17, 23), len(images))
+        program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
+        found = triton_kernels.launch(images.to(DEVICE), program, fields={}, dtype=torch.float32, channels_last=False)
+        assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
 
 
 @pytest.mark.parametrize("name", ["randaugment", "autoaugment", "one_of"])

@@ -391,8 +391,10 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
             break;
         case EQUALIZE:
             for (int c = 0; c < 3; ++c) {
-                if (stat.flat[c]) continue;
                 float* __restrict p = planes[c];
+                if (stat.flat[c] && levels)
+                    for (int i = 0; i < n; ++i) p[i] = value(level(p[i]));
+                if (stat.flat[c]) continue;
                 const float* __restrict table = stat.table.data() + c * 256;
                 const float half = levels ? 0.5f : 0.0f;
                 int i = 0;
@@ -723,7 +725,7 @@ struct Worker {
                 if (levels) {  // sums are exact
                     for (int64_t x = 1; x < W - 1; ++x) {
                         const float around = up[x - 1] + up[x] + up[x + 1] + at[x - 1] + at[x + 1] + down[x - 1] + down[x] + down[x + 1];
-                        const float smooth = __builtin_floorf((2.0f * (around + 5.0f * at[x]) + 13.0f) / 26.0f);
+                        const float smooth = __builtin_floorf((2.0f * (around + 5.0f * at[x]) + 13.0f) * (1.0f / 26.0f));  // never near an integer
                         o[x] = blended(smooth, at[x], f);
                     }
                     continue;

@@ -26,8 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
-from gpuaug.augment.ops.entry import ARGS, PILLOW, Code
+from gpuaug.augment.ops import entry
+from gpuaug.augment.ops.entry import ARGS, Code
 
 BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, of 96 x 96 takes 9
 WARPS = 2  # 64 threads, so 16 pixels per thread
@@ -49,17 +51,9 @@ _SHUFFLE: tl.constexpr = tl.constexpr(int(Code.SHUFFLE))
 _ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
-_PILLOW: tl.constexpr = tl.constexpr(PILLOW)
-# 1/255 in two parts: a byte times the first is exact. So the sum is rounded once, and equals byte / 255 exactly.
-_PART_1: tl.constexpr = tl.constexpr(257 / 65536)
-_PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
+_PILLOW: tl.constexpr = tl.constexpr(entry.PILLOW)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
 _FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are integers, so their order does not matter
-
-
-@triton.jit
-def _over_255(x):  # type: ignore[no-untyped-def]
-    return x * _PART_1 + x * _PART_2
 
 
 @triton.jit
@@ -84,7 +78,7 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # exact, because both products are exact
+    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # exact, because both products are exact
     return part * _REST + part
 
 
@@ -98,7 +92,7 @@ def _power(x, gamma):  # type: ignore[no-untyped-def]
 def _posterized(x, bits):  # type: ignore[no-untyped-def]
     shift = 8 - tl.minimum(tl.maximum(bits, 0), 8)
     kept = ((x * 255.0).to(tl.int32) >> shift) << shift
-    return tl.where(bits >= 8, x, _over_255(kept.to(tl.float32)))
+    return tl.where(bits >= 8, x, over_255(kept.to(tl.float32)))
 
 
 @triton.jit
@@ -108,63 +102,17 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _product(x, y):  # type: ignore[no-untyped-def]
-    """A product that is rounded before it is added to anything, as on the CPU."""
-    code: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
-    return tl.inline_asm_elementwise(code, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _level(x):  # type: ignore[no-untyped-def]
-    return tl.floor(x * 255.0 + 0.5)
-
-
-@triton.jit
-def _gray_level(r, g, b):  # type: ignore[no-untyped-def]
-    weighted = _level(r) * 19595.0 + _level(g) * 38470.0 + _level(b) * 7471.0  # exact: below 2^24
-    return tl.floor((weighted + 32768.0) * (1.0 / 65536.0))
-
-
-@triton.jit
-def _with_pillow(code, a):  # type: ignore[no-untyped-def]
-    """Whether a step computes with Pillow's arithmetic: argument PILLOW of the codes in WITH_PILLOW."""
-    able = (code == _MULTIPLY) | (code == _CONTRAST) | (code == _SATURATION) | (code == _SOLARIZE)
-    return (code == _LEVELS) | ((able | (code == _POSTERIZE)) & (tl.load(a + _PILLOW) != 0.0))
-
-
-@triton.jit
-def _pillows(code, a0, a1, a2, x, start):  # type: ignore[no-untyped-def]
-    """Run one step on a channel with Pillow's arithmetic; ``start``: the level that a factor of 0 gives."""
-    v = _level(x)
-    if code <= _SATURATION:  # MULTIPLY, CONTRAST, SATURATION
-        v = tl.floor(tl.minimum(tl.maximum(start + _product(v - start, a0), 0.0), 255.0))
-    elif code == _SOLARIZE:
-        added = tl.floor(tl.minimum(tl.maximum(v + a1, 0.0), 255.0))
-        v = tl.where(v < a0, added, tl.where(a2 != 0.0, v, 255.0 - v))
-    elif code == _POSTERIZE:
-        shift = 8 - tl.minimum(tl.maximum(a0.to(tl.int32), 0), 8)
-        v = ((v.to(tl.int32) >> shift) << shift).to(tl.float32)
-    else:
-        v = tl.floor(x * 255.0 + a0)
-    return _over_255(v)
-
-
-@triton.jit
-def _step(code, a, r, g, b, loose, p, width, mean, mean_level, WITH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
     pillow = False
-    if WITH:
-        pillow = _with_pillow(code, a)
+    if PILLOW:
+        pillow = (code == _LEVELS) | ((tl.load(a + _PILLOW) != 0.0) & (code != _GRAY) & (code != _ERASE))
     if (loose != 0) & (code != _GRAY) & (code != _INVERT) & (code != _SHUFFLE) & (code != _ERASE):
         r, g, b = _unit(r), _unit(g), _unit(b)
         loose = 0
     if pillow:
-        start = tl.where(code == _CONTRAST, mean_level, 0.0)
-        start = tl.where(code == _SATURATION, _gray_level(r, g, b), start)
-        r = _pillows(code, a0, a1, a2, r, start)
-        g = _pillows(code, a0, a1, a2, g, start)
-        b = _pillows(code, a0, a1, a2, b, start)
+        r, g, b = pillow_step(code, a0, a1, a2, r, g, b, mean_level)
     elif code <= _CONTRAST:  # all three are x * scale + shift
         add, contrast = code == _ADD, code == _CONTRAST
         around = mean * (1.0 - a0)
@@ -293,9 +241,9 @@ def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.con
             p = y * width + x
         at = src + sample.to(tl.int64) * pixels * 3
         if KIND == 1:
-            r = _over_255(tl.load(at + p * 3, mask, 0).to(tl.float32))
-            g = _over_255(tl.load(at + p * 3 + 1, mask, 0).to(tl.float32))
-            b = _over_255(tl.load(at + p * 3 + 2, mask, 0).to(tl.float32))
+            r = over_255(tl.load(at + p * 3, mask, 0).to(tl.float32))
+            g = over_255(tl.load(at + p * 3 + 1, mask, 0).to(tl.float32))
+            b = over_255(tl.load(at + p * 3 + 2, mask, 0).to(tl.float32))
         else:
             r = tl.load(at + p, mask, 0.0)
             g = tl.load(at + pixels + p, mask, 0.0)
@@ -306,7 +254,7 @@ def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.con
 @triton.jit(do_not_specialize=["first", "last", "steps"])
 def _mean_kernel(  # type: ignore[no-untyped-def]
     src, code, args, flips, sums, height, width, first, last, steps,
-    KIND: tl.constexpr, WITH: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Add the gray of each sample before its contrast step to ``sums``: int64 [B], in units of 2^-24."""
     sample, block = tl.program_id(1), tl.program_id(0)
@@ -327,12 +275,14 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
             number = tl.load(code + sample * steps + s)
             if number > 2:
                 a = args + (sample * steps + s) * _ARGS
-                r, g, b, loose = _step(number, a, r, g, b, loose, p, width, 0.0, 0.0, WITH)
+                r, g, b, loose = _step(number, a, r, g, b, loose, p, width, 0.0, 0.0, PILLOW)
         r, g, b = _unit(r), _unit(g), _unit(b)
         gray = r * 0.299 + g * 0.587 + b * 0.114
-        if WITH:
-            if tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0:
-                gray = _gray_level(r, g, b) * (1.0 / 256.0)  # sums are exact
+        pillow = False
+        if PILLOW:
+            pillow = tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0
+        if pillow:
+            gray = gray_level(level(r), level(g), level(b)) * (1.0 / 256.0)  # sums are exact
         total = tl.sum(tl.where(p < height * width, gray, 0.0), axis=0)
         tl.atomic_add(sums + sample, (total * _FIXED).to(tl.int64), sem="relaxed")
 
@@ -380,11 +330,13 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
 @triton.jit(do_not_specialize=["first", "last", "steps"])
 def _points_kernel(  # type: ignore[no-untyped-def]
     src, dst, mid, code, args, flips, sums, places, ends, height, width, first, last, steps,
-    KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, WITH: tl.constexpr, BLUR: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, PILLOW: tl.constexpr, BLUR: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    ``WITH``: some steps compute with Pillow's arithmetic. With ``BLUR``, a sample whose place is >= 0 goes to that row of ``mid`` (float32 [n, 3, H, W]), without ``ends``.
+    ``PILLOW``: some steps compute with Pillow's arithmetic.
+    With ``BLUR``, a sample whose place is >= 0 goes to that row of ``mid`` (float32 [n, 3, H, W]), without ``ends``.
     """
     # Start with the last sample: the mean kernel has read it last, so its pixels are still in the cache.
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
@@ -398,7 +350,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     if MEAN:
         total = tl.load(sums + sample)
         mean = total.to(tl.float32) * (1.0 / _FIXED) / pixels
-        if WITH:  # rounded half up; the remainder corrects the quotient of floats
+        if PILLOW:  # rounded half up; the remainder corrects the quotient of floats
             nearest = tl.floor(mean * 256.0 + 0.5).to(tl.int64)
             rest = (total >> 15) + pixels - 2 * pixels * nearest
             nearest += (rest >= 2 * pixels).to(tl.int64) - (rest < 0).to(tl.int64)
@@ -407,7 +359,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
         number = tl.load(code + sample * steps + s)
         if ((number > 2) & (number <= _ERASE)) | (number == _LEVELS):
             a = args + (sample * steps + s) * _ARGS
-            r, g, b, loose = _step(number, a, r, g, b, loose, p, width, mean, mean_level, WITH)
+            r, g, b, loose = _step(number, a, r, g, b, loose, p, width, mean, mean_level, PILLOW)
     place = -1
     if BLUR:
         place = tl.load(places + sample)
@@ -565,13 +517,13 @@ def launch(
         if stretch.contrast:
             _queue(
                 _mean_kernel, grid, x.device, x, program.code, program.args, part.flips, part.sums, height, width,
-                stretch.first, stretch.last, steps, KIND=kind, WITH=stretch.pillow, N=BLOCK, num_warps=WARPS,
+                stretch.first, stretch.last, steps, KIND=kind, PILLOW=stretch.pillow, N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         mid = planes(len(part.rows[0])) if stretch.blur else y
         _queue(
             _points_kernel, grid, x.device, x, y, mid, program.code, program.args, part.flips, part.sums, part.places,
             ends, height, width, stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout, MEAN=stretch.contrast,
-            WITH=stretch.pillow, BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
+            PILLOW=stretch.pillow, BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         x = y
         if stretch.blur:

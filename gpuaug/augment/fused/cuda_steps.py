@@ -173,7 +173,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     elif group.code is Code.WARP:
         y = _warp(y, own, ramps, group.static)
     elif group.code is Code.RESAMPLE or group.static == (1.0,):
-        y = pillow.run(group.code, y.clamp(0, 1), own, interpolation=int(group.static[0]))
+        y = pillow.run(group.code, y, own, interpolation=int(group.static[0]))
     elif group.code is Code.AUTOCONTRAST:
         y = _autocontrast(y, own[:, 0, None, None, None])
     elif group.code is Code.EQUALIZE:

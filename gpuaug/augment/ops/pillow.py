@@ -51,7 +51,7 @@ class PillowOp(nn.Module):
         """Run the operation in torch.
 
         Args:
-            images: float32 [B, 3, H, W] in 0..1.
+            images: float32 [B, 3, H, W]; they are clamped to 0..1.
             params: ``magnitude``, float32 [B] on the CPU. The units are those of Pillow: see :data:`ENTRIES`.
 
         Returns:
@@ -144,7 +144,7 @@ def _resampled(op: PillowOp, *, fill: _Fill) -> Steps:
 
 def _moves(fill: _Fill) -> Entry:
     matrix = Matrix(partial(_write_forward, fill=fill), elements=True)
-    return Entry("matrix", partial(_resampled, fill=fill), matrix=matrix)  # type: ignore[arg-type]
+    return Entry("matrix", partial(_resampled, fill=fill), matrix=matrix)
 
 
 def _color(code: Code, *arguments: str | float) -> Entry:
@@ -179,7 +179,7 @@ def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
 
     Args:
         code: LEVELS, RESAMPLE, or in WITH_PILLOW.
-        x: float32 [B, 3, H, W] in 0..1.
+        x: float32 [B, 3, H, W]; it is clamped to 0..1.
         a: arguments, float32 [B, ARGS] on the same device.
         interpolation: for RESAMPLE, the same for all rows: index in :data:`INTERPOLATIONS`.
 
@@ -187,7 +187,7 @@ def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
         float32 [B, 3, H, W], levels k/255.
     """
     f = a[:, :1, None, None]
-    v = (x * 255 + (f if code is Code.LEVELS else 0.5)).floor()
+    v = (x.clamp(0, 1) * 255 + (f if code is Code.LEVELS else 0.5)).floor()
     if code is Code.RESAMPLE:
         v = _resample(v, a, interpolation)
     elif code is not Code.LEVELS:
@@ -294,11 +294,12 @@ def _resample(v: Tensor, a: Tensor, interpolation: int) -> Tensor:
         upper, lower = (tap(0, j) + (tap(1, j) - tap(0, j)) * dx for j in (0, 1))
         values = upper + (lower - upper) * dy
     else:
-        values = _cubic(*(_cubic(*(tap(i, j) for i in range(-1, 3)), dx) for j in range(-1, 3)), dy)  # type: ignore[misc]
+        values = _cubic([_cubic([tap(i, j) for i in range(-1, 3)], dx) for j in range(-1, 3)], dy)
     fill = a[:, 13:16, None, None]
     return torch.where(inside[:, None], values.clamp(0, 255).floor().float(), fill)
 
 
-def _cubic(v1: Tensor, v2: Tensor, v3: Tensor, v4: Tensor, d: Tensor) -> Tensor:
-    """Pillow's cubic interpolation between v2 and v3."""
+def _cubic(taps: Sequence[Tensor], d: Tensor) -> Tensor:
+    """Pillow's cubic interpolation between the second and the third of four taps."""
+    v1, v2, v3, v4 = taps
     return v2 + d * ((-v1 + v3) + d * ((2 * (v1 - v2) + v3 - v4) + d * (-v1 + v2 - v3 + v4)))
