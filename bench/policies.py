@@ -48,9 +48,7 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
     timm = "rand-m9-mstd0.5-inc1"
     hparams = {"translate_const": 100, "img_mean": MEAN, "interpolation": Image.Resampling.BICUBIC}
 
-    def kornia(m: int) -> tuple[Any, Theirs]:
-        policy = K.auto.RandAugment(n=2, m=m)
-
+    def kornia(policy: Any) -> tuple[Any, Theirs]:
         def one(image: Image.Image) -> Any:
             x = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
             return policy(x)[0].permute(1, 2, 0) * 255
@@ -78,8 +76,9 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
             gpuaug.TimmAugment(timm),
             lambda: auto_augment.rand_augment_transform(timm, dict(hparams)),
         ),
-        "Kornia's RandAugment, m=9 (`randaugment`)": kornia(9),
-        "Kornia's RandAugment, m=27": kornia(27),
+        "Kornia's RandAugment, m=9 (`randaugment`)": kornia(K.auto.RandAugment(n=2, m=9)),
+        "Kornia's RandAugment, m=27": kornia(K.auto.RandAugment(n=2, m=27)),
+        "Kornia's TrivialAugment (`trivialaugment`)": kornia(K.auto.TrivialAugment()),
     }
 
 
@@ -133,7 +132,7 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, or print the table of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=500, help="images for each policy (default: 500)")
+    parser.add_argument("--count", type=int, default=1500, help="images for each policy (default: 1500)")
     parser.add_argument("--json", type=Path, help="FILE for the figures")
     parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
     parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
