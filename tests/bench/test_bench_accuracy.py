@@ -19,15 +19,15 @@ def test_a_run_measures_both(tmp_path, v2):
 
 
 def test_both_pipelines_give_images_of_the_same_statistics(tmp_path, v2):
-    photographs.cut(tmp_path, count=200)
+    photographs.cut(tmp_path, count=100)
     means, labels = {}, {}
     for who in bench.WHO:
         with ExitStack() as stack:
             epoch_of = bench.batches(who, "standard", tmp_path / "train", 0, stack)
             found = [(images, label) for _ in range(2) for images, label in epoch_of()]
         pixels = torch.cat([images for images, _ in found])
-        assert pixels.shape == (320, 3, bench.SIZE, bench.SIZE)
+        assert pixels.shape == (160, 3, bench.SIZE, bench.SIZE)
         means[who] = [float(x) for x in (pixels.mean(), pixels.std(), pixels.diff(dim=3).abs().mean())]
         labels[who] = torch.cat([label for _, label in found]).bincount().tolist()
-    assert labels["gpuaug"] == labels["torchvision"] == [32] * 10
-    assert means["gpuaug"] == pytest.approx(means["torchvision"], abs=0.1)
+    assert labels["gpuaug"] == labels["torchvision"] == [16] * 10
+    assert means["gpuaug"] == pytest.approx(means["torchvision"], abs=0.15)
