@@ -414,7 +414,7 @@ def _decoded(
 def _reduced(parity: Parity, loader: Loader, stage: Any, encoded: EncodedBatch, sample: Sample, *, epoch: int) -> None:
     """Compare the views that `decode.reduced` gives with those of full decoding, and keep them for the later stages."""
     images, _ = stage.decode(stage.read_headers(encoded, epoch))
-    for view, pixels in zip(loader.augment.views, images, strict=True):
+    for view, pixels in zip(loader.augment.at(epoch).views, images, strict=True):
         if view.name in sample.ours and view.copy == 0:
             ours, full = pixels[0].cpu().numpy(), sample.ours[view.name]
             difference = parity.at("reduced", "reduced", "full decoding", REDUCED, view=view.name)
