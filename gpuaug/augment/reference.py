@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpuaug.augment.ops import entry_of, noise
+from gpuaug.augment.ops import entry_of, fields, noise
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.errors import ConfigError
@@ -146,7 +146,8 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     group = np.repeat(rows, 2) if count == 1 else rows  # duplicate a single row
     values = _values(params, rows=group)
     if keys is not None:
-        values |= noise(module, torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3]))
+        key, size = torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3])
+        values |= noise(module, key, size) | fields(module, values, key, size)
     at = torch.from_numpy(group).to(x.device, non_blocking=True)
     y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some return the default dtype
     forget(module)

@@ -58,6 +58,11 @@ POINTWISE = {
     "shuffle": lambda: K.RandomChannelShuffle(p=0.8),
     "erase": lambda: K.RandomErasing((0.02, 0.5), (0.3, 3.3), value=0.7, p=0.8),
     "noise": lambda: K.RandomGaussianNoise(0.1, 0.3, p=0.8),
+    "specks": lambda: K.RandomSaltAndPepperNoise((0.1, 0.9), (0.2, 0.8), p=0.8),
+    "plasma_brightness": lambda: K.RandomPlasmaBrightness(p=0.8),
+    "plasma_contrast": lambda: K.RandomPlasmaContrast(p=0.8),
+    "plasma_shadow": lambda: K.RandomPlasmaShadow(p=0.8),
+    "channel_dropout": lambda: K.RandomChannelDropout(2, 0.3, p=0.8),
     "autocontrast": lambda: K.RandomAutoContrast(p=0.8),
     "autocontrast_open": lambda: K.RandomAutoContrast(clip_output=False, p=0.8),
 }
@@ -65,6 +70,7 @@ JUMPS = {
     "solarize": lambda: K.RandomSolarize(0.5, 0.5, p=0.8),
     "posterize": lambda: K.RandomPosterize((0, 8), p=0.9),
     "equalize": lambda: K.RandomEqualize(p=0.8),
+    "snow": lambda: K.RandomSnow((0.2, 0.8), (1.0, 3.0), p=0.8),
 }
 SPATIAL = {
     "sharpness": lambda: K.RandomSharpness((0.0, 3.0), p=0.8),
@@ -72,6 +78,14 @@ SPATIAL = {
     "blur_wide": lambda: K.RandomGaussianBlur((3, 5), (0.1, 9.0), border_type="replicate", p=0.8),
     "blur_zero": lambda: K.RandomGaussianBlur((5, 7), (0.1, 2.0), border_type="constant", p=0.8),
     "blur_circular": lambda: K.RandomGaussianBlur(5, (0.1, 2.0), border_type="circular", p=0.8),
+    "box": lambda: K.RandomBoxBlur((3, 7), p=0.8),
+    "box_joint": lambda: K.RandomBoxBlur((5, 5), "replicate", normalized=False, p=0.8),
+    "motion": lambda: K.RandomMotionBlur(7, 180.0, 1.0, p=0.8),
+    "motion_reflect": lambda: K.RandomMotionBlur(5, 90.0, 0.5, "reflect", "bilinear", p=0.8),
+    "motion_circular": lambda: K.RandomMotionBlur(9, 90.0, 0.5, "circular", p=0.8),
+    "motion_replicate": lambda: K.RandomMotionBlur(3, 90.0, 0.5, "replicate", "bilinear", p=0.8),
+    "motion_sizes": lambda: K.RandomMotionBlur((3, 9), 90.0, 0.5, p=0.8),
+    "rain": lambda: K.RandomRain((0, 90), (1, 20), (-9, 9), p=0.8),
     "affine": lambda: K.RandomAffine(180.0, (0.5, 0.5), (0.3, 2.0), (-40.0, 40.0, -40.0, 40.0), p=0.8),
     "affine_border": lambda: K.RandomAffine(30.0, (0.2, 0.2), (0.5, 2.0), padding_mode="border", p=0.8),
     "affine_reflection": lambda: K.RandomAffine(30.0, (0.9, 0.9), (0.5, 2.0), padding_mode="reflection", p=0.8),
@@ -97,7 +111,7 @@ POLICIES = {
         }
     ),
 }
-UNKNOWN = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.5), "box": lambda: K.RandomBoxBlur((3, 3), p=0.5)}
+UNKNOWN = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.5), "median": lambda: K.RandomMedianBlur((3, 3), p=0.5)}
 
 
 def draw(prepared: Any, batch: int, size: tuple[int, int], seed: int, extreme: bool = False) -> Chosen:
@@ -253,7 +267,7 @@ def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytes
     ops = {
         "flip": K.RandomHorizontalFlip(),
         "jpeg": UNKNOWN["jpeg"](),
-        "box": UNKNOWN["box"](),
+        "median": UNKNOWN["median"](),
         "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1),
     }
     fused.say.cache_clear()
@@ -262,9 +276,9 @@ def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytes
             compare(ops, photographs(64), POINT)
     assert [r.message for r in caplog.records if "through Kornia" in r.message] == [
         "`jpeg` (RandomJPEG) runs through Kornia: no fused form of RandomJPEG with these settings",
-        "`box` (RandomBoxBlur) runs through Kornia: no fused form of RandomBoxBlur with these settings",
+        "`median` (RandomMedianBlur) runs through Kornia: no fused form of RandomMedianBlur with these settings",
     ]
-    compare({"box": UNKNOWN["box"]()}, photographs(64), POINT)
+    compare({"median": UNKNOWN["median"]()}, photographs(64), POINT)
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "conf/gpuaug/augment").glob("*.yaml")))

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parameters import OPS
+from test_parameters import Own as Subclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops import noise
+from gpuaug.augment.ops import fields, noise
 from gpuaug.augment.parameters import tensors
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.recipe import Augment
@@ -35,10 +36,12 @@ CHOICES = {
     "oneof": lambda **k: OneOf(ops=SOME),
 }
 SEEDED = {
-    "rain": lambda **k: K.RandomRain((10, 20), (2, 3), (1, 2), **k),
+    "own brightness": lambda **k: Subclass((0.6, 1.4), **k),
+}
+SIZES = {
     "motion range": lambda **k: K.RandomMotionBlur((3, 5), 20.0, 0.5, **k),
 }
-ALL = OPS | CHOICES | SEEDED
+ALL = OPS | CHOICES | SEEDED | SIZES
 
 
 def images(batch: int, size: tuple[int, int], seed: int = 0) -> Tensor:
@@ -118,10 +121,11 @@ def test_the_pixels_are_kornias(name: str) -> None:
     got = ReferenceBackend([prepared])(x, [chosen])
     params = tensors(chosen.params[0][0], np.arange(9))
     if keys is not None:
-        params |= noise(op, torch.from_numpy(keys), (40, 32))
+        key = torch.from_numpy(keys)
+        params |= noise(op, key, (40, 32)) | fields(op, params, key, (40, 32))
     params["batch_prob"] = torch.from_numpy((chosen.choice[:, 0] >= 0).astype(np.float32))
     assert 0 < params["batch_prob"].sum() < 9
-    rows = [slice(k, k + 1) for k in range(9)] if name == "jpeg" else [slice(9)]
+    rows = [slice(k, k + 1) for k in range(9)] if name in ("jpeg", "boxblur") else [slice(9)]
     want = torch.cat([op(unit(x[own]), params={k: v[own] for k, v in params.items()}) for own in rows])
     # torch rounds `pow` otherwise at the end of a stretch of memory, so gamma has no bits of its own
     assert torch.allclose(got, want, rtol=0, atol=2e-7 if name == "gamma" else 0)

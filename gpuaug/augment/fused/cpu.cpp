@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -27,6 +28,7 @@ namespace {
 enum Code : int32_t {
     NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
     GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP,
+    FILTER = 25, RAIN, REPLACE, FIELD, FILL, SNOW,
 };
 
 constexpr int ARGS = 12;     // floats per operation
@@ -38,7 +40,7 @@ struct Job {
     void* dst;               // [B, 3, H, W], or [B, H, W, 3] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
-    const float* const* tables;  // [B, S]: float [3, H, W] for NOISE, [taps in x + taps in y] for BLUR, else null
+    const float* const* tables;  // [B, S]: for the codes that need more than ARGS numbers (see Code in ops/entry.py), else null
     const float* ramps;          // WARP: output positions per kind (affine, projective), align_corners (0, 1): x [W], y [H]
     int64_t batch, height, width, steps;
     int32_t src_float;       // 0: uint8 NHWC, 1: float NCHW
@@ -106,14 +108,15 @@ struct Op {
     const float* table;
 };
 
-bool is_pointwise(int32_t code) { return code < SHARPNESS; }
+bool is_pointwise(int32_t code) { return code < SHARPNESS || (code >= REPLACE && code <= SNOW); }
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
 bool ignores_position(int32_t code) {  // a later flip may run before such an operation; blur and sharpness are symmetric
-    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR);
+    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == FILL || code == SNOW;
 }
 bool keeps_outside(int32_t code) {  // operations of Kornia that do not clamp their input to [0, 1]
     switch (code) {
-        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case SHUFFLE: case WARP: case HFLIP: case VFLIP: return true;
+        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case SHUFFLE: case WARP: case HFLIP: case VFLIP:
+        case FILTER: case RAIN: case REPLACE: case FILL: return true;
         default: return false;
     }
 }
@@ -343,6 +346,43 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                 for (; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f) & 255];
             }
             break;
+        case REPLACE: {  // where the table is not negative
+            const float* __restrict f = op.table + at.y * image_width + at.x;
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                for (int i = 0; i < n; ++i) p[i] = f[i] < 0.0f ? p[i] : f[i];
+            }
+            break;
+        }
+        case FIELD:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float* __restrict f = op.table + c * pixels + at.y * image_width + at.x;
+                if (a[0] == 0.0f)
+                    for (int i = 0; i < n; ++i) p[i] = unit(p[i] + f[i]);
+                else
+                    for (int i = 0; i < n; ++i) p[i] = unit((p[i] - 0.5f) * f[i] + 0.5f);
+            }
+            break;
+        case FILL:
+            for (int c = 0; c < 3; ++c)
+                if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, a[0]);
+            break;
+        case SNOW: {  // a new lightness in HLS, with the old hue and saturation, in closed form
+            const float threshold = a[0], brightness = a[1];
+            for (int i = 0; i < n; ++i) {
+                const float top = high(high(r[i], g[i]), b[i]), bottom = low(low(r[i], g[i]), b[i]);
+                const float sum = top + bottom, delta = top - bottom, light = sum / 2.0f;
+                const float room = sum < 1.0f ? sum : 2.0f - sum, lighter = low(light * brightness, 1.0f);
+                const float to = light < threshold ? lighter : light;
+                const float saturation = delta / (room == 0.0f ? 1.0f : room + 1e-8f);
+                const float ratio = 2.0f * saturation * low(to, 1.0f - to) / (delta == 0.0f ? 1.0f : delta);
+                r[i] = unit(to + (r[i] - light) * ratio);
+                g[i] = unit(to + (g[i] - light) * ratio);
+                b[i] = unit(to + (b[i] - light) * ratio);
+            }
+            break;
+        }
         default: break;
     }
 }
@@ -615,6 +655,63 @@ struct Worker {
                 }
                 const float* const* all = lines.data();
                 weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * apart + y * W, W);
+            }
+        }
+    }
+
+    // Correlation with a kernel of `size` x `size` weights. Zero weights are skipped: motion blurs have many.
+    void filter(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const int64_t size = static_cast<int64_t>(op.a[0]), half = size / 2, wide = W + size - 1;
+        const int border = static_cast<int>(op.a[4]);
+        row.clear();
+        index.clear();
+        for (int64_t t = 0; t < size * size; ++t)
+            if (op.table[t] != 0.0f) {
+                row.push_back(op.table[t]);
+                index.push_back(static_cast<int32_t>(t / size * wide + t % size));
+            }
+        extra.resize((H + size - 1) * wide);
+        for (int c = 0; c < 3; ++c) {
+            for (int64_t y = 0; y < H + size - 1; ++y) {
+                float* line = extra.data() + y * wide;
+                const int64_t from = border_index(y - half, H, border);
+                if (from < 0) {
+                    std::fill(line, line + wide, 0.0f);
+                    continue;
+                }
+                const float* s = in.data() + c * apart + from * W;
+                std::memcpy(line + half, s, W * sizeof(float));
+                for (int64_t i = 0; i < half; ++i) {
+                    const int64_t left = border_index(i - half, W, border), right = border_index(W + i, W, border);
+                    line[i] = left < 0 ? 0.0f : s[left];
+                    line[half + W + i] = right < 0 ? 0.0f : s[right];
+                }
+            }
+            for (int64_t y = 0; y < H; ++y) {
+                const float* base = extra.data() + y * wide;
+                const int32_t* offset = index.data();
+                weigh(row.data(), static_cast<int>(row.size()), [base, offset](int t) { return base + offset[t]; },
+                      out.data() + c * apart + y * W, W);
+            }
+        }
+    }
+
+    // Draws lines of one gray; `table` holds two coordinates in 0..1 per line. Its rounding is that of torch.linspace.
+    void rain(const Op& op, std::vector<float>& image) const {
+        const int64_t drops = static_cast<int64_t>(op.a[0]), tall = static_cast<int64_t>(op.a[1]) - 1;
+        const int64_t drawn = static_cast<int64_t>(op.a[2]), across = drawn > 0 ? drawn - 1 : (drawn < 0 ? drawn + 1 : 0);
+        const int64_t rows = H - tall, columns = W - std::abs(across), steps = std::max(tall + 1, std::abs(drawn));
+        auto along = [steps](int64_t last, int64_t i) {
+            const double step = steps > 1 ? static_cast<double>(last) / static_cast<double>(steps - 1) : 0.0;
+            return static_cast<int64_t>(i < steps / 2 ? step * i : last - step * (steps - 1 - i));
+        };
+        for (int64_t drop = 0; drop < drops; ++drop) {
+            const float* at = op.table + 2 * drop;
+            const int64_t y = std::min(static_cast<int64_t>(at[0] * static_cast<float>(rows)), rows - 1);
+            const int64_t x = std::min(static_cast<int64_t>(at[1] * static_cast<float>(columns)), columns - 1) + std::max<int64_t>(-across, 0);
+            for (int64_t i = 0; i < steps; ++i) {
+                const int64_t to = (y + along(tall, i)) * W + x + along(across, i);
+                for (int c = 0; c < 3; ++c) image[c * apart + to] = 200.0f / 255.0f;
             }
         }
     }
@@ -922,7 +1019,7 @@ struct Worker {
         }
         jump = program.data();
         for (const Op& op : program)
-            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE) jump = &op;
+            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW) jump = &op;
         bool buffered = false, outside = job.src_float != 0, ready = false;
         size_t pos = 0;
         while (true) {
@@ -949,6 +1046,8 @@ struct Worker {
             ready = false;
             if (next.code == HFLIP || next.code == VFLIP) {
                 turn(next.code, first);
+            } else if (next.code == RAIN) {
+                rain(next, first);
             } else {
                 if (outside && !keeps_outside(next.code)) {
                     clamp_block(first.data(), static_cast<int>(3 * apart));
@@ -957,6 +1056,7 @@ struct Worker {
                 second.resize(3 * apart);
                 if (next.code == BLUR) blur(next, first, second);
                 else if (next.code == SHARPNESS) sharpness(next, first, second);
+                else if (next.code == FILTER) filter(next, first, second);
                 else warp(next, first, second);
                 std::swap(first, second);
             }

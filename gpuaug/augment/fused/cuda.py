@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, run_step
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
 from gpuaug.augment.ops.entry import ARGS, Code
 
 BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, of 96 x 96 takes 9
@@ -474,8 +474,9 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def launch(
-    x: Tensor, program: Program, *, fields: dict[int, Tensor], dtype: torch.dtype, channels_last: bool
-) -> Tensor:
+    x: Tensor, program: Program, *, fields: dict[int, Tensor], tables: list[Table], dtype: torch.dtype,
+    channels_last: bool,
+) -> Tensor:  # fmt: skip
     """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
@@ -520,5 +521,6 @@ def launch(
         elif stretch.rest:
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, part.rows, strict=True):
-                x = run_step(group, x, program.args[:, column], rows, field=fields.get(column), ramps=program.ramps)
+                field = fields.get(column) if group.code is Code.NOISE else table_of(group, column, tables)
+                x = run_step(group, x, program.args[:, column], rows, field=field, ramps=program.ramps)
     return x
