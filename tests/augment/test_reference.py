@@ -310,6 +310,59 @@ def test_operations_are_run_twice_on_some_samples_of_the_first_batches_only() ->
     assert counts == [28, 28, 28, 20, 20]
 
 
+class Batched(nn.Module):
+    """Any function of a batch and its random numbers."""
+
+    affects = "pixels"
+
+    def __init__(self, uniforms: Any, function: Any) -> None:
+        super().__init__()
+        self.uniforms, self.function = uniforms, function
+
+    def forward(self, x: Tensor, *u: Tensor) -> Tensor:
+        calls.append(tuple(x.shape))
+        return self.function(x, *u)
+
+
+def _dimmed(x: Tensor, u: Tensor) -> Tensor:
+    return x.mul_(u[:, 0, None, None, None]) + 0.1 * u[:, 1, None, None, None]
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_a_users_module_with_uniforms_runs_on_whole_batches(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    ops = {"dim": Batched(2, _dimmed), "square": Batched(0, torch.square), "flip": K.RandomHorizontalFlip()}
+    recipe, x = Augment(ops=ops, backend=backend), images(20, (8, 7))
+    assert not recipe.main_thread
+    calls.clear()
+    made = [recipe(x, seed=3, indices=range(20)) for _ in range(4)]  # the first three are checked
+    assert [shape[0] for shape in calls] == [20, 8, 20, 8] * 3 + [20, 20]
+    assert all(torch.equal(y, made[3]) for y in made)
+    assert len(torch.unique(recipe(x[:1].expand(9, -1, -1, -1), indices=range(9)).flatten(1), dim=0)) == 9
+    for own in ([4], [7, 2, 11]):
+        assert torch.equal(recipe(x[own], seed=3, indices=own), made[0][own])
+    u = recipe.draw(seed=3, epoch=0, indices=range(20)).uniforms["", 0, "dim"]
+    want = torch.square(_dimmed(unit(x), torch.from_numpy(u.copy())))
+    flipped = recipe.draw(seed=3, epoch=0, indices=range(20)).uniforms["", 0, "flip"][:, 0] < 0.5
+    assert torch.equal(made[0], torch.where(torch.from_numpy(flipped)[:, None, None, None], want.flip(3), want))
+    one = Augment(ops={"one": OneOf(ops={"dim": Batched(2, _dimmed), "gray": K.RandomGrayscale(p=1.0)})}, backend=backend)
+    assert torch.equal(one(x[5:6], indices=[5])[0], one(x, indices=range(20))[5])
+    assert not caplog.records
+
+
+def test_a_module_that_mixes_samples_or_draws_by_itself_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    bad = {"mean": lambda x: x - x.mean(), "own": lambda x: x * torch.rand(len(x), 1, 1, 1)}
+    for name, function in bad.items():
+        Augment(ops={name: Batched(0, function)})(images(20, (6, 6)), indices=range(20))
+    messages = warnings(caplog)
+    assert [m.split()[0] for m in messages] == ["`ops.mean`", "`ops.own`"]
+    assert all("same sample in another batch" in m for m in messages)
+    with pytest.raises(ConfigError, match=r"`ops\.pool`.*`crop`"):
+        run({"pool": Batched(0, nn.AvgPool2d(2))}, images(2, (4, 4)), [0, 1])
+    for count in (-1, 1.5, "2"):
+        with pytest.raises(ConfigError, match=r"augment\.ops\.x\.uniforms"):
+            prepare("x", Batched(count, torch.square))
+
+
 def test_checking_changes_no_pixel() -> None:
     x = images(6, (12, 10))
     op = Does(lambda x: x.mul_(torch.rand(())))  # writes to what it is given
