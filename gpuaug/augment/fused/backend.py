@@ -197,9 +197,9 @@ def _tables(lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.
             if steps.table is None or not len(rows):
                 continue
             values = tensors(c.params[column.slot][alternative], rows)
-            assert c.keys is not None
-            key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
-            values |= more_params(lowering.ops[column.op].slots[column.slot][alternative], values, key, size)
+            if c.keys is not None:
+                key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
+                values |= more_params(lowering.ops[column.op].slots[column.slot][alternative], values, key, size)
             tables.append((rows, column.start, steps.table(values).to(device, non_blocking=True).contiguous()))
     return tables
 

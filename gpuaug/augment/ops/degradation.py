@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
-from gpuaug.augment.ops.kornia_private import range_of, setting
+from gpuaug.augment.ops.kornia_private import generated, range_of, setting
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, scale
@@ -144,7 +145,19 @@ def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[s
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
 
-# --- specks, plasma, rain
+# --- illumination, specks, plasma, rain
+
+
+def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
+    """A gradient of light, float32 [B, 3, H, W], from Kornia's own generator; ``names`` of its samplers."""
+    return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
+
+
+def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
+    return {"gradient": generated(op, torch.from_numpy(u.copy()), size, samplers)["gradient"].numpy()}
+
+
+_ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
 
 
 def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
@@ -256,6 +269,9 @@ ENTRIES = {
         uniform_from("amount_factor", "salt_and_pepper_factor"),
         fields=_specks,
     ),
+    "RandomGaussianIllumination": Entry("pixels", _ADD_LIGHT, _light(6, "gain", "sigma", "center", "sign")),
+    "RandomLinearIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
+    "RandomLinearCornerIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
     "RandomPlasmaBrightness": Entry("pixels", step(Code.FIELD, table=_brightness), fields=_plasma),
     "RandomPlasmaContrast": Entry("pixels", step(Code.FIELD, 1, table=_contrast), fields=_plasma),
     "RandomPlasmaShadow": Entry("pixels", step(Code.FIELD, table=_shadow), fields=partial(_plasma, channels=1)),
