@@ -266,6 +266,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_rain_that_is_larger_than_the_image_is_refused(backend: str) -> None:
+    for op in (K.RandomRain((1, 2), (1, 9), (0, 0), p=1.0), K.RandomRain((1, 2), (1, 2), (-8, 0), p=1.0)):
+        with pytest.raises(ConfigError, match=r"smaller than the image.*Found: up to"):
+            Augment(ops={"rain": op}, backend=backend)(images(4, (9, 8)), indices=range(4))
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
 @pytest.mark.parametrize("name", BAD)
 def test_an_operation_that_breaks_a_promise_is_named_once(
     name: str, backend: str, caplog: pytest.LogCaptureFixture

@@ -28,7 +28,7 @@ namespace {
 enum Code : int32_t {
     NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
     GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP,
-    FILTER = 25, RAIN, REPLACE, FIELD, FILL, SNOW,
+    FILTER = 25, RAIN, REPLACE, FIELD, FILL, SNOW, JPEG,
 };
 
 constexpr int ARGS = 12;     // floats per operation
@@ -716,6 +716,113 @@ struct Worker {
         }
     }
 
+    // Codes and decodes blocks of 8 x 8 in place, as JPEG does. `q`: 64 divisors. As in Kornia, rounding is x + (x - round(x))^3.
+    static void code_blocks(float* plane, int64_t height, int64_t width, const float* q) {
+        typedef float Eight __attribute__((vector_size(32)));
+        static const struct Basis {
+            Eight by_position[8], by_frequency[8];  // cos((2 x + 1) u pi / 16), orthonormal
+            Basis() {
+                for (int x = 0; x < 8; ++x)
+                    for (int u = 0; u < 8; ++u) {
+                        const double c = std::cos((2 * x + 1) * u * 3.14159265358979323846 / 16) * (u ? 0.5 : 0.35355339059327376);
+                        by_position[x][u] = by_frequency[u][x] = static_cast<float>(c);
+                    }
+            }
+        } basis;
+        auto transform = [](const Eight* in, const Eight* right, const Eight* left, Eight* out) {
+            Eight half[8];
+            for (int i = 0; i < 8; ++i) {
+                half[i] = in[i][0] * right[0];
+                for (int k = 1; k < 8; ++k) half[i] += in[i][k] * right[k];
+            }
+            for (int i = 0; i < 8; ++i) {
+                out[i] = left[0][i] * half[0];
+                for (int k = 1; k < 8; ++k) out[i] += left[k][i] * half[k];
+            }
+        };
+        Eight divisor[8];
+        std::memcpy(divisor, q, sizeof divisor);
+        for (int64_t y = 0; y < height; y += 8)
+            for (int64_t x = 0; x < width; x += 8) {
+                Eight block[8], coded[8];
+                for (int i = 0; i < 8; ++i) {
+                    std::memcpy(&block[i], plane + (y + i) * width + x, sizeof(Eight));
+                    block[i] -= 128.0f;
+                }
+                transform(block, basis.by_position, basis.by_position, coded);
+                for (int i = 0; i < 8; ++i) {
+                    const Eight value = coded[i] / divisor[i];
+                    Eight whole;
+                    for (int k = 0; k < 8; ++k) whole[k] = __builtin_rintf(value[k]);
+                    const Eight rest = value - whole;
+                    coded[i] = (whole + rest * rest * rest) * divisor[i];
+                }
+                transform(coded, basis.by_frequency, basis.by_frequency, block);
+                for (int i = 0; i < 8; ++i) {
+                    block[i] += 128.0f;
+                    std::memcpy(plane + (y + i) * width + x, &block[i], sizeof(Eight));
+                }
+            }
+    }
+
+    void jpeg(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const int64_t tall = (H + 15) / 16 * 16, wide = (W + 15) / 16 * 16, all = tall * wide, h = tall / 2, w = wide / 2;
+        extra.resize(4 * all);
+        float* const full[3] = {extra.data(), extra.data() + all, extra.data() + 2 * all};
+        float* const small[2] = {extra.data() + 3 * all, extra.data() + 3 * all + all / 4};
+        row.resize(2 * wide);
+        for (int64_t y = 0; y < tall; ++y) {  // the last row and column are repeated
+            const int64_t from = std::min(y, H - 1) * W;
+            const float *r = in.data() + from, *g = r + apart, *b = g + apart;
+            float *luma_row = full[0] + y * wide, *blue = full[1] + y * wide, *red = full[2] + y * wide;
+            for (int64_t x = 0; x < W; ++x) {
+                const float gray = 0.299f * r[x] + 0.587f * g[x] + 0.114f * b[x];
+                luma_row[x] = 255.0f * gray;
+                blue[x] = 255.0f * ((b[x] - gray) * 0.564f + 0.5f);
+                red[x] = 255.0f * ((r[x] - gray) * 0.713f + 0.5f);
+            }
+            for (float* line : {luma_row, blue, red}) std::fill(line + W, line + wide, line[W - 1]);
+        }
+        // Half the size: a Gaussian blur of 3 taps (sigma 0.5, reflected borders), then the mean of 2 x 2.
+        const float side = 0.10650697891920077f, outer = 0.5f * side, inner = 0.5f * (1.0f - side);
+        for (int c = 0; c < 2; ++c) {
+            const float* s = full[1 + c];
+            for (int64_t y = 0; y < h; ++y) {
+                const float *l0 = s + (y ? 2 * y - 1 : 1) * wide, *l1 = s + 2 * y * wide, *l2 = l1 + wide;
+                const float* l3 = s + (2 * y + 2 < tall ? 2 * y + 2 : tall - 2) * wide;
+                float* line = row.data();
+                for (int64_t x = 0; x < wide; ++x) line[x] = outer * (l0[x] + l3[x]) + inner * (l1[x] + l2[x]);
+                float* to = small[c] + y * w;
+                for (int64_t x = 0; x < w; ++x) {
+                    const float before = line[x ? 2 * x - 1 : 1], after = line[2 * x + 2 < wide ? 2 * x + 2 : wide - 2];
+                    to[x] = outer * (before + after) + inner * (line[2 * x] + line[2 * x + 1]);
+                }
+            }
+            code_blocks(small[c], h, w, op.table + 64);
+        }
+        code_blocks(full[0], tall, wide, op.table);
+        for (int64_t y = 0; y < H; ++y) {  // chroma is enlarged bilinearly
+            const int64_t near = y / 2, other = y % 2 ? std::min(near + 1, h - 1) : std::max<int64_t>(near - 1, 0);
+            for (int c = 0; c < 2; ++c) {
+                const float *a = small[c] + near * w, *b = small[c] + other * w;
+                float *line = full[1] + c * wide, *to = row.data() + c * wide;
+                for (int64_t x = 0; x < w; ++x) line[x] = 0.75f * a[x] + 0.25f * b[x];
+                for (int64_t x = 0; x < w; ++x) {
+                    to[2 * x] = 0.25f * line[x ? x - 1 : 0] + 0.75f * line[x];
+                    to[2 * x + 1] = 0.75f * line[x] + 0.25f * line[x + 1 < w ? x + 1 : w - 1];
+                }
+            }
+            const float *luma_row = full[0] + y * wide, *blue = row.data(), *red = blue + wide;
+            float *r = out.data() + y * W, *g = r + apart, *b = g + apart;
+            for (int64_t x = 0; x < W; ++x) {
+                const float gray = luma_row[x] / 255.0f, cb = blue[x] / 255.0f - 0.5f, cr = red[x] / 255.0f - 0.5f;
+                r[x] = unit(gray + 1.4025245442f * cr);
+                g[x] = unit(gray - 0.7144034731f * cr - 0.3443401356f * cb);
+                b[x] = unit(gray + 1.7730496454f * cb);
+            }
+        }
+    }
+
     void sharpness(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const float f = op.a[0], side = 1.0f / 13.0f, middle = 5.0f / 13.0f;
         for (int c = 0; c < 3; ++c) {
@@ -1019,7 +1126,7 @@ struct Worker {
         }
         jump = program.data();
         for (const Op& op : program)
-            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW) jump = &op;
+            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW || op.code == JPEG) jump = &op;
         bool buffered = false, outside = job.src_float != 0, ready = false;
         size_t pos = 0;
         while (true) {
@@ -1057,6 +1164,7 @@ struct Worker {
                 if (next.code == BLUR) blur(next, first, second);
                 else if (next.code == SHARPNESS) sharpness(next, first, second);
                 else if (next.code == FILTER) filter(next, first, second);
+                else if (next.code == JPEG) jpeg(next, first, second);
                 else warp(next, first, second);
                 std::swap(first, second);
             }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code
+from gpuaug.augment.reference import exact_products
 from gpuaug.random.keyed import Float, Int
 
 _STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11), Code.FILTER: (0, 3, 4), Code.RAIN: (3, 4)}  # indices of arguments that must be equal within a call
@@ -158,6 +159,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
 
     ``field``: for steps with a table, float32 [rows, ...], such as noise [rows, 3, H, W]. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
     """
+    from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
 
     whole = len(group.rows) == len(x)
@@ -185,6 +187,9 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
         y = torch.where(own[:, 1:4, None, None] > 0, own[:, 0, None, None, None], y)
     elif group.code is Code.SNOW:
         y = _snow(y.clamp(0, 1), own)
+    elif group.code is Code.JPEG:  # Kornia's check of the quality waits for the device
+        with exact_products(y.device):
+            y = jpeg_codec_differentiable(y.clamp(0, 1), own[:, 0])
     elif group.code is Code.WARP:
         y = _warp(y, own, ramps, group.static)
     elif group.code is Code.AUTOCONTRAST:

@@ -252,6 +252,23 @@ def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -
     return {"coordinates_factor": field(keys, 2 * int(most - 1)).view(len(keys), -1, 2)}
 
 
+def _floor(x: Tensor) -> Tensor:
+    whole = x.floor()
+    return whole + (x - 0.5 - whole) ** 3
+
+
+def _divisors(values: dict[str, Tensor]) -> Tensor:
+    """Kornia's divisors of JPEG's coefficients, float32 [n, 128]: luma, chroma. Its rounding has a derivative."""
+    from kornia.enhance import JPEGCodecDifferentiable
+
+    codec = JPEGCodecDifferentiable()
+    tables = torch.cat([codec.quantization_table_y.flatten(), codec.quantization_table_c.flatten()]).float()
+    quality = values["jpeg_quality"][:, None]
+    x = (tables * _floor(torch.where(quality < 50, 5000 / quality, 200 - 2 * quality)) + 50) / 100
+    x = torch.where(x > 255, 255 - 0.02 * (torch.exp(-(x - 255).clamp(min=0)) - 1), x)
+    return _floor(torch.where(x < 1, 1 + 0.02 * (torch.exp((x - 1).clamp(max=0)) - 1), x))
+
+
 ENTRIES = {
     "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from("sigma"), check=_check_kernel),
     # for large batches Kornia sums in another way, so the last bits depend on the batch
@@ -262,7 +279,9 @@ ENTRIES = {
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),
     # torch's matrix products round differently for other batch sizes (a difference of 1.2e-7)
-    "RandomJPEG": Entry("pixels", parameters=uniform_from("jpeg_quality"), one_by_one=True),
+    "RandomJPEG": Entry(
+        "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True
+    ),
     "RandomSaltAndPepperNoise": Entry(
         "pixels",
         step(Code.REPLACE, table=_speck_values),

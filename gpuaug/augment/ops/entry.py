@@ -55,6 +55,7 @@ class Code(IntEnum):
     FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by it), then clamps
     FILL = 29  # (value, r, g, b: 1 for channels to fill)
     SNOW = 30  # (threshold, brightness)
+    JPEG = 31  # (quality); with a table of 64 divisors for luma and 64 for chroma
 
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
