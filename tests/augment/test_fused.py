@@ -418,7 +418,8 @@ def test_every_instruction_set_gives_the_same_bits(
     flags = [*native._FLAGS, f"-march={machine}", "-include", str(compiled._THREADS)]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),
-           **{n: SPATIAL[n]() for n in ("blur", "sharpness", "affine", "perspective")}}  # fmt: skip
+           "snow": JUMPS["snow"](), "jpeg": CODED["jpeg"](),
+           **{n: SPATIAL[n]() for n in ("blur", "sharpness", "motion", "rain", "affine", "perspective")}}  # fmt: skip
     prepared = [prepare(name, op) for name, op in ops.items()]
     for images in (photographs(64).repeat(3, 1, 1, 1), adversarial(33, 47)):
         size = (images.shape[1], images.shape[2])

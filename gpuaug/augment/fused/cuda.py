@@ -19,6 +19,7 @@ thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -474,10 +475,13 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def launch(
-    x: Tensor, program: Program, *, fields: dict[int, Tensor], tables: list[Table], dtype: torch.dtype,
+    x: Tensor, program: Program, *, fields: dict[int, Tensor], tables: Sequence[Table] = (), dtype: torch.dtype,
     channels_last: bool,
 ) -> Tensor:  # fmt: skip
-    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W].
+
+    ``fields``: noise by column. ``tables``: of other steps that have one.
+    """
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0

@@ -202,7 +202,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     return y if whole else x.index_copy_(0, rows.long(), y)
 
 
-def table_of(group: Group, column: int, tables: list[Table]) -> Tensor | None:
+def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
     """The table of a group's rows, joined from those of several operations; None if its step has none."""
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if len(own) < 2:
