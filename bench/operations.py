@@ -105,8 +105,9 @@ def main() -> None:
         lines.append(f"| {name} | {how} | {1000 * ours:.1f} ms | {1000 * kornia:.1f} ms | {kornia / ours:.2f} |")
         print(lines[-1], flush=True)
     if given.readme:
-        what = f"{given.batch} photographs of {given.size} x {given.size}, {given.threads} threads, median of {given.rounds}"
-        put(given.readme, "operations.py", "\n".join([f"{what}, torch {torch.__version__}.", "", *lines]))
+        what = f"{given.batch} photographs of {given.size} x {given.size}, {given.threads} threads"
+        what += f", median of {given.rounds}, torch {torch.__version__}."
+        put(given.readme, "operations.py", "\n".join([what, "", *lines]))
 
 
 if __name__ == "__main__":

@@ -184,7 +184,9 @@ def test_every_size_of_a_motion_blur_is_equally_likely() -> None:
     assert sizes == [setting(module, "kernel_size") for module in prepared.slots[0]]
     assert scipy.stats.chisquare(np.bincount(chosen.choice[:, 0])).pvalue > 1e-4
     torch.manual_seed(0)
-    theirs = [int(K.RandomMotionBlur((3, 8), 20.0, 0.5).forward_parameters((1, 3, 9, 9))["ksize_factor"]) for _ in range(60)]
+    theirs = [
+        int(K.RandomMotionBlur((3, 8), 20.0, 0.5).forward_parameters((1, 3, 9, 9))["ksize_factor"]) for _ in range(60)
+    ]
     assert set(theirs) == set(sizes)
 
 
@@ -395,9 +397,7 @@ class Own(K.RandomBrightness):
     """A subclass may draw what it likes."""
 
 
-@pytest.mark.parametrize(
-    "op",     [Own(), nn.Identity()]
-)
+@pytest.mark.parametrize("op", [Own(), nn.Identity()])
 def test_an_operation_without_a_rule_is_seeded_and_says_so_once(
     op: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -351,7 +351,9 @@ def test_a_users_module_with_uniforms_runs_on_whole_batches(backend: str, caplog
     want = torch.square(_dimmed(unit(x), torch.from_numpy(u.copy())))
     flipped = recipe.draw(seed=3, epoch=0, indices=range(20)).uniforms["", 0, "flip"][:, 0] < 0.5
     assert torch.equal(made[0], torch.where(torch.from_numpy(flipped)[:, None, None, None], want.flip(3), want))
-    one = Augment(ops={"one": OneOf(ops={"dim": Batched(2, _dimmed), "gray": K.RandomGrayscale(p=1.0)})}, backend=backend)
+    one = Augment(
+        ops={"one": OneOf(ops={"dim": Batched(2, _dimmed), "gray": K.RandomGrayscale(p=1.0)})}, backend=backend
+    )
     assert torch.equal(one(x[5:6], indices=[5])[0], one(x, indices=range(20))[5])
     assert not caplog.records
 

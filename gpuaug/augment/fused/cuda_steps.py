@@ -20,7 +20,12 @@ from gpuaug.augment.ops.entry import Code
 from gpuaug.augment.reference import exact_products
 from gpuaug.random.keyed import Float, Int
 
-_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11), Code.FILTER: (0, 3, 4), Code.RAIN: (3, 4)}  # indices of arguments that must be equal within a call
+_STATIC = {
+    Code.BLUR: (0, 1, 3),
+    Code.WARP: (9, 10, 11),
+    Code.FILTER: (0, 3, 4),
+    Code.RAIN: (3, 4),
+}  # indices of arguments that must be equal within a call
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset(range(Code.HFLIP, Code.ERASE + 1))  # steps that `_points_kernel` runs
@@ -157,7 +162,8 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
     """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: for steps with a table, float32 [rows, ...], such as noise [rows, 3, H, W]. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
+    ``field``: for steps with a table, float32 [rows, ...], such as noise [rows, 3, H, W].
+    ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
     """
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
@@ -231,14 +237,18 @@ def _rain(x: Tensor, a: Tensor, coordinates: Tensor, longest: int) -> Tensor:
     lines = []
     for last in (tall, across):  # as torch.linspace rounds: from both ends to the middle
         step = last / (steps - 1).clamp(min=1)
-        lines.append(torch.where(i < steps.div(2, rounding_mode="floor"), step * i, last - step * (steps - 1 - i)).long())
+        lines.append(
+            torch.where(i < steps.div(2, rounding_mode="floor"), step * i, last - step * (steps - 1 - i)).long()
+        )
     room = torch.stack([height - tall, width - across.abs()], dim=2)
     start = torch.minimum((coordinates.view(n, -1, 2) * room.float()).long(), room.long() - 1)
     start[:, :, 1] += (-across).clamp(min=0).long()
     valid = (torch.arange(start.shape[1], device=x.device)[None, :, None] < drops[..., None]) & (i < steps)[:, None]
     y, z = start[:, :, :1] + lines[0][:, None], start[:, :, 1:] + lines[1][:, None]
     at = (y.clamp(0, height - 1) * width + z.clamp(0, width - 1)).flatten(1)
-    hits = torch.zeros((n, height * width), dtype=torch.int32, device=x.device).scatter_add_(1, at, valid.flatten(1).int())
+    hits = torch.zeros((n, height * width), dtype=torch.int32, device=x.device).scatter_add_(
+        1, at, valid.flatten(1).int()
+    )
     return torch.where((hits > 0).view(n, 1, height, width), 200 / 255, x)
 
 

@@ -39,6 +39,6 @@ def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> d
 
 
 def fields(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
-    """The params that an operation computes from its drawn ``params`` and ``keys`` (int64 [B, 2]); most have none: {}."""
+    """Params that an operation computes from its drawn ``params`` and ``keys`` (int64 [B, 2]); most have none: {}."""
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size)

@@ -89,9 +89,7 @@ def _prepare_motion(name: str, op: Any) -> Prepared | None:
     return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules), keyed=False)
 
 
-def _motion_of_size(
-    u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]
-) -> tuple[Int, tuple[Alternatives, ...]]:
+def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, tuple[Alternatives, ...]]:
     choice = np.minimum((u[:, 3:4] * np.float32(len(rules))).astype(np.int64), len(rules) - 1)
     choice[u[:, 0] >= np.float32(p)] = -1
     return choice, (tuple(rule(u[:, 1:3], size) for rule in rules),)
@@ -162,7 +160,9 @@ _ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
 
 def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
-    amount, ratio = (params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor"))
+    amount, ratio = (
+        params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
+    )
     noise, salt = u[:, :1] < amount, u[:, 1:] < ratio
     masks = {"mask_salt": noise & salt, "mask_pepper": noise & ~salt}
     return {name: mask.expand(-1, 3, -1, -1) for name, mask in masks.items()}
@@ -262,7 +262,7 @@ def _divisors(values: dict[str, Tensor]) -> Tensor:
     from kornia.enhance import JPEGCodecDifferentiable
 
     codec = JPEGCodecDifferentiable()
-    tables = torch.cat([codec.quantization_table_y.flatten(), codec.quantization_table_c.flatten()]).float()
+    tables = torch.cat([codec.get_buffer(f"quantization_table_{name}").flatten() for name in "yc"]).float()
     quality = values["jpeg_quality"][:, None]
     x = (tables * _floor(torch.where(quality < 50, 5000 / quality, 200 - 2 * quality)) + 50) / 100
     x = torch.where(x > 255, 255 - 0.02 * (torch.exp(-(x - 255).clamp(min=0)) - 1), x)
