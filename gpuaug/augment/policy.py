@@ -28,6 +28,12 @@ from gpuaug.random.keyed import Float, Int
 logger = logging.getLogger("gpuaug")
 
 
+_FASTER = (
+    ". A module whose pixels depend only on its input and on random numbers per image can run on whole batches: see "
+    "`uniforms` in docs/guide.md"
+)
+
+
 class OneOf:
     """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
@@ -64,7 +70,10 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 
 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
-    """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [1, 3, H, W] to the same shape.
+    """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [B, 3, H, W] to the same shape.
+
+    A module with the attribute ``uniforms = n`` runs on whole batches: it gets the images, and n random numbers for
+    each image if n > 0. Any other module without a rule runs on one image at a time.
 
     Raises:
         ConfigError: a setting makes samples depend on their batch, or the module does not belong in ``ops``.
@@ -83,15 +92,20 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
         return prepared
     if entry is None or (known := entry.parameters(op)) is None:
+        if entry is None and (count := getattr(op, "uniforms", None)) is not None:
+            checks.whole_number(f"{key}.uniforms", count, 0)
+            return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
         reason = f"gpuaug has no rule for its parameters{'' if entry is None else ' with these settings'}"
         logger.warning(
-            "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s",
-            *(key, type(op).__name__, reason),
+            "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
+            *(key, type(op).__name__, reason, "" if entry else _FASTER),
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
     count, rule = known
     gate = partial(_gated, p=float(op.p), rule=rule)
-    return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None)
+    return Prepared(
+        name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None or entry.fields is not None
+    )
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
@@ -128,6 +142,11 @@ def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Al
 
 def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
     return np.zeros((len(u), 1), dtype=np.int64), (({},),)
+
+
+def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
+    """Every sample, and its uniforms as they are, for a module that has ``uniforms``."""
+    return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 
 def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.ops import entry_of, noise
+from gpuaug.augment.ops import entry_of, fields, noise
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.errors import ConfigError
@@ -90,8 +90,11 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
             for slot, modules in enumerate(op.slots):
                 for alternative, module in enumerate(modules):
                     rows = np.flatnonzero(chosen.choice[:, slot] == alternative)
-                    if len(rows):
-                        x = _apply_rows(x, module, rows, chosen.params[slot][alternative], chosen.keys)
+                    params = chosen.params[slot][alternative]
+                    if len(rows) and entry_of(module) is None:
+                        x = _apply_users(x, op, module, rows, params)
+                    elif len(rows):
+                        x = _apply_rows(x, module, rows, params, chosen.keys)
             return x
     except Exception as error:
         kind = type(op.op)
@@ -149,7 +152,8 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     group = np.repeat(rows, 2) if count == 1 else rows  # duplicate a single row
     values = _values(params, rows=group)
     if keys is not None:
-        values |= noise(module, torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3]))
+        key, size = torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3])
+        values |= noise(module, key, size) | fields(module, values, key, size)
     at = torch.from_numpy(group).to(x.device, non_blocking=True)
     y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some return the default dtype
     forget(module)
@@ -159,6 +163,22 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
 def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
     """Kornia's parameters of the given rows, with ``batch_prob`` 1: the module changes every row."""
     return {**tensors(params, rows), "batch_prob": torch.ones(len(rows), dtype=torch.float32, device="cpu")}
+
+
+def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params) -> Tensor:
+    """Run a user's module on the chosen rows at once, with the random numbers of each row."""
+    number = _batches[module] = _batches.get(module, 0) + 1
+    group = np.repeat(rows, 2) if len(rows) == 1 else rows  # as for Kornia's modules
+    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))  # a copy: it may be modified
+    uniforms = [u.to(x.device, non_blocking=True) for u in tensors(params, group).values()]
+    some = slice(min(CHECKED_SAMPLES, len(group)))
+    given = images[some].clone() if number <= CHECKED_BATCHES else None
+    y = _checked(op, module(images, *uniforms), list(images.shape)).to(x.dtype)
+    if given is not None:
+        turned = module(given.flip(0), *(u[some].flip(0) for u in uniforms)).to(x.dtype)  # another batch
+        _check_pixels(op, given, y[some], turned.flip(0), batched=True)
+    at = torch.from_numpy(rows).to(x.device, non_blocking=True)
+    return x.index_copy_(0, at, y[: len(rows)])
 
 
 def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
@@ -188,7 +208,11 @@ def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
     shape = list(image.shape)
-    y = op.slots[0][0](image)
+    return _checked(op, op.slots[0][0](image), shape)
+
+
+def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
+    """What a user's module returned, if it is a float tensor of this shape."""
     if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
         given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ConfigError(
@@ -204,19 +228,26 @@ _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
 
 
-def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor) -> None:
-    """Warn once per operation if one seed gave two results, or if good pixels became NaN or far from 0..1."""
+_IMPURE = (
+    "gives different pixels for the same sample and seed",
+    ": it has its own generator or state, so a run cannot be repeated or resumed. Use the global generators of "
+    "torch, numpy or Python instead: gpuaug seeds them for every sample.",
+)
+_IMPURE_BATCH = (
+    "gives different pixels for the same sample in another batch",
+    ": they depend on other samples, or on random numbers that gpuaug does not know. Use no random numbers but those "
+    "of the second argument, or remove the attribute `uniforms`: then each image runs alone.",
+)
+
+
+def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor, *, batched: bool = False) -> None:
+    """Warn once per operation if one sample gave two results, or if good pixels became NaN or far from 0..1."""
     # The limits are -1..2: unclamped noise stays inside, normalized images and pixels in 0..255 do not.
     low, high, least, most = (float(v) for x in (made, given) for v in (x.min(), x.max()))  # NaN if a pixel is NaN
     # sums on a GPU may differ in the last bits
     repeats = torch.allclose(made[: len(again)], again, rtol=0, atol=1e-4, equal_nan=True)
     for good, fact, remedy in (
-        (
-            repeats,
-            "gives different pixels for the same sample and seed",
-            ": it has its own generator or state, so a run cannot be repeated or resumed. Use the global generators of "
-            "torch, numpy or Python instead: gpuaug seeds them for every sample.",
-        ),
+        (repeats, *(_IMPURE_BATCH if batched else _IMPURE)),
         (
             -1 <= low <= high <= 2 or not -1 <= least <= most <= 2,
             "gives values far outside 0..1",

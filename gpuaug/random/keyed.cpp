@@ -1,5 +1,7 @@
 // Philox 4x32-10 (Salmon et al., SC 2011) for a whole batch; bit-identical to the numpy code of `uniforms` in keyed.py.
 
+#include <cstring>
+
 namespace {
 
 constexpr int LANES = 16;  // counters per iteration, so that the compiler can vectorise
@@ -49,4 +51,41 @@ extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int6
             to[3] = static_cast<float>(c3[lane] >> 8) * 0x1p-24f;
         }
     }
+}
+
+// `field` of keyed.py for CPU tensors, bit-identical: values in (0, 1), from the words of a sample's Philox blocks.
+//
+// keys: int64 [batch, 2]; out: float32 [batch, count].
+extern "C" void gpuaug_field(const int64_t* keys, int64_t batch, int64_t count, int64_t threads, float* out) {
+    constexpr int64_t PART = 1 << 14;  // values of a sample that one thread computes at a time
+    const int64_t parts = (count + PART - 1) / PART;
+    std::atomic<int64_t> next{0};
+    on_threads(threads, [&] {
+        for (int64_t item = next++; item < batch * parts; item = next++) {
+            const int64_t sample = item / parts, first = item % parts * PART, last = first + PART < count ? first + PART : count;
+            for (int64_t start = first; start < last; start += 4 * LANES) {
+                uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES];
+                uint32_t k0 = static_cast<uint32_t>(keys[2 * sample]), k1 = static_cast<uint32_t>(keys[2 * sample + 1]);
+                for (int lane = 0; lane < LANES; ++lane) {
+                    c0[lane] = static_cast<uint32_t>(start / 4 + lane);
+                    c1[lane] = c2[lane] = c3[lane] = 0;
+                }
+                for (int round = 0; round < 10; ++round, k0 += W0, k1 += W1)
+                    for (int lane = 0; lane < LANES; ++lane) {
+                        const uint64_t p0 = static_cast<uint64_t>(c0[lane]) * M0, p1 = static_cast<uint64_t>(c2[lane]) * M1;
+                        c0[lane] = static_cast<uint32_t>(p1 >> 32) ^ c1[lane] ^ k0;
+                        c1[lane] = static_cast<uint32_t>(p1);
+                        c2[lane] = static_cast<uint32_t>(p0 >> 32) ^ c3[lane] ^ k1;
+                        c3[lane] = static_cast<uint32_t>(p0);
+                    }
+                float values[4 * LANES];
+                for (int lane = 0; lane < LANES; ++lane) {
+                    const uint32_t words[4] = {c0[lane], c1[lane], c2[lane], c3[lane]};
+                    for (int k = 0; k < 4; ++k) values[4 * lane + k] = (static_cast<float>(words[k] >> 8) + 0.5f) * 0x1p-24f;
+                }
+                const int64_t here = last - start < 4 * LANES ? last - start : 4 * LANES;
+                std::memcpy(out + sample * count + start, values, here * sizeof(float));
+            }
+        }
+    });
 }

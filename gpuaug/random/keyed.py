@@ -104,6 +104,8 @@ def library() -> ctypes.CDLL | None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         native.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
         native.gpuaug_uniforms.restype = None
+        native.gpuaug_field.argtypes = [pointer, number, number, number, pointer]
+        native.gpuaug_field.restype = None
     return native
 
 
@@ -183,13 +185,18 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
 
-    The values of a sample depend only on its key. Computes Philox in torch's int64. Products wrap modulo 2**64, so
-    both 32-bit halves are exact.
+    On the CPU keyed.cpp computes it. On CUDA torch does, in int64: products wrap modulo 2**64, so both 32-bit halves
+    are exact.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.
         count: number of values per sample.
     """
+    if keys.device.type == "cpu" and (native := library()) is not None:
+        keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32)
+        threads = torch.get_num_threads() if values.numel() >= 100_000 else 1
+        native.gpuaug_field(keys.data_ptr(), *values.shape, threads, values.data_ptr())
+        return values
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
         return torch.cat([field(some, count) for some in keys.split(rows)])
     c0 = torch.arange(-(-count // 4), device=keys.device)[None, :].expand(len(keys), -1)

@@ -60,6 +60,14 @@ POINTWISE = {
     "noise": lambda: K.RandomGaussianNoise(0.1, 0.3, p=0.8),
     "erase_noise": lambda: gpuaug.RandomErasing(p=0.8, count=3),
     "erase_color": lambda: gpuaug.RandomErasing(p=0.8, mode="rand", count=2),
+    "specks": lambda: K.RandomSaltAndPepperNoise((0.1, 0.9), (0.2, 0.8), p=0.8),
+    "plasma_brightness": lambda: K.RandomPlasmaBrightness(p=0.8),
+    "plasma_contrast": lambda: K.RandomPlasmaContrast(p=0.8),
+    "plasma_shadow": lambda: K.RandomPlasmaShadow(p=0.8),
+    "light": lambda: K.RandomGaussianIllumination(p=0.8),
+    "light_linear": lambda: K.RandomLinearIllumination(p=0.8),
+    "light_corner": lambda: K.RandomLinearCornerIllumination(p=0.8),
+    "channel_dropout": lambda: K.RandomChannelDropout(2, 0.3, p=0.8),
     "autocontrast": lambda: K.RandomAutoContrast(p=0.8),
     "autocontrast_open": lambda: K.RandomAutoContrast(clip_output=False, p=0.8),
 }
@@ -67,6 +75,7 @@ JUMPS = {
     "solarize": lambda: K.RandomSolarize(0.5, 0.5, p=0.8),
     "posterize": lambda: K.RandomPosterize((0, 8), p=0.9),
     "equalize": lambda: K.RandomEqualize(p=0.8),
+    "snow": lambda: K.RandomSnow((0.2, 0.8), (1.0, 3.0), p=0.8),
 }
 SPATIAL = {
     "sharpness": lambda: K.RandomSharpness((0.0, 3.0), p=0.8),
@@ -74,6 +83,14 @@ SPATIAL = {
     "blur_wide": lambda: K.RandomGaussianBlur((3, 5), (0.1, 9.0), border_type="replicate", p=0.8),
     "blur_zero": lambda: K.RandomGaussianBlur((5, 7), (0.1, 2.0), border_type="constant", p=0.8),
     "blur_circular": lambda: K.RandomGaussianBlur(5, (0.1, 2.0), border_type="circular", p=0.8),
+    "box": lambda: K.RandomBoxBlur((3, 7), p=0.8),
+    "box_joint": lambda: K.RandomBoxBlur((5, 5), "replicate", normalized=False, p=0.8),
+    "motion": lambda: K.RandomMotionBlur(7, 180.0, 1.0, p=0.8),
+    "motion_reflect": lambda: K.RandomMotionBlur(5, 90.0, 0.5, "reflect", "bilinear", p=0.8),
+    "motion_circular": lambda: K.RandomMotionBlur(9, 90.0, 0.5, "circular", p=0.8),
+    "motion_replicate": lambda: K.RandomMotionBlur(3, 90.0, 0.5, "replicate", "bilinear", p=0.8),
+    "motion_sizes": lambda: K.RandomMotionBlur((3, 9), 90.0, 0.5, p=0.8),
+    "rain": lambda: K.RandomRain((0, 90), (1, 20), (-9, 9), p=0.8),
     "affine": lambda: K.RandomAffine(180.0, (0.5, 0.5), (0.3, 2.0), (-40.0, 40.0, -40.0, 40.0), p=0.8),
     "affine_border": lambda: K.RandomAffine(30.0, (0.2, 0.2), (0.5, 2.0), padding_mode="border", p=0.8),
     "affine_reflection": lambda: K.RandomAffine(30.0, (0.9, 0.9), (0.5, 2.0), padding_mode="reflection", p=0.8),
@@ -87,6 +104,7 @@ SPATIAL = {
     "perspective": lambda: K.RandomPerspective(0.6, p=0.8),
     "perspective_far": lambda: K.RandomPerspective(1.0, p=0.8),
 }
+CODED = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.8)}  # few blocks differ, but by much
 POLICIES = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
     "trivialaugment": lambda: K.auto.TrivialAugment(),
@@ -107,7 +125,7 @@ POLICIES = {
         }
     ),
 }
-UNKNOWN = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.5), "box": lambda: K.RandomBoxBlur((3, 3), p=0.5)}
+UNKNOWN = {"clahe": lambda: K.RandomClahe((1.0, 20.0), p=0.5), "median": lambda: K.RandomMedianBlur((3, 3), p=0.5)}
 
 
 def draw(prepared: Any, batch: int, size: tuple[int, int], seed: int, extreme: bool = False) -> Chosen:
@@ -164,22 +182,23 @@ def compare(ops: dict[str, Any], images: Tensor, tolerance: float, *, seed: int 
     return found
 
 
-KNOWN = POINTWISE | JUMPS | SPATIAL
+KNOWN = POINTWISE | JUMPS | SPATIAL | CODED
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_operation_equals_kornia(name: str) -> None:
     tolerance = SPACE if name in SPATIAL else POINT
     for seed in range(2):
-        compare({name: KNOWN[name]()}, photographs(64).repeat(3, 1, 1, 1), tolerance, seed=seed, jumps=name in JUMPS)
-        compare({name: KNOWN[name]()}, adversarial(33, 47), tolerance, seed=seed, jumps=name in JUMPS)
+        jumps = name in JUMPS | CODED
+        compare({name: KNOWN[name]()}, photographs(64).repeat(3, 1, 1, 1), tolerance, seed=seed, jumps=jumps)
+        compare({name: KNOWN[name]()}, adversarial(33, 47), tolerance, seed=seed, jumps=jumps)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (1, 7)])
-@pytest.mark.parametrize("name", POINTWISE | JUMPS)
+@pytest.mark.parametrize("name", POINTWISE | JUMPS | CODED)
 def test_pointwise_on_odd_sizes(name: str, size: tuple[int, int]) -> None:
     for seed in range(2):
-        compare({name: KNOWN[name]()}, adversarial(*size), POINT, seed=seed, jumps=name in JUMPS)
+        compare({name: KNOWN[name]()}, adversarial(*size), POINT, seed=seed, jumps=name in JUMPS | CODED)
 
 
 @pytest.mark.parametrize("size", [(9, 1200), (1024, 3)])
@@ -250,7 +269,10 @@ def test_a_policy_equals_kornia(name: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(names=st.lists(st.sampled_from(sorted(KNOWN)), min_size=2, max_size=5, unique=True), seed=st.integers(0, 99))
+@given(
+    names=st.lists(st.sampled_from(sorted(KNOWN.keys() - CODED)), min_size=2, max_size=5, unique=True),
+    seed=st.integers(0, 99),
+)
 def test_chains_equal_kornia(names: list[str], seed: int) -> None:
     jumps = any(n in JUMPS for n in names)
     tolerance = SPACE if any(n in SPATIAL for n in names) else POINT
@@ -262,8 +284,8 @@ def test_chains_equal_kornia(names: list[str], seed: int) -> None:
 def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytest.LogCaptureFixture) -> None:
     ops = {
         "flip": K.RandomHorizontalFlip(),
-        "jpeg": UNKNOWN["jpeg"](),
-        "box": UNKNOWN["box"](),
+        "clahe": UNKNOWN["clahe"](),
+        "median": UNKNOWN["median"](),
         "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1),
     }
     fused.say.cache_clear()
@@ -271,10 +293,10 @@ def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytes
         for _ in range(2):
             compare(ops, photographs(64), POINT)
     assert [r.message for r in caplog.records if "through Kornia" in r.message] == [
-        "`jpeg` (RandomJPEG) runs through Kornia: no fused form of RandomJPEG with these settings",
-        "`box` (RandomBoxBlur) runs through Kornia: no fused form of RandomBoxBlur with these settings",
+        "`clahe` (RandomClahe) runs through Kornia: no fused form of RandomClahe with these settings",
+        "`median` (RandomMedianBlur) runs through Kornia: no fused form of RandomMedianBlur with these settings",
     ]
-    compare({"box": UNKNOWN["box"]()}, photographs(64), POINT)
+    compare({"median": UNKNOWN["median"]()}, photographs(64), POINT)
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "conf/gpuaug/augment").glob("*.yaml")))
@@ -301,7 +323,8 @@ def test_settings_without_a_lowering_run_through_kornia() -> None:
 
 
 def test_a_filter_larger_than_the_image_is_refused() -> None:
-    for op in (K.RandomGaussianBlur(23, (0.1, 2.0), p=1.0), K.RandomSharpness(0.5, p=1.0)):
+    blurs = (K.RandomBoxBlur((5, 5), p=1.0), K.RandomMotionBlur(5, 9.0, 0.0, "reflect", p=1.0))
+    for op in (K.RandomGaussianBlur(23, (0.1, 2.0), p=1.0), K.RandomSharpness(0.5, p=1.0), *blurs):
         prepared = prepare("op", op)
         images = adversarial(2, 2)
         with pytest.raises(gpuaug.GpuaugError, match="Found: 2x2"):
@@ -408,7 +431,8 @@ def test_every_instruction_set_gives_the_same_bits(
     flags = [*native._FLAGS, f"-march={machine}", "-include", str(compiled._THREADS)]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),
-           **{n: SPATIAL[n]() for n in ("blur", "sharpness", "affine", "perspective")}}  # fmt: skip
+           "snow": JUMPS["snow"](), "jpeg": CODED["jpeg"](),
+           **{n: SPATIAL[n]() for n in ("blur", "sharpness", "motion", "rain", "affine", "perspective")}}  # fmt: skip
     prepared = [prepare(name, op) for name, op in ops.items()]
     for images in (photographs(64).repeat(3, 1, 1, 1), adversarial(33, 47)):
         size = (images.shape[1], images.shape[2])
@@ -592,6 +616,43 @@ def test_groups_are_what_the_rows_need() -> None:
     args[:, :4] = [[5, 5, 1, 1], [7, 7, 1, 1], [0, 0, 0, 0], [9, 9, 9, 9]]
     made = cuda_steps.groups(np.array([20, 20, 0, 19], dtype=np.int32), args)
     assert [(g.code.name, g.rows.tolist()) for g in made] == [("SHARPNESS", [3]), ("BLUR", [0]), ("BLUR", [1])]
+
+
+IN_TORCH = ("motion", "box", "plasma", "light", "specks", "channel", "snow", "rain", "jpeg")
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name.startswith(IN_TORCH)])
+def test_the_steps_in_torch_give_the_pixels_of_the_cpu(name: str) -> None:
+    """On CUDA torch runs these steps; here it runs them on the CPU."""
+    prepared = prepare(name, KNOWN[name]())
+    images, size = adversarial(33, 47), (33, 47)
+    chosen = [draw(prepared, len(images), size, 3, extreme=True)]
+    (part,) = fused._parts((prepared,))
+    code, args = part.lowering.program(chosen, size, len(images))
+    tables = fused._tables(part.lowering, chosen, size, images.device)
+    x, arguments = images.permute(0, 3, 1, 2) / 255, torch.from_numpy(args[:, 0])
+    for group in cuda_steps.groups(code[:, 0], args[:, 0]):
+        field = cuda_steps.table_of(group, 0, tables)
+        rows = torch.from_numpy(group.rows)
+        x = cuda_steps.run_step(group, x, arguments, rows, field=field, ramps=torch.empty(0))
+    assert code.any()
+    far = (x - FusedBackend([prepared])(images, chosen)).abs() > 1e-5
+    assert far.float().mean() <= (1e-4 if name in JUMPS | CODED else 0)
+
+
+def test_tables_of_alternatives_are_joined_in_the_order_of_the_rows() -> None:
+    plasma = {"a": K.RandomPlasmaBrightness(p=1.0), "b": K.RandomPlasmaContrast(p=1.0), "c": K.RandomInvert(p=1.0)}
+    prepared = prepare("one", OneOf(ops=plasma))
+    chosen = [draw(prepared, 12, (9, 8), 0)]
+    (part,) = fused._parts((prepared,))
+    code, args = part.lowering.program(chosen, (9, 8), 12)
+    tables = fused._tables(part.lowering, chosen, (9, 8), torch.device("cpu"))
+    (group,) = [g for g in cuda_steps.groups(code[:, 0], args[:, 0]) if g.code.name == "FIELD"]
+    joined = cuda_steps.table_of(group, 0, tables)
+    assert len(tables) == 2
+    for rows, _, values in tables:
+        assert torch.equal(joined[np.searchsorted(group.rows, rows)], values)
+    compare({"one": OneOf(ops=plasma)}, adversarial(9, 8), POINT)
 
 
 @pytest.mark.filterwarnings("error")

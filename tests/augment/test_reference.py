@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parameters import OPS
+from test_parameters import Own as Subclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops import noise
+from gpuaug.augment.ops import fields, noise
 from gpuaug.augment.parameters import tensors
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.recipe import Augment
@@ -35,10 +36,12 @@ CHOICES = {
     "oneof": lambda **k: OneOf(ops=SOME),
 }
 SEEDED = {
-    "rain": lambda **k: K.RandomRain((10, 20), (2, 3), (1, 2), **k),
+    "own brightness": lambda **k: Subclass((0.6, 1.4), **k),
+}
+SIZES = {
     "motion range": lambda **k: K.RandomMotionBlur((3, 5), 20.0, 0.5, **k),
 }
-ALL = OPS | CHOICES | SEEDED
+ALL = OPS | CHOICES | SEEDED | SIZES
 
 
 def images(batch: int, size: tuple[int, int], seed: int = 0) -> Tensor:
@@ -118,10 +121,11 @@ def test_the_pixels_are_kornias(name: str) -> None:
     got = ReferenceBackend([prepared])(x, [chosen])
     params = tensors(chosen.params[0][0], np.arange(9))
     if keys is not None:
-        params |= noise(op, torch.from_numpy(keys), (40, 32))
+        key = torch.from_numpy(keys)
+        params |= noise(op, key, (40, 32)) | fields(op, params, key, (40, 32))
     params["batch_prob"] = torch.from_numpy((chosen.choice[:, 0] >= 0).astype(np.float32))
     assert 0 < params["batch_prob"].sum() < 9
-    rows = [slice(k, k + 1) for k in range(9)] if name == "jpeg" else [slice(9)]
+    rows = [slice(k, k + 1) for k in range(9)] if name in ("jpeg", "boxblur") else [slice(9)]
     want = torch.cat([op(unit(x[own]), params={k: v[own] for k, v in params.items()}) for own in rows])
     # torch rounds `pow` otherwise at the end of a stretch of memory, so gamma has no bits of its own
     assert torch.allclose(got, want, rtol=0, atol=2e-7 if name == "gamma" else 0)
@@ -262,6 +266,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_rain_that_is_larger_than_the_image_is_refused(backend: str) -> None:
+    for op in (K.RandomRain((1, 2), (1, 9), (0, 0), p=1.0), K.RandomRain((1, 2), (1, 2), (-8, 0), p=1.0)):
+        with pytest.raises(ConfigError, match=r"smaller than the image.*Found: up to"):
+            Augment(ops={"rain": op}, backend=backend)(images(4, (9, 8)), indices=range(4))
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
 @pytest.mark.parametrize("name", BAD)
 def test_an_operation_that_breaks_a_promise_is_named_once(
     name: str, backend: str, caplog: pytest.LogCaptureFixture
@@ -304,6 +315,61 @@ def test_operations_are_run_twice_on_some_samples_of_the_first_batches_only() ->
         recipe(images(20, (6, 6)), indices=range(20))
         counts.append(len(calls))
     assert counts == [28, 28, 28, 20, 20]
+
+
+class Batched(nn.Module):
+    """Any function of a batch and its random numbers."""
+
+    affects = "pixels"
+
+    def __init__(self, uniforms: Any, function: Any) -> None:
+        super().__init__()
+        self.uniforms, self.function = uniforms, function
+
+    def forward(self, x: Tensor, *u: Tensor) -> Tensor:
+        calls.append(tuple(x.shape))
+        return self.function(x, *u)
+
+
+def _dimmed(x: Tensor, u: Tensor) -> Tensor:
+    return x.mul_(u[:, 0, None, None, None]) + 0.1 * u[:, 1, None, None, None]
+
+
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_a_users_module_with_uniforms_runs_on_whole_batches(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    ops = {"dim": Batched(2, _dimmed), "square": Batched(0, torch.square), "flip": K.RandomHorizontalFlip()}
+    recipe, x = Augment(ops=ops, backend=backend), images(20, (8, 7))
+    assert not recipe.main_thread
+    calls.clear()
+    made = [recipe(x, seed=3, indices=range(20)) for _ in range(4)]  # the first three are checked
+    assert [shape[0] for shape in calls] == [20, 8, 20, 8] * 3 + [20, 20]
+    assert all(torch.equal(y, made[3]) for y in made)
+    assert len(torch.unique(recipe(x[:1].expand(9, -1, -1, -1), indices=range(9)).flatten(1), dim=0)) == 9
+    for own in ([4], [7, 2, 11]):
+        assert torch.equal(recipe(x[own], seed=3, indices=own), made[0][own])
+    u = recipe.draw(seed=3, epoch=0, indices=range(20)).uniforms["", 0, "dim"]
+    want = torch.square(_dimmed(unit(x), torch.from_numpy(u.copy())))
+    flipped = recipe.draw(seed=3, epoch=0, indices=range(20)).uniforms["", 0, "flip"][:, 0] < 0.5
+    assert torch.equal(made[0], torch.where(torch.from_numpy(flipped)[:, None, None, None], want.flip(3), want))
+    one = Augment(
+        ops={"one": OneOf(ops={"dim": Batched(2, _dimmed), "gray": K.RandomGrayscale(p=1.0)})}, backend=backend
+    )
+    assert torch.equal(one(x[5:6], indices=[5])[0], one(x, indices=range(20))[5])
+    assert not caplog.records
+
+
+def test_a_module_that_mixes_samples_or_draws_by_itself_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    bad = {"mean": lambda x: x - x.mean(), "own": lambda x: x * torch.rand(len(x), 1, 1, 1)}
+    for name, function in bad.items():
+        Augment(ops={name: Batched(0, function)})(images(20, (6, 6)), indices=range(20))
+    messages = warnings(caplog)
+    assert [m.split()[0] for m in messages] == ["`ops.mean`", "`ops.own`"]
+    assert all("same sample in another batch" in m for m in messages)
+    with pytest.raises(ConfigError, match=r"`ops\.pool`.*`crop`"):
+        run({"pool": Batched(0, nn.AvgPool2d(2))}, images(2, (4, 4)), [0, 1])
+    for count in (-1, 1.5, "2"):
+        with pytest.raises(ConfigError, match=r"augment\.ops\.x\.uniforms"):
+            prepare("x", Batched(count, torch.square))
 
 
 def test_checking_changes_no_pixel() -> None:

@@ -88,6 +88,7 @@ def run(
         images.to(DEVICE),
         cuda_steps.upload(code, args, fused.warp_ramps(size), scale, shift, DEVICE),
         fields=fused._fields(part.lowering, chosen, code, size, DEVICE, triton_kernels.normal_field),
+        tables=fused._tables(part.lowering, chosen, size, DEVICE),
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
     return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)

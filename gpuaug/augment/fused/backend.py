@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
 from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, groups, upload
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, Table, groups, motion_kernels, upload
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
+from gpuaug.augment.ops import fields as more_params
 from gpuaug.augment.ops import noise
 from gpuaug.augment.ops.entry import Code
-from gpuaug.augment.parameters import Chosen, Prepared, Size
+from gpuaug.augment.parameters import Chosen, Prepared, Size, tensors
 from gpuaug.random.keyed import Float, Int, normal_field
 
 logger = logging.getLogger("gpuaug")
@@ -105,14 +106,15 @@ class FusedBackend:
         code, args = part.lowering.program(own, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         scale, shift, dtype, channels_last = output
+        tables = _tables(part.lowering, own, size, x.device)
         if isinstance(compiled, ctypes.CDLL):
             fields = _fields(part.lowering, own, code, size, x.device)
-            tables = [(np.flatnonzero(code[:, column] == step), column, v) for (column, step), v in fields.items()]
-            tables += _blur_tables(code, args)
+            tables += [(np.flatnonzero(code[:, column] == step), column, v) for (column, step), v in fields.items()]
+            tables += _weights(code, args)
             return native.run(compiled, x, code, args, tables, ramps, scale, shift, dtype, channels_last)
         fields = _fields(part.lowering, own, code, size, x.device, compiled.normal_field)
         program = upload(code, args, ramps, scale, shift, x.device)
-        return compiled.launch(x, program, fields=fields, dtype=dtype, channels_last=channels_last)
+        return compiled.launch(x, program, fields=fields, tables=tables, dtype=dtype, channels_last=channels_last)
 
 
 _no_triton: list[str] = []  # the reasons, after Triton has failed
@@ -197,16 +199,37 @@ def _fields(
     return fields
 
 
-def _blur_tables(code: NDArray[np.int32], args: Float) -> list[tuple[NDArray[np.int64], int, Tensor]]:
-    """Blur weights per column: each row holds the weights in x, then those in y."""
+def _tables(lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device) -> list[Table]:
+    """The tables of steps that have one, on the device."""
+    tables = []
+    for column in lowering.columns:
+        c = chosen[column.op]
+        for alternative, steps in enumerate(column.alternatives):
+            rows = np.flatnonzero(c.choice[:, column.slot] == alternative)
+            if steps.table is None or not len(rows):
+                continue
+            values = tensors(c.params[column.slot][alternative], rows)
+            if c.keys is not None:
+                key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
+                values |= more_params(lowering.ops[column.op].slots[column.slot][alternative], values, key, size)
+            tables.append((rows, column.start, steps.table(values).to(device, non_blocking=True).contiguous()))
+    return tables
+
+
+def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
+    """Weights of blurs per column: each row holds those in x, then those in y; of filters: a square."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []
-    for column in np.flatnonzero((code == Code.BLUR).any(axis=0)).tolist():
-        for group in groups(np.where(code[:, column] == Code.BLUR, code[:, column], 0), args[:, column]):
-            sigma = torch.from_numpy(args[group.rows, column, 2:3])
-            weights = [get_gaussian_kernel1d(int(taps), sigma) for taps in group.static[:2]]
-            tables.append((group.rows, column, torch.cat(weights, dim=1)))
+    for column in np.flatnonzero(np.isin(code, (Code.BLUR, Code.FILTER)).any(axis=0)).tolist():
+        kinds = np.where(np.isin(code[:, column], (Code.BLUR, Code.FILTER)), code[:, column], 0)
+        for group in groups(kinds, args[:, column]):
+            own = torch.from_numpy(args[group.rows, column])
+            if group.code is Code.FILTER:
+                weights = motion_kernels(own, group.static)
+            else:
+                weights = torch.cat([get_gaussian_kernel1d(int(taps), own[:, 2:3]) for taps in group.static[:2]], dim=1)
+            tables.append((group.rows, column, weights.contiguous()))
     return tables
 
 

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -28,6 +29,7 @@ namespace {
 enum Code : int32_t {
     NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
     GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP, LEVELS, RESAMPLE, ERASE_NOISE,
+    FILTER, RAIN, REPLACE, FIELD, FILL, SNOW, JPEG,
 };
 
 constexpr int ARGS = 16;     // floats per operation
@@ -39,7 +41,7 @@ struct Job {
     void* dst;               // [B, 3, H, W], or [B, H, W, 3] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
-    const float* const* tables;  // [B, S]: float [3, H, W] for NOISE, [3, h, w] of the box for ERASE_NOISE (or null: no noise), [taps in x + taps in y] for BLUR, else null
+    const float* const* tables;  // [B, S]: for the codes that need more than ARGS numbers (see Code in ops/entry.py), else null
     const float* ramps;          // WARP: output positions per kind (affine, projective), align_corners (0, 1): x [W], y [H]
     int64_t batch, height, width, steps;
     int32_t src_float;       // 0: uint8 NHWC, 1: float NCHW
@@ -108,7 +110,7 @@ inline float gray_level(float r, float g, float b) {  // exact: sums stay below 
 }
 inline float blended(float start, float v, float f) { return __builtin_floorf(low(high(start + f * (v - start), 0.0f), 255.0f)); }
 
-bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || code == ERASE_NOISE; }
+bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || code == ERASE_NOISE || (code >= REPLACE && code <= SNOW); }
 
 struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
@@ -127,12 +129,13 @@ struct Statistic {  // of an image, before one operation of its program
 
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
 bool ignores_position(int32_t code) {  // a later flip may run before such an operation; blur and sharpness are symmetric
-    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS;
+    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS || code == FILL || code == SNOW;
 }
 bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
     if (op.pillow()) return false;
     switch (op.code) {
-        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case ERASE_NOISE: case SHUFFLE: case WARP: case HFLIP: case VFLIP: return true;
+        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case ERASE_NOISE: case SHUFFLE: case WARP: case HFLIP: case VFLIP:
+        case FILTER: case RAIN: case REPLACE: case FILL: return true;
         default: return false;
     }
 }
@@ -423,6 +426,43 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                 for (; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f + half) & 255];
             }
             break;
+        case REPLACE: {  // where the table is not negative
+            const float* __restrict f = op.table + at.y * image_width + at.x;
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                for (int i = 0; i < n; ++i) p[i] = f[i] < 0.0f ? p[i] : f[i];
+            }
+            break;
+        }
+        case FIELD:
+            for (int c = 0; c < 3; ++c) {
+                float* __restrict p = planes[c];
+                const float* __restrict f = op.table + c * pixels + at.y * image_width + at.x;
+                if (a[0] == 0.0f)
+                    for (int i = 0; i < n; ++i) p[i] = unit(p[i] + f[i]);
+                else
+                    for (int i = 0; i < n; ++i) p[i] = unit((p[i] - 0.5f) * f[i] + 0.5f);
+            }
+            break;
+        case FILL:
+            for (int c = 0; c < 3; ++c)
+                if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, a[0]);
+            break;
+        case SNOW: {  // a new lightness in HLS, with the old hue and saturation, in closed form
+            const float threshold = a[0], brightness = a[1];
+            for (int i = 0; i < n; ++i) {
+                const float top = high(high(r[i], g[i]), b[i]), bottom = low(low(r[i], g[i]), b[i]);
+                const float sum = top + bottom, delta = top - bottom, light = sum / 2.0f;
+                const float room = sum < 1.0f ? sum : 2.0f - sum, lighter = low(light * brightness, 1.0f);
+                const float to = light < threshold ? lighter : light;
+                const float saturation = delta / (room == 0.0f ? 1.0f : room + 1e-8f);
+                const float ratio = 2.0f * saturation * low(to, 1.0f - to) / (delta == 0.0f ? 1.0f : delta);
+                r[i] = unit(to + (r[i] - light) * ratio);
+                g[i] = unit(to + (g[i] - light) * ratio);
+                b[i] = unit(to + (b[i] - light) * ratio);
+            }
+            break;
+        }
         default: break;
     }
 }
@@ -716,6 +756,170 @@ struct Worker {
                 }
                 const float* const* all = lines.data();
                 weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * apart + y * W, W);
+            }
+        }
+    }
+
+    // Correlation with a kernel of `size` x `size` weights. Zero weights are skipped: motion blurs have many.
+    void filter(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const int64_t size = static_cast<int64_t>(op.a[0]), half = size / 2, wide = W + size - 1;
+        const int border = static_cast<int>(op.a[4]);
+        row.clear();
+        index.clear();
+        for (int64_t t = 0; t < size * size; ++t)
+            if (op.table[t] != 0.0f) {
+                row.push_back(op.table[t]);
+                index.push_back(static_cast<int32_t>(t / size * wide + t % size));
+            }
+        extra.resize((H + size - 1) * wide);
+        for (int c = 0; c < 3; ++c) {
+            for (int64_t y = 0; y < H + size - 1; ++y) {
+                float* line = extra.data() + y * wide;
+                const int64_t from = border_index(y - half, H, border);
+                if (from < 0) {
+                    std::fill(line, line + wide, 0.0f);
+                    continue;
+                }
+                const float* s = in.data() + c * apart + from * W;
+                std::memcpy(line + half, s, W * sizeof(float));
+                for (int64_t i = 0; i < half; ++i) {
+                    const int64_t left = border_index(i - half, W, border), right = border_index(W + i, W, border);
+                    line[i] = left < 0 ? 0.0f : s[left];
+                    line[half + W + i] = right < 0 ? 0.0f : s[right];
+                }
+            }
+            for (int64_t y = 0; y < H; ++y) {
+                const float* base = extra.data() + y * wide;
+                const int32_t* offset = index.data();
+                weigh(row.data(), static_cast<int>(row.size()), [base, offset](int t) { return base + offset[t]; },
+                      out.data() + c * apart + y * W, W);
+            }
+        }
+    }
+
+    // Draws lines of one gray; `table` holds two coordinates in 0..1 per line. Its rounding is that of torch.linspace.
+    void rain(const Op& op, std::vector<float>& image) const {
+        const int64_t drops = static_cast<int64_t>(op.a[0]), tall = static_cast<int64_t>(op.a[1]) - 1;
+        const int64_t drawn = static_cast<int64_t>(op.a[2]), across = drawn > 0 ? drawn - 1 : (drawn < 0 ? drawn + 1 : 0);
+        const int64_t rows = H - tall, columns = W - std::abs(across), steps = std::max(tall + 1, std::abs(drawn));
+        auto along = [steps](int64_t last, int64_t i) {
+            const double step = steps > 1 ? static_cast<double>(last) / static_cast<double>(steps - 1) : 0.0;
+            return static_cast<int64_t>(i < steps / 2 ? step * i : last - step * (steps - 1 - i));
+        };
+        for (int64_t drop = 0; drop < drops; ++drop) {
+            const float* at = op.table + 2 * drop;
+            const int64_t y = std::min(static_cast<int64_t>(at[0] * static_cast<float>(rows)), rows - 1);
+            const int64_t x = std::min(static_cast<int64_t>(at[1] * static_cast<float>(columns)), columns - 1) + std::max<int64_t>(-across, 0);
+            for (int64_t i = 0; i < steps; ++i) {
+                const int64_t to = (y + along(tall, i)) * W + x + along(across, i);
+                for (int c = 0; c < 3; ++c) image[c * apart + to] = 200.0f / 255.0f;
+            }
+        }
+    }
+
+    // Codes and decodes blocks of 8 x 8 in place, as JPEG does. `q`: 64 divisors. As in Kornia, rounding is x + (x - round(x))^3.
+    static void code_blocks(float* plane, int64_t height, int64_t width, const float* q) {
+        typedef float Eight __attribute__((vector_size(32)));
+        static const struct Basis {
+            Eight by_position[8], by_frequency[8];  // cos((2 x + 1) u pi / 16), orthonormal
+            Basis() {
+                for (int x = 0; x < 8; ++x)
+                    for (int u = 0; u < 8; ++u) {
+                        const double c = std::cos((2 * x + 1) * u * 3.14159265358979323846 / 16) * (u ? 0.5 : 0.35355339059327376);
+                        by_position[x][u] = by_frequency[u][x] = static_cast<float>(c);
+                    }
+            }
+        } basis;
+        auto transform = [](const Eight* in, const Eight* right, const Eight* left, Eight* out) {
+            Eight half[8];
+            for (int i = 0; i < 8; ++i) {
+                half[i] = in[i][0] * right[0];
+                for (int k = 1; k < 8; ++k) half[i] += in[i][k] * right[k];
+            }
+            for (int i = 0; i < 8; ++i) {
+                out[i] = left[0][i] * half[0];
+                for (int k = 1; k < 8; ++k) out[i] += left[k][i] * half[k];
+            }
+        };
+        Eight divisor[8];
+        std::memcpy(divisor, q, sizeof divisor);
+        for (int64_t y = 0; y < height; y += 8)
+            for (int64_t x = 0; x < width; x += 8) {
+                Eight block[8], coded[8];
+                for (int i = 0; i < 8; ++i) {
+                    std::memcpy(&block[i], plane + (y + i) * width + x, sizeof(Eight));
+                    block[i] -= 128.0f;
+                }
+                transform(block, basis.by_position, basis.by_position, coded);
+                for (int i = 0; i < 8; ++i) {
+                    const Eight value = coded[i] / divisor[i];
+                    Eight whole;
+                    for (int k = 0; k < 8; ++k) whole[k] = __builtin_rintf(value[k]);
+                    const Eight rest = value - whole;
+                    coded[i] = (whole + rest * rest * rest) * divisor[i];
+                }
+                transform(coded, basis.by_frequency, basis.by_frequency, block);
+                for (int i = 0; i < 8; ++i) {
+                    block[i] += 128.0f;
+                    std::memcpy(plane + (y + i) * width + x, &block[i], sizeof(Eight));
+                }
+            }
+    }
+
+    void jpeg(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+        const int64_t tall = (H + 15) / 16 * 16, wide = (W + 15) / 16 * 16, all = tall * wide, h = tall / 2, w = wide / 2;
+        extra.resize(4 * all);
+        float* const full[3] = {extra.data(), extra.data() + all, extra.data() + 2 * all};
+        float* const small[2] = {extra.data() + 3 * all, extra.data() + 3 * all + all / 4};
+        row.resize(2 * wide);
+        for (int64_t y = 0; y < tall; ++y) {  // the last row and column are repeated
+            const int64_t from = std::min(y, H - 1) * W;
+            const float *r = in.data() + from, *g = r + apart, *b = g + apart;
+            float *luma_row = full[0] + y * wide, *blue = full[1] + y * wide, *red = full[2] + y * wide;
+            for (int64_t x = 0; x < W; ++x) {
+                const float gray = 0.299f * r[x] + 0.587f * g[x] + 0.114f * b[x];
+                luma_row[x] = 255.0f * gray;
+                blue[x] = 255.0f * ((b[x] - gray) * 0.564f + 0.5f);
+                red[x] = 255.0f * ((r[x] - gray) * 0.713f + 0.5f);
+            }
+            for (float* line : {luma_row, blue, red}) std::fill(line + W, line + wide, line[W - 1]);
+        }
+        // Half the size: a Gaussian blur of 3 taps (sigma 0.5, reflected borders), then the mean of 2 x 2.
+        const float side = 0.10650697891920077f, outer = 0.5f * side, inner = 0.5f * (1.0f - side);
+        for (int c = 0; c < 2; ++c) {
+            const float* s = full[1 + c];
+            for (int64_t y = 0; y < h; ++y) {
+                const float *l0 = s + (y ? 2 * y - 1 : 1) * wide, *l1 = s + 2 * y * wide, *l2 = l1 + wide;
+                const float* l3 = s + (2 * y + 2 < tall ? 2 * y + 2 : tall - 2) * wide;
+                float* line = row.data();
+                for (int64_t x = 0; x < wide; ++x) line[x] = outer * (l0[x] + l3[x]) + inner * (l1[x] + l2[x]);
+                float* to = small[c] + y * w;
+                for (int64_t x = 0; x < w; ++x) {
+                    const float before = line[x ? 2 * x - 1 : 1], after = line[2 * x + 2 < wide ? 2 * x + 2 : wide - 2];
+                    to[x] = outer * (before + after) + inner * (line[2 * x] + line[2 * x + 1]);
+                }
+            }
+            code_blocks(small[c], h, w, op.table + 64);
+        }
+        code_blocks(full[0], tall, wide, op.table);
+        for (int64_t y = 0; y < H; ++y) {  // chroma is enlarged bilinearly
+            const int64_t near = y / 2, other = y % 2 ? std::min(near + 1, h - 1) : std::max<int64_t>(near - 1, 0);
+            for (int c = 0; c < 2; ++c) {
+                const float *a = small[c] + near * w, *b = small[c] + other * w;
+                float *line = full[1] + c * wide, *to = row.data() + c * wide;
+                for (int64_t x = 0; x < w; ++x) line[x] = 0.75f * a[x] + 0.25f * b[x];
+                for (int64_t x = 0; x < w; ++x) {
+                    to[2 * x] = 0.25f * line[x ? x - 1 : 0] + 0.75f * line[x];
+                    to[2 * x + 1] = 0.75f * line[x] + 0.25f * line[x + 1 < w ? x + 1 : w - 1];
+                }
+            }
+            const float *luma_row = full[0] + y * wide, *blue = row.data(), *red = blue + wide;
+            float *r = out.data() + y * W, *g = r + apart, *b = g + apart;
+            for (int64_t x = 0; x < W; ++x) {
+                const float gray = luma_row[x] / 255.0f, cb = blue[x] / 255.0f - 0.5f, cr = red[x] / 255.0f - 0.5f;
+                r[x] = unit(gray + 1.4025245442f * cr);
+                g[x] = unit(gray - 0.7144034731f * cr - 0.3443401356f * cb);
+                b[x] = unit(gray + 1.7730496454f * cb);
             }
         }
     }
@@ -1148,7 +1352,7 @@ struct Worker {
         }
         jump = program.data();
         for (const Op& op : program)
-            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.pillow()) jump = &op;
+            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW || op.code == JPEG || op.pillow()) jump = &op;
         bool buffered = false, outside = job.src_float != 0, ready = false;
         size_t pos = 0;
         while (true) {
@@ -1175,6 +1379,8 @@ struct Worker {
             ready = false;
             if (next.code == HFLIP || next.code == VFLIP) {
                 turn(next.code, first);
+            } else if (next.code == RAIN) {
+                rain(next, first);
             } else {
                 if (outside && !keeps_outside(next)) {
                     clamp_block(first.data(), static_cast<int>(3 * apart));
@@ -1184,6 +1390,8 @@ struct Worker {
                 if (next.code == BLUR) blur(next, first, second);
                 else if (next.code == SHARPNESS) sharpness(next, first, second);
                 else if (next.code == RESAMPLE) resample(next, first, second);
+                else if (next.code == FILTER) filter(next, first, second);
+                else if (next.code == JPEG) jpeg(next, first, second);
                 else warp(next, first, second);
                 std::swap(first, second);
             }

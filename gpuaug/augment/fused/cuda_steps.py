@@ -18,16 +18,26 @@ from torch import Tensor
 
 from gpuaug.augment.ops import pillow
 from gpuaug.augment.ops.entry import PILLOW, WITH_PILLOW, Code
+from gpuaug.augment.reference import exact_products
 from gpuaug.random.keyed import Float, Int
 
-# indices of arguments that must be equal within a call
-_STATIC = {Code.BLUR: (0, 1, 3), Code.WARP: (9, 10, 11), Code.RESAMPLE: (12,), **dict.fromkeys(WITH_PILLOW, (PILLOW,))}
+_STATIC = {  # indices of arguments that must be equal within a call
+    Code.BLUR: (0, 1, 3),
+    Code.WARP: (9, 10, 11),
+    Code.RESAMPLE: (12,),
+    Code.FILTER: (0, 3, 4),
+    Code.RAIN: (3, 4),
+    **dict.fromkeys(WITH_PILLOW, (PILLOW,)),
+}
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
 
 Fields = dict[tuple[int, Code], Tensor]  # noise per column and step
+
+
+Table = tuple[Int, int, Tensor]  # rows, ascending; column; the numbers of the rows' steps, float32 [rows, ...]
 
 
 class CannotRunError(Exception):
@@ -160,10 +170,11 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
     """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n], or None. ``ramps``: from
-    :func:`lower.warp_ramps`. All are on the device.
+    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n]; else the step's table [rows, ...], or
+    None. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
     """
-    from kornia.filters import filter2d_separable, get_gaussian_kernel1d
+    from kornia.enhance import jpeg_codec_differentiable
+    from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
 
     whole = len(group.rows) == len(x)
     y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
@@ -176,6 +187,25 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
         *taps, border = (int(v) for v in group.static)
         across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
         y = filter2d_separable(y, across, down, _BORDERS[border])
+    elif group.code is Code.FILTER:
+        y = filter2d(y, motion_kernels(own, group.static), _BORDERS[int(group.static[2])])
+    elif group.code is Code.RAIN:
+        assert field is not None
+        y = _rain(y, own, field, int(group.static[1]))
+    elif group.code is Code.REPLACE:
+        assert field is not None
+        y = torch.where(field < 0, y, field)
+    elif group.code is Code.FIELD:
+        assert field is not None
+        y = y.clamp(0, 1)
+        y = torch.where(own[:, 0, None, None, None] > 0, (y - 0.5) * field + 0.5, y + field).clamp_(0, 1)
+    elif group.code is Code.FILL:
+        y = torch.where(own[:, 1:4, None, None] > 0, own[:, 0, None, None, None], y)
+    elif group.code is Code.SNOW:
+        y = _snow(y.clamp(0, 1), own)
+    elif group.code is Code.JPEG:  # Kornia's check of the quality waits for the device
+        with exact_products(y.device):
+            y = jpeg_codec_differentiable(y.clamp(0, 1), own[:, 0])
     elif group.code is Code.WARP:
         y = _warp(y, own, ramps, group.static)
     elif group.code is Code.RESAMPLE or group.static == (1.0,):
@@ -203,6 +233,60 @@ def _erase(x: Tensor, a: Tensor, field: Tensor | None) -> Tensor:
         at = torch.where(inside[:, None], at, 0).flatten(1)
         value = value + a[:, 7:10, None, None] * field.gather(1, at).view_as(x)
     return torch.where(inside[:, None], value, x)
+
+
+def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
+    """The table of a group's rows, joined from those of several operations; None if its step has none."""
+    own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
+    if len(own) < 2:
+        return own[0][1] if own else None
+    order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in own])))
+    return torch.cat([values for _, values in own])[order.to(own[0][1].device, non_blocking=True)]
+
+
+def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:
+    """Kernels float32 [n, k, k] of motion blurs from their arguments [n, ARGS] and static arguments."""
+    from kornia.constants import Resample
+    from kornia.filters import get_motion_kernel2d
+
+    size, mode = int(static[0]), Resample(int(static[1])).name.lower()
+    two = a.repeat(2, 1) if len(a) == 1 else a  # torch computes a single one with other last bits
+    return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
+
+
+def _rain(x: Tensor, a: Tensor, coordinates: Tensor, longest: int) -> Tensor:
+    """Draw lines of up to ``longest`` pixels. ``coordinates``: float32 [n, 2 * lines] in 0..1."""
+    n, _, height, width = x.shape
+    drops, tall, drawn = (a[:, k, None].double() for k in range(3))
+    tall, across = tall - 1, drawn - drawn.sign()
+    steps = torch.maximum(tall + 1, drawn.abs())
+    i = torch.arange(longest, device=x.device)[None]
+    lines = []
+    for last in (tall, across):  # as torch.linspace rounds: from both ends to the middle
+        step = last / (steps - 1).clamp(min=1)
+        lines.append(
+            torch.where(i < steps.div(2, rounding_mode="floor"), step * i, last - step * (steps - 1 - i)).long()
+        )
+    room = torch.stack([height - tall, width - across.abs()], dim=2)
+    start = torch.minimum((coordinates.view(n, -1, 2) * room.float()).long(), room.long() - 1)
+    start[:, :, 1] += (-across).clamp(min=0).long()
+    valid = (torch.arange(start.shape[1], device=x.device)[None, :, None] < drops[..., None]) & (i < steps)[:, None]
+    y, z = start[:, :, :1] + lines[0][:, None], start[:, :, 1:] + lines[1][:, None]
+    at = (y.clamp(0, height - 1) * width + z.clamp(0, width - 1)).flatten(1)
+    hits = torch.zeros((n, height * width), dtype=torch.int32, device=x.device).scatter_add_(
+        1, at, valid.flatten(1).int()
+    )
+    return torch.where((hits > 0).view(n, 1, height, width), 200 / 255, x)
+
+
+def _snow(x: Tensor, a: Tensor) -> Tensor:
+    top, bottom = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
+    total, delta = top + bottom, top - bottom
+    light, room = total / 2, torch.where(total < 1, total, 2 - total)
+    to = torch.where(light < a[:, 0, None, None, None], (light * a[:, 1, None, None, None]).clamp(max=1), light)
+    saturation = delta / torch.where(room == 0, 1.0, room + 1e-8)
+    ratio = 2 * saturation * torch.minimum(to, 1 - to) / torch.where(delta == 0, 1.0, delta)
+    return (to + (x - light) * ratio).clamp_(0, 1)
 
 
 def _autocontrast(x: Tensor, clamp: Tensor) -> Tensor:

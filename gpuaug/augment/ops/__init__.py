@@ -40,3 +40,9 @@ def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> d
     """
     entry = entry_of(op)
     return {} if entry is None or entry.noise is None else entry.noise(op, keys, size, normal)
+
+
+def fields(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+    """Params that an operation computes from its drawn ``params`` and ``keys`` (int64 [B, 2]); most have none: {}."""
+    entry = entry_of(op)
+    return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size)

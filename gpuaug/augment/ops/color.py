@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
@@ -153,6 +155,33 @@ def _channels(u: Float, size: Size) -> Params:
     return {"channels": np.argsort(u[:, :3], axis=1, kind="stable")}
 
 
+def _dropped(op: Any) -> tuple[int, Rule]:
+    return 3, partial(_first_channels, count=op.num_drop_channels)
+
+
+def _first_channels(u: Float, size: Size, *, count: int) -> Params:
+    return {"channel_idx": _channels(u, size)["channels"][:, :count]}
+
+
+def _check_dropped(op: Any, key: str) -> None:
+    if op.num_drop_channels > 3:
+        raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
+
+
+def _own_row(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+    return {"batch_idx": torch.arange(len(keys))[:, None]}
+
+
+def _drop(op: Any) -> Steps:
+    value = float(op.fill_value)
+
+    def write(out: Float, params: Params, size: Size) -> None:
+        out[:, 0, 0] = value
+        np.put_along_axis(out[:, 0], params["channel_idx"] + 1, np.float32(1), axis=1)
+
+    return Steps((Code.FILL,), write)
+
+
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
     "ColorJiggle": _jitter(hsv=True),
@@ -176,6 +205,7 @@ ENTRIES = {
         "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist")))
     ),
     "RandomChannelShuffle": Entry("pixels", _each(Code.SHUFFLE, lambda p: p["channels"]), lambda op: (3, _channels)),
+    "RandomChannelDropout": Entry("pixels", _drop, _dropped, check=_check_dropped, fields=_own_row),
     "RandomAutoContrast": Entry("pixels", lambda op: steps_of(Code.AUTOCONTRAST, op.clip_output)),
     "RandomEqualize": Entry("pixels", step(Code.EQUALIZE)),
     "RandomClahe": Entry("pixels"),

@@ -1,18 +1,21 @@
-"""Entries for blurs, sharpness, noise, erasing, JPEG artefacts and snow."""
+"""Entries for blurs, sharpness, noise, erasing, plasma, weather and JPEG artefacts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
-from gpuaug.augment.ops.kornia_private import range_of, setting
-from gpuaug.augment.parameters import Params, Rule, Size
+from gpuaug.augment.ops.kornia_private import generated, range_of, setting
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, scale
+from gpuaug.random.keyed import Float, Int, field, scale
 
 _LEAST = {1: 1, 3: 0}  # border type to least image side, minus half the kernel: 1 reflect, 3 circular; others: any
 
@@ -24,16 +27,15 @@ def _check_kernel(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.kernel_size` must be an odd, positive integer or two of them. Found: {given!r}.")
 
 
-def _gaussian(op: Any) -> Steps:
-    size, border = op.flags["kernel_size"], op.flags["border_type"].value
-    ky, kx = (size, size) if isinstance(size, int) else size
-    arguments = steps_of(Code.BLUR, kx, ky, "sigma", border)
+def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps:
+    """The steps, for images that are large enough for the kernel and its border."""
+    (ky, kx), border = kernel_size, op.flags["border_type"].value
 
     def write(out: Float, params: Params, size: Size) -> None:
         least = _LEAST.get(border)
         if least is not None and (size[1] < kx // 2 + least or size[0] < ky // 2 + least):
             raise ConfigError(
-                f"RandomGaussianBlur needs images larger than half its `kernel_size` {(ky, kx)}. Found: "
+                f"{type(op).__name__} needs images larger than half its `kernel_size` {(ky, kx)}. Found: "
                 f"{size[0]}x{size[1]} pixels. Choose a smaller kernel."
             )
         arguments.write(out, params, size)
@@ -41,16 +43,64 @@ def _gaussian(op: Any) -> Steps:
     return Steps(arguments.codes, write)
 
 
-def _motion(op: Any) -> tuple[int, Rule] | None:
-    kernel_size = setting(op, "kernel_size")
-    if not isinstance(kernel_size, int):
-        return None  # a range of sizes: Kornia would draw one size for the whole batch
+def _gaussian(op: Any) -> Steps:
+    size, border = op.flags["kernel_size"], op.flags["border_type"].value
+    ky, kx = (size, size) if isinstance(size, int) else size
+    return _smoothing(op, steps_of(Code.BLUR, kx, ky, "sigma", border), (ky, kx))
+
+
+def _box(op: Any) -> Steps | None:
+    """A Gaussian blur whose sigma is so large that all weights are equal."""
+    size, border = op.flags["kernel_size"], op.flags["border_type"].value
+    ky, kx = (size, size) if isinstance(size, int) else size
+    return _smoothing(op, steps_of(Code.BLUR, kx, ky, 1e9, border), (ky, kx)) if ky % 2 and kx % 2 else None
+
+
+def _motion_sizes(op: Any) -> tuple[int, int]:
+    """Half of the smallest and of the largest kernel, rounded down."""
+    given = setting(op, "kernel_size")
+    low, high = (given, given) if isinstance(given, int) else given
+    return low // 2, max(low // 2, (high - 1) // 2)
+
+
+def _check_motion(op: Any, key: str) -> None:
+    if _motion_sizes(op)[0] < 1:
+        raise ConfigError(f"`{key}.kernel_size` must be at least 3. Found: {setting(op, 'kernel_size')!r}.")
+
+
+def _motion(op: Any) -> tuple[int, Rule]:
     count, rule = uniform_from("angle_factor", "direction_factor")(op)
-    return count, partial(_motion_parameters, rule=rule, kernel_size=kernel_size)
+    return count, partial(_motion_parameters, rule=rule, kernel_size=2 * _motion_sizes(op)[0] + 1)
 
 
 def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) -> Params:
     return {"ksize_factor": np.full(len(u), kernel_size, dtype=np.int32), **rule(u, size)}
+
+
+def _prepare_motion(name: str, op: Any) -> Prepared | None:
+    """For a range of sizes: each sample draws its own size, all equally likely. Kornia draws one size per batch."""
+    if isinstance(setting(op, "kernel_size"), int):
+        return None
+    low, high = _motion_sizes(op)
+    angle, direction = (tuple(map(float, range_of(op, f"{kind}_sampler"))) for kind in ("angle", "direction"))
+    how = [op.flags[kind].name for kind in ("border_type", "resample")]
+    blurs = tuple(type(op)(2 * half + 1, angle, direction, *how, p=1.0) for half in range(low, high + 1))
+    rules = tuple(_motion(blur)[1] for blur in blurs)
+    return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules), keyed=False)
+
+
+def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, tuple[Alternatives, ...]]:
+    choice = np.minimum((u[:, 3:4] * np.float32(len(rules))).astype(np.int64), len(rules) - 1)
+    choice[u[:, 0] >= np.float32(p)] = -1
+    return choice, (tuple(rule(u[:, 1:3], size) for rule in rules),)
+
+
+def _motion_steps(op: Any) -> Steps | None:
+    if not isinstance(setting(op, "kernel_size"), int):
+        return None
+    size, flags = setting(op, "kernel_size"), op.flags
+    how = (flags["resample"].value, flags["border_type"].value)
+    return _smoothing(op, steps_of(Code.FILTER, size, "angle_factor", "direction_factor", *how), (size, size))
 
 
 def _write_sharpness(out: Float, params: Params, size: Size) -> None:
@@ -93,15 +143,157 @@ def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[s
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
 
+# --- illumination, specks, plasma, rain
+
+
+def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
+    """A gradient of light, float32 [B, 3, H, W], from Kornia's own generator; ``names`` of its samplers."""
+    return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
+
+
+def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
+    return {"gradient": generated(op, torch.from_numpy(u.copy()), size, samplers)["gradient"].numpy()}
+
+
+_ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
+
+
+def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+    u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
+    amount, ratio = (
+        params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
+    )
+    noise, salt = u[:, :1] < amount, u[:, 1:] < ratio
+    masks = {"mask_salt": noise & salt, "mask_pepper": noise & ~salt}
+    return {name: mask.expand(-1, 3, -1, -1) for name, mask in masks.items()}
+
+
+def _speck_values(values: dict[str, Tensor]) -> Tensor:
+    """White 1, black 0, unchanged -1; float32 [n, 1, H, W]."""
+    return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
+
+
+def _plasma(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, *, channels: int = 3) -> dict[str, Tensor]:
+    """Kornia's plasma, of each sample's own random numbers."""
+    from kornia.contrib import diamond_square
+
+    roughness = params["roughness"].to(keys.device, non_blocking=True)
+    count, used = len(keys), 0
+    if count == 1:  # torch convolves a single sample with other last bits
+        keys, roughness = keys.repeat(2, 1), roughness.repeat(2)
+
+    def random(shape: Any, **_: Any) -> Tensor:
+        nonlocal used
+        first, used = used, used + math.prod(shape) // len(keys)
+        return field(keys, used)[:, first:].reshape(shape)
+
+    shape = (len(keys), channels, *size)
+    plasma = diamond_square(shape, roughness, random_fn=random, device=keys.device, dtype=torch.float32)
+    return {"plasma": plasma[:count]}
+
+
+def _per_image(values: dict[str, Tensor], name: str) -> Tensor:
+    return values[name].to(values["plasma"].device, non_blocking=True).view(-1, 1, 1, 1)
+
+
+def _brightness(values: dict[str, Tensor]) -> Tensor:
+    return (2 * values["plasma"] - 1) * _per_image(values, "intensity")
+
+
+def _contrast(values: dict[str, Tensor]) -> Tensor:
+    return 4 * values["plasma"]
+
+
+def _shadow(values: dict[str, Tensor]) -> Tensor:
+    shade = (values["plasma"] < _per_image(values, "shade_quantity")).float() * _per_image(values, "shade_intensity")
+    return shade.expand(-1, 3, -1, -1)
+
+
+def _whole(u: Float, limits: tuple[Any, Any]) -> Int:
+    """Integers, all equally likely, below the upper limit."""
+    return np.minimum(np.floor(scale(u, *limits)), limits[1] - np.float32(1)).astype(np.int64)
+
+
+_RAIN = ("number_of_drops", "drop_height", "drop_width")
+
+
+def _rain(op: Any) -> tuple[int, Rule]:
+    return 3, partial(_drops, limits=[range_of(op, f"{name}_sampler") for name in _RAIN])
+
+
+def _drops(u: Float, size: Size, *, limits: list[tuple[Any, Any]]) -> Params:
+    return {f"{name}_factor": _whole(u[:, k], limits[k]) for k, name in enumerate(_RAIN)}
+
+
+def _rain_steps(op: Any) -> Steps:
+    (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
+    names = [f"{name}_factor" for name in _RAIN]
+    longest = max(tall - 1, right - 1, -left)
+    return steps_of(
+        Code.RAIN, *names, float(most - 1), float(longest), table=lambda values: values["coordinates_factor"].flatten(1)
+    )
+
+
+def _check_rain(op: Any, key: str) -> None:
+    (few, _), (low, _), _ = (range_of(op, f"{name}_sampler") for name in _RAIN)
+    for name, least, value in (("number_of_drops", 0, few), ("drop_height", 1, low)):
+        if value < least:
+            raise ConfigError(f"`{key}.{name}` must be at least {least}. Found: {value:.0f}.")
+
+
+def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+    """For each drop (y, x) in 0..1. Kornia makes as many as the batch needs, here as many as any sample may need."""
+    (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
+    if tall > size[0] or max(right - 1, -left) >= size[1]:
+        raise ConfigError(
+            f"RandomRain needs drops that are smaller than the image: `drop_height` below {size[0]}, `drop_width` "
+            f"between -{size[1]} and {size[1]}. Found: up to {tall - 1:.0f}, and {left:.0f} to {right - 1:.0f}."
+        )
+    return {"coordinates_factor": field(keys, 2 * int(most - 1)).view(len(keys), -1, 2)}
+
+
+def _floor(x: Tensor) -> Tensor:
+    whole = x.floor()
+    return whole + (x - 0.5 - whole) ** 3
+
+
+def _divisors(values: dict[str, Tensor]) -> Tensor:
+    """Kornia's divisors of JPEG's coefficients, float32 [n, 128]: luma, chroma. Its rounding has a derivative."""
+    from kornia.enhance import JPEGCodecDifferentiable
+
+    codec = JPEGCodecDifferentiable()
+    tables = torch.cat([codec.get_buffer(f"quantization_table_{name}").flatten() for name in "yc"]).float()
+    quality = values["jpeg_quality"][:, None]
+    x = (tables * _floor(torch.where(quality < 50, 5000 / quality, 200 - 2 * quality)) + 50) / 100
+    x = torch.where(x > 255, 255 - 0.02 * (torch.exp(-(x - 255).clamp(min=0)) - 1), x)
+    return _floor(torch.where(x < 1, 1 + 0.02 * (torch.exp((x - 1).clamp(max=0)) - 1), x))
+
+
 ENTRIES = {
     "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from("sigma"), check=_check_kernel),
-    "RandomBoxBlur": Entry("pixels"),
+    # for large batches Kornia sums in another way, so the last bits depend on the batch
+    "RandomBoxBlur": Entry("pixels", _box, one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
-    "RandomMotionBlur": Entry("pixels", parameters=_motion),
+    "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),
     # torch's matrix products round differently for other batch sizes (a difference of 1.2e-7)
-    "RandomJPEG": Entry("pixels", parameters=uniform_from("jpeg_quality"), one_by_one=True),
-    "RandomSnow": Entry("pixels"),
+    "RandomJPEG": Entry(
+        "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True
+    ),
+    "RandomSaltAndPepperNoise": Entry(
+        "pixels",
+        step(Code.REPLACE, table=_speck_values),
+        uniform_from("amount_factor", "salt_and_pepper_factor"),
+        fields=_specks,
+    ),
+    "RandomGaussianIllumination": Entry("pixels", _ADD_LIGHT, _light(6, "gain", "sigma", "center", "sign")),
+    "RandomLinearIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
+    "RandomLinearCornerIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
+    "RandomPlasmaBrightness": Entry("pixels", step(Code.FIELD, table=_brightness), fields=_plasma),
+    "RandomPlasmaContrast": Entry("pixels", step(Code.FIELD, 1, table=_contrast), fields=_plasma),
+    "RandomPlasmaShadow": Entry("pixels", step(Code.FIELD, table=_shadow), fields=partial(_plasma, channels=1)),
+    "RandomRain": Entry("pixels", _rain_steps, _rain, check=_check_rain, fields=_coordinates),
+    "RandomSnow": Entry("pixels", step(Code.SNOW, "snow_coefficient", "brightness")),
 }

@@ -56,6 +56,13 @@ class Code(IntEnum):
     LEVELS = 22  # (offset), to floor(255 x + offset) / 255
     RESAMPLE = 23  # (12: 6 float64 of Pillow's output-to-input matrix, interpolation, r, g, b)
     ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
+    FILTER = 25  # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
+    RAIN = 26  # (drops, height, width, largest number of drops, of pixels of a drop); with a table of coordinates
+    REPLACE = 27  # (); sets pixels to the values of a table that are not negative
+    FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by it), then clamps
+    FILL = 29  # (value, r, g, b: 1 for channels to fill)
+    SNOW = 30  # (threshold, brightness)
+    JPEG = 31  # (quality); with a table of 64 divisors for luma and 64 for chroma
 
 
 PILLOW = 3  # index of an argument
@@ -68,15 +75,21 @@ WITH_PILLOW = frozenset(
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
+Fields = Callable[[Any, dict[str, Tensor], Tensor, Size], dict[str, Tensor]]
 Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of one Kornia module, and the function that writes their arguments."""
+    """The steps of one Kornia module, and the function that writes their arguments.
+
+    Attributes:
+        table: for one step that needs more numbers than ARGS: from params (with ``Entry.fields``) to float32 [n, ...].
+    """
 
     codes: tuple[Code, ...]
     write: Write
+    table: Callable[[dict[str, Tensor]], Tensor] | None = None
 
 
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
@@ -120,19 +133,21 @@ def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters
     return both
 
 
-def steps_of(code: Code, *arguments: str | float) -> Steps:
+def steps_of(code: Code, *arguments: str | float, table: Callable[[dict[str, Tensor]], Tensor] | None = None) -> Steps:
     """One step. Each argument is a parameter's name, or a number that is the same for every sample."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         for column, argument in enumerate(arguments):
             out[:, 0, column] = params[argument] if isinstance(argument, str) else argument
 
-    return Steps((code,), write)
+    return Steps((code,), write, table)
 
 
-def step(code: Code, *arguments: str | float) -> Callable[[Any], Steps]:
+def step(
+    code: Code, *arguments: str | float, table: Callable[[dict[str, Tensor]], Tensor] | None = None
+) -> Callable[[Any], Steps]:
     """Like :func:`steps_of`, as a function of the module; the module's settings do not matter."""
-    return lambda op: steps_of(code, *arguments)
+    return lambda op: steps_of(code, *arguments, table=table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +179,8 @@ class Entry:
         check: raises ConfigError for settings that would fail later. Arguments: the module, its configuration key.
         prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
         noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
+        fields: (module, params of the rows, keys int64 [n, 2], size) to more params: what the module needs besides the
+            drawn ones, such as values per pixel. They are on the device of the keys.
         one_by_one: pass one image at a time to Kornia's module, because otherwise its pixels depend on the batch.
     """
 
@@ -174,4 +191,5 @@ class Entry:
     check: Callable[[Any, str], None] | None = None
     prepare: Callable[[str, Any], Prepared | None] | None = None
     noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
+    fields: Fields | None = None
     one_by_one: bool = False

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, derived, step, uniform_from
+from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
 from gpuaug.augment.ops.kornia_private import setting
 from gpuaug.augment.parameters import Params, Rule, Size, tensors
-from gpuaug.random.keyed import Float, field
+from gpuaug.random.keyed import Float, field, scale
 
 # --- parameters
 
@@ -64,6 +64,24 @@ def _perspective_parameters(u: Float, size: Size, *, distortion: float, basic: b
     corners = u.reshape(len(u), 4, 2)
     offset = factor * corners * _INWARD if basic else np.float32(2) * factor * (corners - np.float32(0.5))
     return {"start_points": np.broadcast_to(start, offset.shape), "end_points": start + offset}
+
+
+_CONTROLS = np.array([[-1, -1], [-1, 1], [1, -1], [1, 1], [0, 0]], dtype=np.float32)
+
+
+def _spline(op: Any) -> tuple[int, Rule]:
+    limits = (0, 0) if op.dist is None else (float(op.dist.low), float(op.dist.high))
+    return 10, partial(_controls, limits=limits)
+
+
+def _controls(u: Float, size: Size, *, limits: tuple[float, float]) -> Params:
+    """Places of five control points in -1..1, before and after."""
+    before = np.broadcast_to(_CONTROLS, (len(u), 5, 2))
+    return {"src": before, "dst": before + scale(u.reshape(-1, 5, 2), *limits)}
+
+
+def _fisheye(u: Float, size: Size, *, rule: Rule) -> Params:
+    return {name: values[:, None] for name, values in rule(u, size).items()}
 
 
 def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
@@ -161,4 +179,6 @@ ENTRIES = {
         "matrix", partial(_warp, matrix=_PERSPECTIVE_MATRIX), _perspective, matrix=_PERSPECTIVE_MATRIX
     ),
     "RandomElasticTransform": Entry("field", noise=_elastic_noise),
+    "RandomThinPlateSpline": Entry("field", parameters=_spline),
+    "RandomFisheye": Entry("field", parameters=derived(all_uniform, _fisheye)),
 }

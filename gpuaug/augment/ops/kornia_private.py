@@ -6,10 +6,12 @@ differ between operations.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 Range = tuple[Any, Any]  # np.float32: lowest and highest value of a sampler
 
@@ -31,6 +33,26 @@ def ranges(op: Any) -> dict[str, Range]:
 
 def _range(sampler: Any) -> Range:
     return np.float32(float(sampler.low)), np.float32(float(sampler.high))
+
+
+class _Given:
+    """A sampler whose values come from given uniforms instead of a generator."""
+
+    def __init__(self, sampler: Any, columns: Iterator[Tensor]) -> None:
+        self.low, self.high, self.columns = sampler.low, sampler.high, columns
+
+    def rsample(self, shape: Any) -> Tensor:
+        """The next uniforms, scaled as torch's Uniform does it."""
+        return self.low + next(self.columns).reshape(shape) * (self.high - self.low)
+
+
+def generated(op: Any, u: Tensor, size: tuple[int, int], samplers: Sequence[str]) -> dict[str, Tensor]:
+    """The parameters that Kornia's own generator makes from uniforms float32 [B, n], in the order of its draws."""
+    generator, columns = copy.copy(op._param_generator), iter(u.unbind(1))
+    for name in samplers:
+        setattr(generator, name, _Given(getattr(generator, name), columns))
+    made: dict[str, Tensor] = generator.forward((len(u), 3, *size))
+    return made
 
 
 def generator_values(op: Any) -> dict[str, Any]:
