@@ -59,6 +59,17 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
         ours = gpuaug.RandAugment(magnitude=m, interpolation="bilinear")
         return ours, lambda: T.RandAugment(magnitude=m, interpolation=bilinear)
 
+    def by_timm() -> Callable[[Image.Image], Any]:
+        transform = auto_augment.rand_augment_transform(timm, dict(hparams))
+
+        def one(image: Image.Image) -> Any:
+            try:
+                return transform(image)
+            except ValueError:  # Pillow 13 refuses to posterize to 0 bits; before, the image became black
+                return Image.new("RGB", image.size)
+
+        return one
+
     return {
         "torchvision's RandAugment, magnitude 5": randaugment(5),
         "torchvision's RandAugment, magnitude 9 (`randaugment_torchvision`)": randaugment(9),
@@ -74,7 +85,7 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
         "AugMix, severity 3 (`augmix`)": (gpuaug.AugMix(), lambda: T.AugMix(interpolation=bilinear)),
         f"timm's `{timm}` (`timm`)": (
             gpuaug.TimmAugment(timm),
-            lambda: auto_augment.rand_augment_transform(timm, dict(hparams)),
+            by_timm,
         ),
         "Kornia's RandAugment, m=9 (`randaugment`)": kornia(K.auto.RandAugment(n=2, m=9)),
         "Kornia's RandAugment, m=27": kornia(K.auto.RandAugment(n=2, m=27)),
