@@ -8,7 +8,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class ListedSource:
     root: str
     indices: Tensor | None = None
     labels: Tensor | None = None
+    target_kinds: frozenset[str] = frozenset()
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
     classes: list[str] | None = None
     class_to_idx: dict[str, int] | None = None
     _names: Names
@@ -81,19 +84,26 @@ class ListedSource:
 
         None for local files, which are read one by one.
         """
-        return self._read if is_url(self.root) else None
+        return self._read if self._is_remote else None
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
         """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
-        return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
+        return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
+
+    @property
+    def _is_remote(self) -> bool:
+        return is_url(self.root)
 
     def key(self, index: int) -> str:
         """Path of sample ``index`` relative to ``root``, with ``/``. Other bytes than UTF-8 use ``surrogateescape``."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:
-        """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no image."""
+        """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no file.
+
+        If samples have targets, it is a :class:`~gpuaug.Target` without the masks that are files.
+        """
         return self._label_of(self._check(index))
 
     def digest(self) -> str:
@@ -103,14 +113,17 @@ class ListedSource:
         return self._digest
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        results = self._storage.read([self._range(i) for i in numbers])
+        results = self._storage.read(self._ranges(numbers))
         return [
             result if isinstance(result, Exception) else (result, self._label_of(i))
             for i, result in zip(numbers, results, strict=True)
         ]
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch([self._range(i) for i in numbers])
+        self._storage.prefetch(self._ranges(numbers))
+
+    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
+        return [self._range(i) for i in numbers]
 
     def _range(self, index: int) -> Range:
         raise NotImplementedError
@@ -151,7 +164,12 @@ class ListedSource:
         else:
             self._targets = tensor
         if known is not None:
-            self.classes, self.class_to_idx = known, {name: label for label, name in enumerate(known)}
+            self._set_classes(known)
+
+    def _set_classes(self, names: Iterable[str]) -> None:
+        """Set the class names, in the order of their labels."""
+        self.classes = list(names)
+        self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
         """Select samples by ``subset`` and ``exclude``, and log their number."""

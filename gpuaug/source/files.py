@@ -63,7 +63,7 @@ class Files:
 
     def read(self, index: int) -> bytes:
         """The bytes of a local file; OSError if it cannot be read."""
-        return read_file(os.path.join(os.fsencode(self.root), self.names[index]), image=True)
+        return read_file(join(self.root, os.fsdecode(self.names[index])), image=True)
 
 
 def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]:
@@ -161,18 +161,40 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
 
 
 class FileSource(ListedSource):
-    """A source whose samples are files. A subclass also sets ``_files``."""
+    """A source whose samples are files. A subclass also sets ``_files``, and ``_mask_files`` if samples have such."""
 
     _files: Files
+    _mask_files: Files | None = None
+
+    @property
+    def _is_remote(self) -> bool:
+        return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        return super()._read(numbers) if is_url(self.root) else [self._read_local(i) for i in numbers]
+        if self._mask_files is None and not self._is_remote:
+            return [self._read_local(i) for i in numbers]
+        data = self._storage.read(self._ranges(numbers))
+        masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
+        return [self._sample(i, *parts) for i, *parts in zip(numbers, data, masks, strict=False)]
 
     def _read_local(self, index: int) -> Any:
         try:
-            return self._files.read(index), self._label_of(index)
+            return self._sample(index, self._files.read(index))
         except OSError as error:
             return error
+
+    def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
+        """Bytes and label or Target, or the exception of a part that cannot be read."""
+        for part in (image, mask):
+            if isinstance(part, Exception):
+                return part
+        label = self._label_of(index)
+        return image, label if mask is None else replace(label, mask=mask)
+
+    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
+        """Locations of the images. If masks are files too, their locations follow."""
+        parts = [self._files] if self._mask_files is None else [self._files, self._mask_files]
+        return [files.range(i) for files in parts for i in numbers]
 
     def _range(self, index: int) -> Range:
         return self._files.range(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gpuaug import checks
@@ -62,8 +62,6 @@ class MaskFolderSource(FileSource):
     """
 
     target_kinds = frozenset({"masks"})
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -115,8 +113,7 @@ class MaskFolderSource(FileSource):
         mask_names = Names.of([[known[stem] for stem in pictures]])
         self._mask_files = Files(self.masks, mask_names, self._storage, mask_tree.files)
         if classes is not None:
-            self.class_to_idx = class_mapping(classes)
-            self.classes = [*self.class_to_idx]
+            self._set_classes(class_mapping(classes))
         self._activate(subset, exclude, began=began)
 
     def _pictures(
@@ -133,23 +130,6 @@ class MaskFolderSource(FileSource):
     def __repr__(self) -> str:
         named = "" if self.classes is None else f", {len(self.classes)} classes"
         return f"MaskFolderSource({redact(self.root)!r}: {len(self)} images with masks{named})"
-
-    @property
-    def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """``read_many(numbers)`` reads images and masks together: a list of ``(bytes, Target)`` or exceptions.
-
-        None for local files, which are read one by one.
-        """
-        return self._read if self._is_remote else None
-
-    @property
-    def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
-        return self._prefetch if self._is_remote else None
-
-    @property
-    def _is_remote(self) -> bool:
-        return is_url(self.root) or is_url(self.masks)
 
     def _is_mask(self, name: bytes, ending: str) -> bool:
         """Whether a file that was listed as an image is a mask, because one folder contains the other."""
@@ -168,19 +148,6 @@ class MaskFolderSource(FileSource):
             )
         if is_whole and (unused := len(masks) - len(images)):
             log.info("source %s: %d masks are ignored, because they have no image", redact(self.masks), unused)
-
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch([files.range(i) for files in (self._files, self._mask_files) for i in numbers])
-
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        data = self._storage.read([files.range(i) for files in (self._files, self._mask_files) for i in numbers])
-        results: list[Any] = []
-        for image, mask in zip(data[: len(numbers)], data[len(numbers) :], strict=True):
-            if isinstance(image, Exception) or isinstance(mask, Exception):
-                results.append(image if isinstance(image, Exception) else mask)
-            else:
-                results.append((image, Target(mask=mask)))
-        return results
 
     def _label_of(self, index: int) -> Target:
         return Target()

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, encode, some
-from gpuaug.source.index import Names, share
+from gpuaug.source.classes import class_mapping, encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import redact
-
-log = logging.getLogger("gpuaug")
 
 MOST_CLASSES = 1 << 31
 
@@ -74,31 +69,12 @@ class RowObjects:
         points = values.get("keypoints")
         self.num_keypoints: int | None = None if points is None else points.shape[1]
         self.table = ObjectTable(counts, sizes=sizes, **values)
-        damaged = sorted(reasons)
-        self._damaged = share(torch.from_numpy(np.array(damaged, dtype=np.int64)))
-        self._reasons = Names.of([[reasons[i].encode(errors="replace") for i in damaged]])
-        if damaged:
-            text = f"the objects of {len(damaged)} of {count} rows cannot be used; row {damaged[0]}: "
-            if len(damaged) == count:
-                raise SourceError(f"{text}{reasons[damaged[0]]}. Check the format of the objects.")
-            log.warning("source %s: %s%s", place, text, reasons[damaged[0]])
+        self.damaged = Damaged(reasons, count, place=place)
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of targets: boxes, and keypoints if an object has them."""
         return frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
-
-    def target(self, index: int, **more: Any) -> Target:
-        """The objects of row ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
-        target = self.table.target(index, **more)
-        return target if target.size and all(target.size) else replace(target, size=None)
-
-    def reason(self, index: int) -> str | None:
-        """Why the objects of row ``index`` cannot be used; None if they can."""
-        at = int(np.searchsorted(self._damaged.numpy(), index))
-        if at == len(self._damaged) or int(self._damaged[at]) != index:
-            return None
-        return self._reasons[at].decode()
 
     def _labels(
         self, fields: dict[str, _Field], classes: Mapping[str, int] | None, names: list[str] | None, place: str
@@ -112,14 +88,9 @@ class RowObjects:
             self.classes = found if self.classes is None else self.classes
             return labels
         numbers = _whole(values)
-        if names is None or classes is None or list(classes) == names:
+        if names is None or classes is None:
             return numbers
-        if unknown := [name for name in names if name not in classes]:
-            raise SourceError(
-                f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} of the objects in {place}: "
-                f"{some(unknown)}. Add them to `source.classes`."
-            )
-        return np.array([classes[name] for name in names], dtype=np.int64)[numbers]
+        return numbers_of(names, classes, f"of the objects in {place}")[numbers]
 
 
 class RowSource(ListedSource):
@@ -128,9 +99,6 @@ class RowSource(ListedSource):
     A subclass sets ``_has_masks``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
 
-    target_kinds: frozenset[str] = frozenset()
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
     _has_masks = False
     _objects: RowObjects | None = None
 
@@ -143,13 +111,12 @@ class RowSource(ListedSource):
         if column is not None:
             mapping = None if classes is None else class_mapping(classes)
             self._objects = RowObjects(
-                table.column(column), sizes=_sizes(table), classes=mapping, names=class_names(table.schema, column),
-                box_format=box_format, place=redact(self.root),
+                table.column(column), sizes=_sizes(table), classes=mapping, box_format=box_format,
+                names=class_names(table.schema, column, objects=True), place=redact(self.root),
             )  # fmt: skip
             self.target_kinds, self.num_keypoints = self._objects.kinds, self._objects.num_keypoints
             if self._objects.classes is not None:
-                self.classes = self._objects.classes
-                self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+                self._set_classes(self._objects.classes)
         if self._has_masks:
             self.target_kinds |= {"masks"}
 
@@ -157,7 +124,7 @@ class RowSource(ListedSource):
         """Bytes and label (or Target) of a sample. If the sample cannot be used, an error is returned instead."""
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        if self._objects is not None and (reason := self._objects.reason(index)) is not None:
+        if self._objects is not None and (reason := self._objects.damaged.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
         label = self._label_of(index)
         return image, replace(label, mask=mask) if self._has_masks else label
@@ -165,7 +132,7 @@ class RowSource(ListedSource):
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)
         if self._objects is not None:
-            return self._objects.target(index, label=label)
+            return self._objects.table.target(index, label=label)
         return Target(label=label) if self._has_masks else label
 
 
@@ -180,13 +147,15 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
     return np.where((sizes > 0).all(axis=1, keepdims=True) & (sizes < 2**31), sizes, 0)
 
 
-def class_names(schema: Any, column: str) -> list[str] | None:
-    """Names of the objects' classes, if ``datasets`` wrote them into the metadata of a schema."""
+def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
+    """Class names of a column, or of its objects; None if ``datasets`` did not write them into a schema's metadata."""
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
-        feature = feature.get("feature", feature)  # a list of structs
-        inner = feature[column_names(feature)["labels"]]
-        names = inner.get("feature", inner)["names"]
+        if objects:
+            feature = feature.get("feature", feature)  # a list of structs
+            feature = feature[column_names(feature)["labels"]]
+            feature = feature.get("feature", feature)
+        names = feature["names"]
         return [str(name) for name in names] if isinstance(names, list) and names else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -6,14 +6,13 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from xml.parsers import expat
 
 import numpy as np
 
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError
 from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
@@ -21,7 +20,7 @@ from gpuaug.source.classes import class_mapping
 from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, join, redact
 from gpuaug.source.remote.storage import Remote, Storage
 
@@ -84,8 +83,7 @@ class VocSource(AnnotatedSource):
         self.root = join(folder, "JPEGImages")
         self._storage = Storage(remote)
         began = time.monotonic()
-        self.class_to_idx = class_mapping(CLASSES if classes is None else classes)
-        self.classes = [*self.class_to_idx]
+        self._set_classes(class_mapping(CLASSES if classes is None else classes))
         tree = open_tree(self.root, self._storage, endings)
         known = by_stem((name for block in tree.images(None) for name in block), endings, root=self.root)
         tree.warn()
@@ -120,11 +118,7 @@ class VocSource(AnnotatedSource):
             counts, boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4), labels=np.array(labels, dtype=np.int64),
             sizes=sizes,
         )  # fmt: skip
-        self._set_damaged(reasons)
-
-    def _label_of(self, index: int) -> Target:
-        target = self._objects.target(index)
-        return target if target.size and all(target.size) else replace(target, size=None)
+        self._damaged = Damaged(reasons, len(paths), place=redact(self.root))
 
 
 @dataclass(slots=True)

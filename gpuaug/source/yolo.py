@@ -10,18 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gpuaug import checks
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, numbers_of, some
 from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.remote.storage import FileInfo, Remote, Storage
 from gpuaug.source.yolo_labels import Rules, parse
@@ -176,18 +174,12 @@ class YoloSource(AnnotatedSource):
         if missing:
             log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
         labels = found.labels
-        if names is not None and given is not None and names != [*given]:
-            if unknown := [name for name in names if name not in given]:
-                raise SourceError(
-                    f"`source.classes` has {len(given)} classes, but lacks {len(unknown)} of the classes in "
-                    f"{described.place!r}: {some(unknown)}. Add them to `source.classes`."
-                )
-            labels = np.array([given[name] for name in names])[labels]
-        if names is not None or given is not None:
-            self.class_to_idx = given or {name: i for i, name in enumerate(names or ())}
-            self.classes = [*self.class_to_idx]
+        if names is not None and given is not None:
+            labels = numbers_of(names, given, f"of the classes in {described.place!r}")[labels]
+        if (known := given or names) is not None:
+            self._set_classes(known)
         self._objects = ObjectTable(found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints)
-        self._set_damaged(found.reasons)
+        self._damaged = Damaged(found.reasons, count, place=redact(self.root))
 
     def _label_of(self, index: int) -> Target:
         return self._objects.target(index, fractions=True)
