@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from gpuaug.batch import Target
 from gpuaug.errors import GpuaugError
 from gpuaug.source.files import FileSource
 from gpuaug.source.objects import Damaged, ObjectTable
@@ -15,7 +14,7 @@ from gpuaug.source.paths import redact
 
 
 class AnnotatedSource(FileSource):
-    """Image files with one :class:`Target` each. A sample with bad annotations is a fault when it is read.
+    """Image files with one :class:`~gpuaug.Target` each. A sample with bad annotations is a fault when it is read.
 
     A subclass also sets ``_objects`` and ``_damaged``.
     """
@@ -30,15 +29,8 @@ class AnnotatedSource(FileSource):
         named = "" if self.classes is None else f", {len(self.classes)} classes"
         return f"{type(self).__name__}({redact(self.root)!r}: {len(self)} images, {total} objects{named})"
 
-    def objects_digest(self) -> str:
-        """Hash of all objects."""
-        return self._objects.digest()
-
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         found = {i: reason for i in numbers if (reason := self._damaged.reason(i)) is not None}
         usable = [i for i in numbers if i not in found]
         results = iter(super()._read(usable) if usable else ())
         return [GpuaugError(found[i]) if i in found else next(results) for i in numbers]
-
-    def _label_of(self, index: int) -> Target:
-        return self._objects.target(index)

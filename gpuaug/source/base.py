@@ -9,7 +9,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, share
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
+
+if TYPE_CHECKING:  # it imports this module
+    from gpuaug.source.objects import Damaged, ObjectTable
 
 log = logging.getLogger("gpuaug")
 
@@ -45,6 +48,8 @@ class ListedSource:
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
+    _objects: ObjectTable | None = None
+    _damaged: Damaged | None = None  # samples with objects that cannot be used
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
 
@@ -112,6 +117,10 @@ class ListedSource:
             self._digest = self._names.digest()
         return self._digest
 
+    def objects_digest(self) -> str | None:
+        """Hash of all objects; None if there are none."""
+        return None if self._objects is None else self._objects.digest()
+
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         results = self._storage.read(self._ranges(numbers))
         return [
@@ -130,8 +139,10 @@ class ListedSource:
 
     def _label_of(self, index: int) -> Any:
         if self.labels is not None:
-            return int(self.labels.numpy()[index])
-        return None if self._targets is None else self._targets.numpy()[index].tolist()
+            label: Any = int(self.labels.numpy()[index])
+        else:
+            label = None if self._targets is None else self._targets.numpy()[index].tolist()
+        return label if self._objects is None else self._objects.target(index, label=label)
 
     def _check(self, index: int) -> int:
         index = operator.index(index)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
+from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, numbers_of, some
 from gpuaug.source.coco_json import Annotations, mirror_images, parse, refused
-from gpuaug.source.files import Files, FileSource
+from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -31,7 +31,7 @@ from gpuaug.source.segmentations import Segmentations, import_pycocotools
 PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
 
 
-class CocoSource(FileSource):
+class CocoSource(AnnotatedSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
@@ -93,10 +93,6 @@ class CocoSource(FileSource):
         self._set_objects(parsed, empty, place)
         self._activate(subset, exclude, began=began)
 
-    def objects_digest(self) -> str:
-        """Hash of all objects."""
-        return self._table.digest()
-
     def _set_objects(self, parsed: Annotations, empty: str, place: str) -> None:
         kept = np.flatnonzero(parsed.counts) if empty == "drop" else np.arange(len(parsed.names))
         if not len(kept):
@@ -122,50 +118,43 @@ class CocoSource(FileSource):
         kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": parsed.keypoints is not None}
         self.target_kinds = frozenset(name for name, has in kinds.items() if has)
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
-        self._table = ObjectTable(
+        self._objects = ObjectTable(
             parsed.counts[kept], boxes=parsed.boxes, labels=numbers[parsed.labels], keypoints=parsed.keypoints,
             crowd=parsed.crowd, area=parsed.area, ids=parsed.ids, sizes=parsed.sizes[kept],
         )  # fmt: skip
-
-    def _label_of(self, index: int) -> Target:
-        return self._table.target(index)
+        self._damaged = Damaged(_reasons(parsed, parsed.counts[kept]), len(kept), place=redact(self.root))
 
     def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
         item = super()._sample(index, image, mask)
         if isinstance(item, Exception):
             return item
+        if self._outlines is None:
+            return item
         _, target = item
-        ids = range(len(target.boxes)) if target.ids is None else target.ids
+        begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
+        ids = range(end - begin) if target.ids is None else target.ids
         try:
-            _check_objects(target, ids)
-            if self._outlines is not None:
-                begin, end = self._table.bounds.numpy()[index : index + 2].tolist()
-                drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
-                target = replace(target, mask=runs.encode(drawn))
+            drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
         except GpuaugError as error:
             return error
-        return image, target
+        return image, replace(target, mask=runs.encode(drawn))
 
 
-def _check_objects(target: Target, ids: Sequence[int]) -> None:
-    """GpuaugError if a box is inverted or not finite, or a keypoint is damaged."""
-    boxes = target.boxes
-    valid = np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1)
-    if not valid.all():
-        at = int(valid.argmin())
-        x1, y1, x2, y2 = boxes[at].tolist()
-        raise GpuaugError(
-            f"the box of annotation {ids[at]} must be finite, with sides >= 0. Found: x {x1:g} .. {x2:g}, y {y1:g} .. "
-            f"{y2:g}"
-        )
-    if target.keypoints is None:
-        return
-    points = target.keypoints
-    valid = (np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))).all(1)
-    if not valid.all():
-        raise GpuaugError(
-            f"the keypoints of annotation {ids[int(valid.argmin())]} must be finite, with visibility 0, 1 or 2"
-        )
+def _reasons(parsed: Annotations, counts: NDArray[np.int64]) -> dict[int, str]:
+    """Why samples cannot be used: a box is inverted or not finite, or a keypoint is damaged."""
+    sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
+    number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if parsed.ids is None else parsed.ids
+    boxes, points = parsed.boxes, parsed.keypoints
+    for k in np.flatnonzero(~(np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1))).tolist():
+        x1, y1, x2, y2 = boxes[k].tolist()
+        text = f"must be finite, with sides >= 0. Found: x {x1:g} .. {x2:g}, y {y1:g} .. {y2:g}"
+        reasons.setdefault(int(sample[k]), f"the box of annotation {number[k]} {text}")
+    if points is not None:
+        valid = (np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))).all(1)
+        for k in np.flatnonzero(~valid).tolist():
+            text = f"the keypoints of annotation {number[k]} must be finite, with visibility 0, 1 or 2"
+            reasons.setdefault(int(sample[k]), text)
+    return reasons
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:
@@ -177,8 +166,7 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
         raise ConfigError(f"`source.annotations` must be a path, a URL, or null. Found: {name!r}.")
     text = os.fspath(name)
     if text.split("?", 1)[0].lower().endswith(".json"):
-        rooted = is_url(text) or os.path.isabs(os.path.expanduser(text))
-        return absolute(text if rooted else join(root, text), key="source.annotations")
+        return absolute(text, key="source.annotations", below=root)
     if split is None:
         raise ConfigError("`source.split` must be set, or `source.annotations` must be the path of a .json file.")
     return join(root, f"annotations/{text}_{split}.json")

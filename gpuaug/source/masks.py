@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from gpuaug import checks
 from gpuaug.batch import Target
@@ -16,7 +15,7 @@ from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, by_stem, listed, open_tree, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.paths import absolute, is_url, join, redact
+from gpuaug.source.paths import absolute, redact
 from gpuaug.source.remote.storage import Remote, Storage
 
 log = logging.getLogger("gpuaug")
@@ -85,7 +84,8 @@ class MaskFolderSource(FileSource):
         endings, mask_endings = extensions_of(extensions), extensions_of([checks.text(
             "source.mask_extension", mask_extension)])  # fmt: skip
         self._storage = Storage(remote)
-        self.root, self.masks = _place(root, images, "source.images"), _place(root, masks, "source.masks")
+        self.root = absolute(images, key="source.images", below=root)
+        self.masks = absolute(masks, key="source.masks", below=root)
         began = time.monotonic()
         tree = open_tree(self.root, self._storage, endings, key="source.images")
         mask_tree = open_tree(self.masks, self._storage, mask_endings, key="source.masks")
@@ -99,7 +99,7 @@ class MaskFolderSource(FileSource):
         tree.warn()
         mask_tree.warn()
         if list is not None:
-            file = _place(root, list, "source.list")
+            file = absolute(list, key="source.list", below=root)
             stems = read_list(file, self._storage, key="source.list")
             pictures = dict(zip(stems, listed(stems, pictures, place=file, root=self.root), strict=True))
         if not pictures:
@@ -151,11 +151,3 @@ class MaskFolderSource(FileSource):
 
     def _label_of(self, index: int) -> Target:
         return Target()
-
-
-def _place(root: Any, value: Any, key: str) -> str:
-    """A path or URL, relative to ``root`` unless it is absolute."""
-    place = absolute(value, key=key)
-    if root is None or is_url(place) or os.path.isabs(os.path.expanduser(os.fspath(value))):
-        return place
-    return absolute(join(absolute(root), os.fspath(value)), key=key)

@@ -67,6 +67,11 @@ class ObjectTable:
         """Number of objects."""
         return int(self.bounds[-1])
 
+    @property
+    def num_keypoints(self) -> int | None:
+        """Number of keypoints of an object; None without keypoints."""
+        return self._columns["keypoints"].shape[1] if "keypoints" in self._columns else None
+
     def target(self, index: int, **more: Any) -> Target:
         """The objects of sample ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
         begin, end = self.bounds.numpy()[index : index + 2].tolist()

@@ -122,7 +122,7 @@ class PackedSource(ListedSource):
 
     def objects_digest(self) -> str:
         """Hash of all objects, at the sizes that are read."""
-        return " ".join(table.digest() for table in self._objects.values())
+        return " ".join(table.digest() for table in self._tables.values())
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
@@ -177,9 +177,9 @@ class PackedSource(ListedSource):
         label = super()._label_of(number)
         if not self.target_kinds:
             return label
-        if not self._objects:
+        if not self._tables:
             return Target(label=label)
-        return self._objects[self.used[position]].target(number, label=label)
+        return self._tables[self.used[position]].target(number, label=label)
 
     def _range(self, index: int) -> Range:
         size, shard, begin, length = self._locate(index)
@@ -256,14 +256,14 @@ class PackedSource(ListedSource):
         self.target_kinds = frozenset(described["kinds"])
         self.flip_pairs = None if flip is None else tuple(flip)
         self.panoptic: bool = described["panoptic"]
-        self._mask_begins, self._mask_bytes, self._objects = dict[Size, Tensor](), dict[Size, Tensor](), {}
+        self._mask_begins, self._mask_bytes, self._tables = dict[Size, Tensor](), dict[Size, Tensor](), {}
         if "masks" in self.target_kinds:
             self._mask_begins, self._mask_bytes = self._places("mask_offsets", "mask_lengths")
             ends = {size: self._begins[size] + self._bytes[size] for size in self.used}
             if any((self._mask_begins[size] < ends[size]).any() for size in self.used):
                 raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")
         if self.target_kinds - {"masks"}:
-            self._objects = self._read_objects()
+            self._tables = self._read_objects()
 
     def _read_objects(self) -> dict[Size, ObjectTable]:
         bounds = self._array("index/object_bounds.npy", np.int64, self.total + 1)

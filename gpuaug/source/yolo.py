@@ -200,12 +200,7 @@ class _Data:
 def _read_data(root: str, data: Any, storage: Storage) -> _Data:
     import yaml  # here, because workers do not need it
 
-    if data is None:
-        file = join(root, "data.yaml")
-    else:
-        file = absolute(data, key="source.data")
-        if not is_url(file) and not os.path.isabs(os.path.expanduser(os.fspath(data))):
-            file = join(root, os.fspath(data))
+    file = absolute("data.yaml" if data is None else data, key="source.data", below=root)
     try:
         text = read_text(file, storage)
     except (FileNotFoundError, NotADirectoryError) as error:

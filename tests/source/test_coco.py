@@ -277,7 +277,7 @@ def test_a_label_is_known_without_reading(tmp_path):
     assert label.mask is None
     assert label.labels.tolist() == [0]
     with pytest.raises(FileNotFoundError):
-        source[0]
+        source[1]
 
 
 def test_a_pickled_source_is_the_same_and_all_arrays_are_shared(tmp_path):

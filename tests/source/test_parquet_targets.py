@@ -92,7 +92,7 @@ def test_every_form_of_objects(tmp_path, form):
         assert image == scene(number)[0]
         same(target, scene(number)[1])
         same(source.label(i), gpuaug.Target(**{name: getattr(target, name) for name in NAMES}, size=target.size))
-    assert source._objects.table.bounds.is_shared()
+    assert source._objects.bounds.is_shared()
     assert len(source.objects_digest()) == 32
 
 
