@@ -72,7 +72,12 @@ class ListedSource:
         return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact(self.root)!r}: {len(self)} images, {self.num_classes} classes)"
+        parts = [f"{len(self)} images{' with masks' if 'masks' in self.target_kinds else ''}"]
+        if self._objects is not None:
+            counts = np.diff(self._objects.bounds.numpy())
+            parts.append(f"{counts.sum() if self.indices is None else counts[self.indices.numpy()].sum()} objects")
+        parts += [] if self.num_classes is None else [f"{self.num_classes} classes"]
+        return f"{type(self).__name__}({redact(self.root)!r}: {', '.join(parts)})"
 
     @property
     def num_classes(self) -> int | None:

@@ -15,11 +15,10 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
-from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, numbers_of, some
 from gpuaug.source.coco_json import Annotations, mirror_images, parse, refused
-from gpuaug.source.files import Files
+from gpuaug.source.files import Files, FileSource
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
 from gpuaug.source.objects import Damaged, ObjectTable
@@ -31,7 +30,7 @@ from gpuaug.source.segmentations import Segmentations, import_pycocotools
 PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
 
 
-class CocoSource(AnnotatedSource):
+class CocoSource(FileSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.

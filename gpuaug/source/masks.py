@@ -12,7 +12,7 @@ from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, by_stem, listed, open_tree, read_list
+from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.paths import absolute, redact
@@ -89,15 +89,9 @@ class MaskFolderSource(FileSource):
         began = time.monotonic()
         tree = open_tree(self.root, self._storage, endings, key="source.images")
         mask_tree = open_tree(self.masks, self._storage, mask_endings, key="source.masks")
-        pictures = self._pictures(tree, endings, image_suffix, mask_suffix + mask_endings[0])
-        known = by_stem(
-            (name for block in mask_tree.images(None) for name in block),
-            mask_endings,
-            suffix=mask_suffix,
-            root=self.masks,
-        )
-        tree.warn()
-        mask_tree.warn()
+        mask_ending = mask_suffix + mask_endings[0]
+        pictures = by_stem(tree, suffix=image_suffix, skip=lambda name: self._is_mask(name, mask_ending))
+        known = by_stem(mask_tree, suffix=mask_suffix)
         if list is not None:
             file = absolute(list, key="source.list", below=root)
             stems = read_list(file, self._storage, key="source.list")
@@ -107,7 +101,7 @@ class MaskFolderSource(FileSource):
                 f"no images in {redact(self.root)!r}: no file below it ends in {image_suffix}"
                 f"{f', {image_suffix}'.join(endings)}."
             )
-        self._check_pairs(pictures, known, mask_suffix + mask_endings[0], is_whole=list is None)
+        self._check_pairs(pictures, known, mask_ending, is_whole=list is None)
         self._names = Names.of([[*pictures.values()]])
         self._files = Files(self.root, self._names, self._storage, tree.files)
         mask_names = Names.of([[known[stem] for stem in pictures]])
@@ -116,24 +110,8 @@ class MaskFolderSource(FileSource):
             self._set_classes(class_mapping(classes))
         self._activate(subset, exclude, began=began)
 
-    def _pictures(
-        self, tree: LocalTree | UrlTree, endings: tuple[str, ...], suffix: str, mask_ending: str
-    ) -> dict[str, bytes]:
-        """Maps the path of each image, without suffix and extension, to its full name."""
-        names = [name for block in tree.images(None) for name in block if not self._is_mask(name, mask_ending)]
-        pictures = by_stem(names, endings, suffix=suffix, root=self.root)
-        if ignored := len(names) - len(pictures):
-            place = redact(self.root)
-            log.info("source %s: %d images are ignored, because their names do not end in %r", place, ignored, suffix)
-        return pictures
-
-    def __repr__(self) -> str:
-        named = "" if self.classes is None else f", {len(self.classes)} classes"
-        return f"MaskFolderSource({redact(self.root)!r}: {len(self)} images with masks{named})"
-
-    def _is_mask(self, name: bytes, ending: str) -> bool:
+    def _is_mask(self, text: str, ending: str) -> bool:
         """Whether a file that was listed as an image is a mask, because one folder contains the other."""
-        text = os.fsdecode(name)
         if self.masks == self.root:
             return text.lower().endswith(ending.lower())
         return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")

@@ -32,6 +32,7 @@ class ObjectTable:
         area: float [N]; None: not known.
         ids: int [N]; None: not known.
         sizes: int [samples, 2], (height, width) that the annotations were made for; None or 0: not known.
+        fractions: whether coordinates are fractions of the image's sides instead of pixels.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class ObjectTable:
         area: NDArray[Any] | None = None,
         ids: NDArray[Any] | None = None,
         sizes: NDArray[Any] | None = None,
+        fractions: bool = False,
     ) -> None:
+        self._fractions = fractions
         self.bounds = bounds_of(np.asarray(counts).tolist())
         small = np.int16 if not len(labels) or int(np.max(labels)) < 2**15 else np.int32
         crowd = None if crowd is None or not crowd.any() else crowd
@@ -78,7 +81,7 @@ class ObjectTable:
         columns: dict[str, Any] = {name: column.numpy()[begin:end] for name, column in self._columns.items()}
         if self.sizes is not None and all(size := self.sizes.numpy()[index].tolist()):
             more["size"] = tuple(size)
-        return Target(**columns, **more)
+        return Target(**columns, **more, fractions=self._fractions)
 
     def digest(self) -> str:
         """Hash of all objects."""

@@ -14,10 +14,9 @@ import numpy as np
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError
-from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping
-from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list, texts
+from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.objects import Damaged, ObjectTable
@@ -32,7 +31,7 @@ DEEPEST = 16  # levels of an XML file; VOC has 5
 LARGEST_PIXEL = 1 << 24  # above it, float32 has no half pixels
 
 
-class VocSource(AnnotatedSource):
+class VocSource(FileSource):
     """Images and boxes in the folders of Pascal VOC.
 
     The image ``<root>/<year>/JPEGImages/1.jpg`` has the objects in ``Annotations/1.xml``. The images of a split are the
@@ -61,6 +60,8 @@ class VocSource(AnnotatedSource):
     >>> boxes, labels = target.boxes, target.labels
     """
 
+    target_kinds = frozenset({"boxes"})
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -85,8 +86,7 @@ class VocSource(AnnotatedSource):
         began = time.monotonic()
         self._set_classes(class_mapping(CLASSES if classes is None else classes))
         tree = open_tree(self.root, self._storage, endings)
-        known = by_stem((name for block in tree.images(None) for name in block), endings, root=self.root)
-        tree.warn()
+        known = by_stem(tree)
         file = join(folder, f"ImageSets/Main/{split}.txt")
         stems = read_list(file, self._storage, key="source.split")
         self._names = Names.of([listed(stems, known, place=file, root=self.root)])

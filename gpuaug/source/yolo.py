@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, numbers_of, some
-from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
+from gpuaug.source.files import Files, FileSource, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.objects import Damaged, ObjectTable
@@ -31,7 +29,7 @@ MOST_CLASSES = 1 << 20
 MOST_KEYPOINTS = 1 << 12
 
 
-class YoloSource(AnnotatedSource):
+class YoloSource(FileSource):
     """Images with YOLO's label files, as ultralytics reads them.
 
     The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: in the full path, the last ``/images/``
@@ -66,6 +64,8 @@ class YoloSource(AnnotatedSource):
     >>> data, target = source[0]
     >>> boxes, labels = target.boxes, target.labels
     """
+
+    target_kinds = frozenset({"boxes"})
 
     def __init__(
         self,
@@ -178,11 +178,10 @@ class YoloSource(AnnotatedSource):
             labels = numbers_of(names, given, f"of the classes in {described.place!r}")[labels]
         if (known := given or names) is not None:
             self._set_classes(known)
-        self._objects = ObjectTable(found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints)
+        self._objects = ObjectTable(
+            found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints, fractions=True
+        )
         self._damaged = Damaged(found.reasons, count, place=redact(self.root))
-
-    def _label_of(self, index: int) -> Target:
-        return self._objects.target(index, fractions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
