@@ -60,6 +60,8 @@ class CocoSource(FileSource):
     >>> data, target = source[0]
     """
 
+    _objects: ObjectTable
+
     def __init__(
         self,
         root: str | os.PathLike[str],
