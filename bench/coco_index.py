@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 ROWS = {
     "boxes": {},
@@ -90,8 +91,20 @@ def measure(folder: Path, parser: str = "msgspec", **settings: Any) -> dict[str,
     os.waitpid(child, 0)
     worker = int(os.read(out, 100))
     return {
-        "seconds": seconds, "bytes": source.nbytes, "images": len(source), "peak": 1024 * peak, "worker": worker,
+        "seconds": seconds, "bytes": index_bytes(source), "images": len(source), "peak": 1024 * peak, "worker": worker,
     }  # fmt: skip
+
+
+def index_bytes(source: Any) -> int:
+    """Bytes of the tensors of a source, which all processes of a machine share."""
+    tensors, waiting = dict[int, int](), [source]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, torch.Tensor):
+            tensors[thing.data_ptr()] = thing.nbytes
+        elif isinstance(thing, dict) or hasattr(thing, "__dict__"):
+            waiting += (thing if isinstance(thing, dict) else vars(thing)).values()
+    return sum(tensors.values())
 
 
 def private_bytes() -> int:

@@ -8,8 +8,8 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, share
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
+
+if TYPE_CHECKING:  # it imports this module
+    from gpuaug.source.objects import Damaged, ObjectTable
 
 log = logging.getLogger("gpuaug")
 
@@ -38,10 +41,15 @@ class ListedSource:
     root: str
     indices: Tensor | None = None
     labels: Tensor | None = None
+    target_kinds: frozenset[str] = frozenset()
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
     classes: list[str] | None = None
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
+    _objects: ObjectTable | None = None
+    _damaged: Damaged | None = None  # samples with objects that cannot be used
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
 
@@ -64,7 +72,12 @@ class ListedSource:
         return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact(self.root)!r}: {len(self)} images, {self.num_classes} classes)"
+        parts = [f"{len(self)} images{' with masks' if 'masks' in self.target_kinds else ''}"]
+        if self._objects is not None:
+            counts = np.diff(self._objects.bounds.numpy())
+            parts.append(f"{counts.sum() if self.indices is None else counts[self.indices.numpy()].sum()} objects")
+        parts += [] if self.num_classes is None else [f"{self.num_classes} classes"]
+        return f"{type(self).__name__}({redact(self.root)!r}: {', '.join(parts)})"
 
     @property
     def num_classes(self) -> int | None:
@@ -81,19 +94,26 @@ class ListedSource:
 
         None for local files, which are read one by one.
         """
-        return self._read if is_url(self.root) else None
+        return self._read if self._is_remote else None
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
         """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
-        return self._prefetch if is_url(self.root) and type(self)._range is not ListedSource._range else None
+        return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
+
+    @property
+    def _is_remote(self) -> bool:
+        return is_url(self.root)
 
     def key(self, index: int) -> str:
         """Path of sample ``index`` relative to ``root``, with ``/``. Other bytes than UTF-8 use ``surrogateescape``."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:
-        """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no image."""
+        """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no file.
+
+        If samples have targets, it is a :class:`~gpuaug.Target` without the masks that are files.
+        """
         return self._label_of(self._check(index))
 
     def digest(self) -> str:
@@ -102,23 +122,32 @@ class ListedSource:
             self._digest = self._names.digest()
         return self._digest
 
+    def objects_digest(self) -> str | None:
+        """Hash of all objects; None if there are none."""
+        return None if self._objects is None else self._objects.digest()
+
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        results = self._storage.read([self._range(i) for i in numbers])
+        results = self._storage.read(self._ranges(numbers))
         return [
             result if isinstance(result, Exception) else (result, self._label_of(i))
             for i, result in zip(numbers, results, strict=True)
         ]
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch([self._range(i) for i in numbers])
+        self._storage.prefetch(self._ranges(numbers))
+
+    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
+        return [self._range(i) for i in numbers]
 
     def _range(self, index: int) -> Range:
         raise NotImplementedError
 
     def _label_of(self, index: int) -> Any:
         if self.labels is not None:
-            return int(self.labels.numpy()[index])
-        return None if self._targets is None else self._targets.numpy()[index].tolist()
+            label: Any = int(self.labels.numpy()[index])
+        else:
+            label = None if self._targets is None else self._targets.numpy()[index].tolist()
+        return label if self._objects is None else self._objects.target(index, label=label)
 
     def _check(self, index: int) -> int:
         index = operator.index(index)
@@ -151,7 +180,12 @@ class ListedSource:
         else:
             self._targets = tensor
         if known is not None:
-            self.classes, self.class_to_idx = known, {name: label for label, name in enumerate(known)}
+            self._set_classes(known)
+
+    def _set_classes(self, names: Iterable[str]) -> None:
+        """Set the class names, in the order of their labels."""
+        self.classes = list(names)
+        self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
         """Select samples by ``subset`` and ``exclude``, and log their number."""

@@ -47,6 +47,17 @@ def class_mapping(classes: Any) -> dict[str, int]:
     return dict(sorted(zip(names, numbers, strict=True), key=lambda item: item[1]))
 
 
+def numbers_of(
+    names: Sequence[str], classes: Mapping[str, int], what: str, *, remedy: str = "Add them to `source.classes`."
+) -> NDArray[np.int64]:
+    """The label of each name in ``classes``, int64; SourceError if some are missing. ``what``: the names, in words."""
+    if unknown := [name for name in names if name not in classes]:
+        raise SourceError(
+            f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {some(unknown)}. {remedy}"
+        )
+    return np.array([classes[name] for name in names], dtype=np.int64)
+
+
 def label_column(
     label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], place: str, remedy: str
 ) -> str | None:
@@ -138,11 +149,7 @@ def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
 def _mapping(names: set[str], classes: Mapping[str, int] | None, place: str) -> Mapping[str, int]:
     if classes is None:
         return {name: label for label, name in enumerate(sorted(names))}
-    if unknown := sorted(name for name in names if name not in classes):
-        raise SourceError(
-            f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} labels of {place!r}: "
-            f"{some(unknown)}. Add them to `source.classes`."
-        )
+    numbers_of(sorted(names), classes, f"labels of {place!r}")
     return classes
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
-from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.base import Classes
+from gpuaug.source.classes import class_mapping, numbers_of, some
 from gpuaug.source.coco_json import Annotations, mirror_images, parse, refused
+from gpuaug.source.files import Files, FileSource
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -30,7 +30,7 @@ from gpuaug.source.segmentations import Segmentations, import_pycocotools
 PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
 
 
-class CocoSource(ListedSource):
+class CocoSource(FileSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
@@ -60,6 +60,8 @@ class CocoSource(ListedSource):
     >>> data, target = source[0]
     """
 
+    _objects: ObjectTable
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -88,40 +90,9 @@ class CocoSource(ListedSource):
         if not is_url(self.root) and not os.path.isdir(self.root):
             raise SourceError(f"the folder of images does not exist: {self.root!r}. Set `source.root`, `source.split`.")
         parsed = parse(_read_file(place, self._storage), masks=masks, place=place)
-        self._set_classes(parsed.categories, mapping, place)
+        self._set_classes(parsed.categories if mapping is None else mapping)
         self._set_objects(parsed, empty, place)
         self._activate(subset, exclude, began=began)
-
-    @property
-    def target_kinds(self) -> frozenset[str]:
-        """Boxes, and also masks and keypoints if the files have them."""
-        kinds = {"masks": self.masks is not None, "keypoints": self.num_keypoints is not None}
-        return frozenset({"boxes", *(name for name, has in kinds.items() if has)})
-
-    def objects_digest(self) -> str:
-        """Hash of all objects."""
-        return self._table.digest()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index, which all processes of a machine share."""
-        tensors = [self._names.blob, self._names.offsets, self.image_ids]
-        tensors += [] if self._pngs is None else [self._pngs.blob, self._pngs.offsets]
-        outlines = 0 if self._outlines is None else self._outlines.nbytes
-        return sum(tensor.nbytes for tensor in tensors) + self._table.nbytes + outlines
-
-    def label(self, index: int) -> Target:
-        """Objects of sample ``index``, without its mask and without checks. Reads nothing."""
-        return self._table.target(self._check(index))
-
-    def _set_classes(self, names: list[str], mapping: dict[str, int] | None, place: str) -> None:
-        mapping = {name: label for label, name in enumerate(names)} if mapping is None else mapping
-        if unknown := [name for name in names if name not in mapping]:
-            raise SourceError(
-                f"`source.classes` has {len(mapping)} classes, but lacks {len(unknown)} of the {len(names)} categories "
-                f"in {redact(place)!r}: {some(unknown)}. Add them to `source.classes`."
-            )
-        self.classes, self.class_to_idx = list(mapping), mapping
 
     def _set_objects(self, parsed: Annotations, empty: str, place: str) -> None:
         kept = np.flatnonzero(parsed.counts) if empty == "drop" else np.arange(len(parsed.names))
@@ -129,7 +100,8 @@ class CocoSource(ListedSource):
             raise SourceError(f"no image in {redact(place)!r} has objects, and `source.empty` is drop.")
         self._names = Names.of([[parsed.names[i] for i in kept.tolist()]])
         self.image_ids = share(torch.from_numpy(parsed.image_ids[kept]))  # int64 [N]
-        self._outlines = self._pngs = None
+        self._files = Files(self.root, self._names, self._storage)
+        self._outlines = None
         if self.masks == "instances":
             try:
                 self._outlines = Segmentations(parsed.outlines)
@@ -140,71 +112,50 @@ class CocoSource(ListedSource):
             if b"" in names:
                 first = parsed.image_ids[kept[names.index(b"")]]
                 raise refused(place, f"image {first} has no mask, and `source.empty` is keep")
-            self._pngs, self._png_folder = Names.of([names]), _png_folder(place, self.root)
-        assert self.class_to_idx is not None
-        numbers = np.array([self.class_to_idx[name] for name in parsed.categories], dtype=np.int64)
+            self._mask_files = Files(_png_folder(place, self.root), Names.of([names]), self._storage)
+        what = f"of the {len(parsed.categories)} categories in {redact(place)!r}"
+        numbers = numbers_of(parsed.categories, self.class_to_idx or {}, what)
         self.num_keypoints = None if parsed.keypoints is None else parsed.keypoints.shape[1]
+        kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": parsed.keypoints is not None}
+        self.target_kinds = frozenset(name for name, has in kinds.items() if has)
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
-        self._table = ObjectTable(
+        self._objects = ObjectTable(
             parsed.counts[kept], boxes=parsed.boxes, labels=numbers[parsed.labels], keypoints=parsed.keypoints,
             crowd=parsed.crowd, area=parsed.area, ids=parsed.ids, sizes=parsed.sizes[kept],
         )  # fmt: skip
+        self._damaged = Damaged(_reasons(parsed, parsed.counts[kept]), len(kept), place=redact(self.root))
 
-    def _range(self, index: int) -> Range:
-        return Range(join(self.root, os.fsdecode(self._names[index])), image=0)
-
-    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        """Locations of the images. If masks are files, their locations follow."""
-        ranges = [self._range(i) for i in numbers]
-        if self._pngs is not None:
-            ranges += [Range(join(self._png_folder, os.fsdecode(self._pngs[i])), image=0) for i in numbers]
-        return ranges
-
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        results = self._storage.read(self._ranges(numbers))
-        masks: list[Any] = results[len(numbers) :] or [None] * len(numbers)
-        return [self._sample(i, *parts) for i, *parts in zip(numbers, results, masks, strict=False)]
-
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch(self._ranges(numbers))
-
-    def _sample(self, index: int, image: Any, mask: Any) -> Any:
-        """Bytes and target, or the exception if the sample cannot be used."""
-        for part in (image, mask):
-            if isinstance(part, Exception):
-                return part
-        target = self._table.target(index, mask=mask)
-        ids = range(len(target.boxes)) if target.ids is None else target.ids
+    def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
+        item = super()._sample(index, image, mask)
+        if isinstance(item, Exception):
+            return item
+        if self._outlines is None:
+            return item
+        _, target = item
+        begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
+        ids = range(end - begin) if target.ids is None else target.ids
         try:
-            _check_objects(target, ids)
-            if self._outlines is not None:
-                begin, end = self._table.bounds.numpy()[index : index + 2].tolist()
-                drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
-                return image, replace(target, mask=runs.encode(drawn))
+            drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
         except GpuaugError as error:
             return error
-        return image, target
+        return image, replace(target, mask=runs.encode(drawn))
 
 
-def _check_objects(target: Target, ids: Sequence[int]) -> None:
-    """GpuaugError if a box is inverted or not finite, or a keypoint is damaged."""
-    boxes = target.boxes
-    valid = np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1)
-    if not valid.all():
-        at = int(valid.argmin())
-        x1, y1, x2, y2 = boxes[at].tolist()
-        raise GpuaugError(
-            f"the box of annotation {ids[at]} must be finite, with sides >= 0. Found: x {x1:g} .. {x2:g}, y {y1:g} .. "
-            f"{y2:g}"
-        )
-    if target.keypoints is None:
-        return
-    points = target.keypoints
-    valid = (np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))).all(1)
-    if not valid.all():
-        raise GpuaugError(
-            f"the keypoints of annotation {ids[int(valid.argmin())]} must be finite, with visibility 0, 1 or 2"
-        )
+def _reasons(parsed: Annotations, counts: NDArray[np.int64]) -> dict[int, str]:
+    """Why samples cannot be used: a box is inverted or not finite, or a keypoint is damaged."""
+    sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
+    number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if parsed.ids is None else parsed.ids
+    boxes, points = parsed.boxes, parsed.keypoints
+    for k in np.flatnonzero(~(np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1))).tolist():
+        x1, y1, x2, y2 = boxes[k].tolist()
+        text = f"must be finite, with sides >= 0. Found: x {x1:g} .. {x2:g}, y {y1:g} .. {y2:g}"
+        reasons.setdefault(int(sample[k]), f"the box of annotation {number[k]} {text}")
+    if points is not None:
+        valid = (np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))).all(1)
+        for k in np.flatnonzero(~valid).tolist():
+            text = f"the keypoints of annotation {number[k]} must be finite, with visibility 0, 1 or 2"
+            reasons.setdefault(int(sample[k]), text)
+    return reasons
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:
@@ -216,8 +167,7 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
         raise ConfigError(f"`source.annotations` must be a path, a URL, or null. Found: {name!r}.")
     text = os.fspath(name)
     if text.split("?", 1)[0].lower().endswith(".json"):
-        rooted = is_url(text) or os.path.isabs(os.path.expanduser(text))
-        return absolute(text if rooted else join(root, text), key="source.annotations")
+        return absolute(text, key="source.annotations", below=root)
     if split is None:
         raise ConfigError("`source.split` must be set, or `source.annotations` must be the path of a .json file.")
     return join(root, f"annotations/{text}_{split}.json")

@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from gpuaug.errors import GpuaugError, SourceError
@@ -63,7 +64,7 @@ class Files:
 
     def read(self, index: int) -> bytes:
         """The bytes of a local file; OSError if it cannot be read."""
-        return read_file(os.path.join(os.fsencode(self.root), self.names[index]), image=True)
+        return read_file(join(self.root, os.fsdecode(self.names[index])), image=True)
 
 
 def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]:
@@ -127,26 +128,36 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
     return lines
 
 
-def by_stem(names: Iterable[bytes], endings: Sequence[str], *, suffix: str = "", root: str) -> dict[str, bytes]:
-    """Maps paths without ``suffix`` and file name extension to full names. Names without ``suffix`` are left out.
+def by_stem(
+    tree: LocalTree | UrlTree, *, suffix: str = "", skip: Callable[[str], bool] = lambda name: False
+) -> dict[str, bytes]:
+    """Maps the paths of a tree's files, without ``suffix`` and file name extension, to full names.
+
+    Files whose names ``skip`` selects are left out. Files without ``suffix`` are too, and they are counted in the log.
 
     Raises:
         SourceError: if two names differ only in their extension.
     """
     found: dict[str, bytes] = {}
-    for name in names:
+    place, ignored = redact(tree.root), 0
+    for name in chain.from_iterable(tree.images(None)):
         text = os.fsdecode(name)
-        size = max(len(ending) for ending in endings if text.lower().endswith(ending))
-        stem = text[:-size]
+        if skip(text):
+            continue
+        stem = text[: -max(len(ending) for ending in tree.endings if text.lower().endswith(ending))]
         if not stem.endswith(suffix):
+            ignored += 1
             continue
         stem = stem.removesuffix(suffix)
         if stem in found:
             raise SourceError(
-                f"{os.fsdecode(found[stem])!r} and {text!r} in {redact(root)!r} differ only in their extension, so "
+                f"{os.fsdecode(found[stem])!r} and {text!r} in {place!r} differ only in their extension, so "
                 "their annotations would be the same. Remove one of them, or set `source.extensions`."
             )
         found[stem] = name
+    tree.warn()
+    if ignored:
+        log.info("source %s: %d images are ignored, because their names do not end in %r", place, ignored, suffix)
     return found
 
 
@@ -161,18 +172,47 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
 
 
 class FileSource(ListedSource):
-    """A source whose samples are files. A subclass also sets ``_files``."""
+    """A source whose samples are files. A sample with bad annotations is a fault when it is read.
+
+    A subclass also sets ``_files``, and ``_mask_files`` if masks are files too.
+    """
 
     _files: Files
+    _mask_files: Files | None = None
+
+    @property
+    def _is_remote(self) -> bool:
+        return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        return super()._read(numbers) if is_url(self.root) else [self._read_local(i) for i in numbers]
+        reasons = {} if self._damaged is None else {i: text for i in numbers if (text := self._damaged.reason(i))}
+        if reasons:
+            usable = iter(self._read([i for i in numbers if i not in reasons]))
+            return [GpuaugError(reasons[i]) if i in reasons else next(usable) for i in numbers]
+        if self._mask_files is None and not self._is_remote:
+            return [self._read_local(i) for i in numbers]
+        data = self._storage.read(self._ranges(numbers))
+        masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
+        return [self._sample(i, *parts) for i, *parts in zip(numbers, data, masks, strict=False)]
 
     def _read_local(self, index: int) -> Any:
         try:
-            return self._files.read(index), self._label_of(index)
+            return self._sample(index, self._files.read(index))
         except OSError as error:
             return error
+
+    def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
+        """Bytes and label or Target, or the exception of a part that cannot be read."""
+        for part in (image, mask):
+            if isinstance(part, Exception):
+                return part
+        label = self._label_of(index)
+        return image, label if mask is None else replace(label, mask=mask)
+
+    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
+        """Locations of the images. If masks are files too, their locations follow."""
+        parts = [self._files] if self._mask_files is None else [self._files, self._mask_files]
+        return [files.range(i) for files in parts for i in numbers]
 
     def _range(self, index: int) -> Range:
         return self._files.range(index)
@@ -256,7 +296,7 @@ class UrlTree:
     """The images below a URL. Empty folders are ignored, because object stores do not list them."""
 
     def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root") -> None:
-        self.root = root
+        self.root, self.endings = root, endings
         self.files = {file.path: file for file in storage.find(root, key=key) if file.path.lower().endswith(endings)}
         self.by_class: dict[str, dict[str, list[str]]] = {}  # first folder -> folder -> keys
         for key in self.files:

@@ -13,7 +13,7 @@ import numpy as np
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, numbers_of, some
 from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, open_tree
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
@@ -52,8 +52,6 @@ class FolderSource(FileSource):
     >>> source = FolderSource("data/train", subset=0.1)
     >>> data, label = source[0]
     """
-
-    target_kinds: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -94,11 +92,8 @@ class FolderSource(FileSource):
         if beside:
             log.warning("source %s: %d images are ignored, because they are not in a class folder", self.root, beside)
         mapping = {name: label for label, name in enumerate(folders)} if given is None else given
-        if unknown := [name for name in folders if name not in mapping]:
-            raise SourceError(
-                f"`source.classes` has {len(mapping)} classes, but lacks {len(unknown)} of the {len(folders)} folders "
-                f"in {self.root!r}: {some(unknown)}. Add them to `source.classes`, or move the folders away."
-            )
+        remedy = "Add them to `source.classes`, or move the folders away."
+        labels = numbers_of(folders, mapping, f"of the {len(folders)} folders in {self.root!r}", remedy=remedy)
         counts = dict.fromkeys(folders, 0)
 
         def blocks() -> Iterator[list[bytes]]:
@@ -119,5 +114,4 @@ class FolderSource(FileSource):
                 f"{len(empty)} of the {len(folders)} class folders in {self.root!r} have no images: {some(empty)}. "
                 "Remove these folders, or set `source.classes`, which may have classes without images."
             )
-        labels = np.array([mapping[folder] for folder in folders], dtype=np.int64)
         self._set_labels(np.repeat(labels, list(counts.values())), classes=mapping)

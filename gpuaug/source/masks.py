@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from gpuaug import checks
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, by_stem, listed, open_tree, read_list
+from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.paths import absolute, is_url, join, redact
+from gpuaug.source.paths import absolute, redact
 from gpuaug.source.remote.storage import Remote, Storage
 
 log = logging.getLogger("gpuaug")
@@ -62,8 +61,6 @@ class MaskFolderSource(FileSource):
     """
 
     target_kinds = frozenset({"masks"})
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -87,21 +84,16 @@ class MaskFolderSource(FileSource):
         endings, mask_endings = extensions_of(extensions), extensions_of([checks.text(
             "source.mask_extension", mask_extension)])  # fmt: skip
         self._storage = Storage(remote)
-        self.root, self.masks = _place(root, images, "source.images"), _place(root, masks, "source.masks")
+        self.root = absolute(images, key="source.images", below=root)
+        self.masks = absolute(masks, key="source.masks", below=root)
         began = time.monotonic()
         tree = open_tree(self.root, self._storage, endings, key="source.images")
         mask_tree = open_tree(self.masks, self._storage, mask_endings, key="source.masks")
-        pictures = self._pictures(tree, endings, image_suffix, mask_suffix + mask_endings[0])
-        known = by_stem(
-            (name for block in mask_tree.images(None) for name in block),
-            mask_endings,
-            suffix=mask_suffix,
-            root=self.masks,
-        )
-        tree.warn()
-        mask_tree.warn()
+        mask_ending = mask_suffix + mask_endings[0]
+        pictures = by_stem(tree, suffix=image_suffix, skip=lambda name: self._is_mask(name, mask_ending))
+        known = by_stem(mask_tree, suffix=mask_suffix)
         if list is not None:
-            file = _place(root, list, "source.list")
+            file = absolute(list, key="source.list", below=root)
             stems = read_list(file, self._storage, key="source.list")
             pictures = dict(zip(stems, listed(stems, pictures, place=file, root=self.root), strict=True))
         if not pictures:
@@ -109,51 +101,17 @@ class MaskFolderSource(FileSource):
                 f"no images in {redact(self.root)!r}: no file below it ends in {image_suffix}"
                 f"{f', {image_suffix}'.join(endings)}."
             )
-        self._check_pairs(pictures, known, mask_suffix + mask_endings[0], is_whole=list is None)
+        self._check_pairs(pictures, known, mask_ending, is_whole=list is None)
         self._names = Names.of([[*pictures.values()]])
         self._files = Files(self.root, self._names, self._storage, tree.files)
         mask_names = Names.of([[known[stem] for stem in pictures]])
         self._mask_files = Files(self.masks, mask_names, self._storage, mask_tree.files)
         if classes is not None:
-            self.class_to_idx = class_mapping(classes)
-            self.classes = [*self.class_to_idx]
+            self._set_classes(class_mapping(classes))
         self._activate(subset, exclude, began=began)
 
-    def _pictures(
-        self, tree: LocalTree | UrlTree, endings: tuple[str, ...], suffix: str, mask_ending: str
-    ) -> dict[str, bytes]:
-        """Maps the path of each image, without suffix and extension, to its full name."""
-        names = [name for block in tree.images(None) for name in block if not self._is_mask(name, mask_ending)]
-        pictures = by_stem(names, endings, suffix=suffix, root=self.root)
-        if ignored := len(names) - len(pictures):
-            place = redact(self.root)
-            log.info("source %s: %d images are ignored, because their names do not end in %r", place, ignored, suffix)
-        return pictures
-
-    def __repr__(self) -> str:
-        named = "" if self.classes is None else f", {len(self.classes)} classes"
-        return f"MaskFolderSource({redact(self.root)!r}: {len(self)} images with masks{named})"
-
-    @property
-    def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """``read_many(numbers)`` reads images and masks together: a list of ``(bytes, Target)`` or exceptions.
-
-        None for local files, which are read one by one.
-        """
-        return self._read if self._is_remote else None
-
-    @property
-    def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
-        return self._prefetch if self._is_remote else None
-
-    @property
-    def _is_remote(self) -> bool:
-        return is_url(self.root) or is_url(self.masks)
-
-    def _is_mask(self, name: bytes, ending: str) -> bool:
+    def _is_mask(self, text: str, ending: str) -> bool:
         """Whether a file that was listed as an image is a mask, because one folder contains the other."""
-        text = os.fsdecode(name)
         if self.masks == self.root:
             return text.lower().endswith(ending.lower())
         return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")
@@ -169,26 +127,5 @@ class MaskFolderSource(FileSource):
         if is_whole and (unused := len(masks) - len(images)):
             log.info("source %s: %d masks are ignored, because they have no image", redact(self.masks), unused)
 
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch([files.range(i) for files in (self._files, self._mask_files) for i in numbers])
-
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        data = self._storage.read([files.range(i) for files in (self._files, self._mask_files) for i in numbers])
-        results: list[Any] = []
-        for image, mask in zip(data[: len(numbers)], data[len(numbers) :], strict=True):
-            if isinstance(image, Exception) or isinstance(mask, Exception):
-                results.append(image if isinstance(image, Exception) else mask)
-            else:
-                results.append((image, Target(mask=mask)))
-        return results
-
     def _label_of(self, index: int) -> Target:
         return Target()
-
-
-def _place(root: Any, value: Any, key: str) -> str:
-    """A path or URL, relative to ``root`` unless it is absolute."""
-    place = absolute(value, key=key)
-    if root is None or is_url(place) or os.path.isabs(os.path.expanduser(os.fspath(value))):
-        return place
-    return absolute(join(absolute(root), os.fspath(value)), key=key)

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, encode, some
-from gpuaug.source.index import Names, share
+from gpuaug.source.classes import class_mapping, encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import redact
-
-log = logging.getLogger("gpuaug")
 
 MOST_CLASSES = 1 << 31
 
 
-class RowObjects:
-    """The objects of N rows, in memory that all processes share. A damaged row has no objects, but a reason.
+def read_objects(
+    column: Any,
+    *,
+    sizes: NDArray[Any] | None,
+    classes: Mapping[str, int] | None,
+    names: list[str] | None,
+    box_format: BoxFormat,
+    place: str,
+) -> tuple[ObjectTable, Damaged, list[str] | None]:
+    """The objects of N rows, the damaged rows (they have no objects), and the names of the classes.
 
     Args:
         column: an Arrow ChunkedArray [N]: a struct of lists, or a list of structs, with the names of
@@ -41,85 +44,34 @@ class RowObjects:
     Raises:
         SourceError: if the column has other types, or a class that ``classes`` lacks, or no row is usable.
     """
+    import pyarrow
 
-    def __init__(
-        self,
-        column: Any,
-        *,
-        sizes: NDArray[Any] | None,
-        classes: Mapping[str, int] | None,
-        names: list[str] | None,
-        box_format: BoxFormat,
-        place: str,
-    ) -> None:
-        import pyarrow
-
-        if isinstance(column, pyarrow.ChunkedArray):
-            column = column.combine_chunks()
-        count = len(column)
-        self.classes = names if classes is None else list(classes)
-        known = names or self.classes or ()
-        rows, reasons = np.arange(count), dict[int, str]()
+    if isinstance(column, pyarrow.ChunkedArray):
+        column = column.combine_chunks()
+    count = len(column)
+    known = names if classes is None else list(classes)
+    most = len(names or known or ()) or MOST_CLASSES
+    rows, reasons = np.arange(count), dict[int, str]()
+    fields = _fields(column, place)
+    while bad := _damaged(fields, most):
+        reasons |= {int(rows[row]): reason for row, reason in bad.items()}
+        keep = np.ones(len(rows), dtype=bool)
+        keep[list(bad)] = False
+        column, rows = column.filter(pyarrow.array(keep)), rows[keep]
         fields = _fields(column, place)
-        while bad := _damaged(fields, len(known) or MOST_CLASSES):
-            reasons |= {int(rows[row]): reason for row, reason in bad.items()}
-            keep = np.ones(len(rows), dtype=bool)
-            keep[list(bad)] = False
-            column, rows = column.filter(pyarrow.array(keep)), rows[keep]
-            fields = _fields(column, place)
-        counts = np.zeros(count, dtype=np.int64)
-        counts[rows] = fields["boxes"].counts
-        values = _values(fields, box_format)
-        values["labels"] = self._labels(fields, classes, names, place)
-        points = values.get("keypoints")
-        self.num_keypoints: int | None = None if points is None else points.shape[1]
-        self.table = ObjectTable(counts, sizes=sizes, **values)
-        damaged = sorted(reasons)
-        self._damaged = share(torch.from_numpy(np.array(damaged, dtype=np.int64)))
-        self._reasons = Names.of([[reasons[i].encode(errors="replace") for i in damaged]])
-        if damaged:
-            text = f"the objects of {len(damaged)} of {count} rows cannot be used; row {damaged[0]}: "
-            if len(damaged) == count:
-                raise SourceError(f"{text}{reasons[damaged[0]]}. Check the format of the objects.")
-            log.warning("source %s: %s%s", place, text, reasons[damaged[0]])
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of targets: boxes, and keypoints if an object has them."""
-        return frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
-
-    def target(self, index: int, **more: Any) -> Target:
-        """The objects of row ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
-        target = self.table.target(index, **more)
-        return target if target.size and all(target.size) else replace(target, size=None)
-
-    def reason(self, index: int) -> str | None:
-        """Why the objects of row ``index`` cannot be used; None if they can."""
-        at = int(np.searchsorted(self._damaged.numpy(), index))
-        if at == len(self._damaged) or int(self._damaged[at]) != index:
-            return None
-        return self._reasons[at].decode()
-
-    def _labels(
-        self, fields: dict[str, _Field], classes: Mapping[str, int] | None, names: list[str] | None, place: str
-    ) -> NDArray[np.int64]:
-        """Class numbers of all objects, int64 [objects]."""
-        if "labels" not in fields:
-            return np.zeros(len(fields["boxes"].values), dtype=np.int64)
-        values = fields["labels"].values
-        if _is_text(values.type):
-            labels, found = encode(values.to_pylist(), classes=classes, place=place)
-            self.classes = found if self.classes is None else self.classes
-            return labels
-        numbers = _whole(values)
-        if names is None or classes is None or list(classes) == names:
-            return numbers
-        if unknown := [name for name in names if name not in classes]:
-            raise SourceError(
-                f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} of the objects in {place}: "
-                f"{some(unknown)}. Add them to `source.classes`."
-            )
-        return np.array([classes[name] for name in names], dtype=np.int64)[numbers]
+    counts = np.zeros(count, dtype=np.int64)
+    counts[rows] = fields["boxes"].counts
+    values = _values(fields, box_format)
+    if "labels" not in fields:
+        values["labels"] = np.zeros(len(fields["boxes"].values), dtype=np.int64)
+    elif _is_text((labels := fields["labels"].values).type):
+        values["labels"], found = encode(labels.to_pylist(), classes=classes, place=place)
+        known = found if known is None else known
+    else:
+        values["labels"] = _whole(labels)
+        if names is not None and classes is not None:
+            values["labels"] = numbers_of(names, classes, f"of the objects in {place}")[values["labels"]]
+    return ObjectTable(counts, sizes=sizes, **values), Damaged(reasons, count, place=place), known
 
 
 class RowSource(ListedSource):
@@ -128,28 +80,20 @@ class RowSource(ListedSource):
     A subclass sets ``_has_masks``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
 
-    target_kinds: frozenset[str] = frozenset()
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
     _has_masks = False
-    _objects: RowObjects | None = None
-
-    def objects_digest(self) -> str | None:
-        """Hash of all objects; None if there are none."""
-        return None if self._objects is None else self._objects.table.digest()
 
     def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
         """Declare the kinds of targets. Objects come from a column of an Arrow table of all rows; None: no objects."""
         if column is not None:
             mapping = None if classes is None else class_mapping(classes)
-            self._objects = RowObjects(
-                table.column(column), sizes=_sizes(table), classes=mapping, names=class_names(table.schema, column),
-                box_format=box_format, place=redact(self.root),
+            self._objects, self._damaged, names = read_objects(
+                table.column(column), sizes=_sizes(table), classes=mapping, box_format=box_format,
+                names=class_names(table.schema, column, objects=True), place=redact(self.root),
             )  # fmt: skip
-            self.target_kinds, self.num_keypoints = self._objects.kinds, self._objects.num_keypoints
-            if self._objects.classes is not None:
-                self.classes = self._objects.classes
-                self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+            self.num_keypoints = self._objects.num_keypoints
+            self.target_kinds = frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
+            if names is not None:
+                self._set_classes(names)
         if self._has_masks:
             self.target_kinds |= {"masks"}
 
@@ -157,16 +101,14 @@ class RowSource(ListedSource):
         """Bytes and label (or Target) of a sample. If the sample cannot be used, an error is returned instead."""
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        if self._objects is not None and (reason := self._objects.reason(index)) is not None:
+        if self._damaged is not None and (reason := self._damaged.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
         label = self._label_of(index)
         return image, replace(label, mask=mask) if self._has_masks else label
 
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)
-        if self._objects is not None:
-            return self._objects.target(index, label=label)
-        return Target(label=label) if self._has_masks else label
+        return Target(label=label) if self._has_masks and self._objects is None else label
 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
@@ -180,13 +122,15 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
     return np.where((sizes > 0).all(axis=1, keepdims=True) & (sizes < 2**31), sizes, 0)
 
 
-def class_names(schema: Any, column: str) -> list[str] | None:
-    """Names of the objects' classes, if ``datasets`` wrote them into the metadata of a schema."""
+def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
+    """Class names of a column, or of its objects; None if ``datasets`` did not write them into a schema's metadata."""
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
-        feature = feature.get("feature", feature)  # a list of structs
-        inner = feature[column_names(feature)["labels"]]
-        names = inner.get("feature", inner)["names"]
+        if objects:
+            feature = feature.get("feature", feature)  # a list of structs
+            feature = feature[column_names(feature)["labels"]]
+            feature = feature.get("feature", feature)
+        names = feature["names"]
         return [str(name) for name in names] if isinstance(names, list) and names else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

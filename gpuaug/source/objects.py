@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.batch import Target
+from gpuaug.errors import SourceError
 from gpuaug.source.base import bounds_of
-from gpuaug.source.index import share
+from gpuaug.source.index import Names, share
+
+log = logging.getLogger("gpuaug")
 
 
 class ObjectTable:
@@ -27,7 +31,8 @@ class ObjectTable:
         crowd: bool [N]; None: no object is a crowd.
         area: float [N]; None: not known.
         ids: int [N]; None: not known.
-        sizes: int [samples, 2], (height, width) that the annotations were made for; None: not known.
+        sizes: int [samples, 2], (height, width) that the annotations were made for; None or 0: not known.
+        fractions: whether coordinates are fractions of the image's sides instead of pixels.
     """
 
     def __init__(
@@ -41,7 +46,9 @@ class ObjectTable:
         area: NDArray[Any] | None = None,
         ids: NDArray[Any] | None = None,
         sizes: NDArray[Any] | None = None,
+        fractions: bool = False,
     ) -> None:
+        self._fractions = fractions
         self.bounds = bounds_of(np.asarray(counts).tolist())
         small = np.int16 if not len(labels) or int(np.max(labels)) < 2**15 else np.int32
         crowd = None if crowd is None or not crowd.any() else crowd
@@ -64,18 +71,17 @@ class ObjectTable:
         return int(self.bounds[-1])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        sizes = 0 if self.sizes is None else self.sizes.nbytes
-        return self.bounds.nbytes + sizes + sum(column.nbytes for column in self._columns.values())
+    def num_keypoints(self) -> int | None:
+        """Number of keypoints of an object; None without keypoints."""
+        return self._columns["keypoints"].shape[1] if "keypoints" in self._columns else None
 
     def target(self, index: int, **more: Any) -> Target:
         """The objects of sample ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
         begin, end = self.bounds.numpy()[index : index + 2].tolist()
         columns: dict[str, Any] = {name: column.numpy()[begin:end] for name, column in self._columns.items()}
-        if self.sizes is not None:
-            more["size"] = tuple(self.sizes.numpy()[index].tolist())
-        return Target(**columns, **more)
+        if self.sizes is not None and all(size := self.sizes.numpy()[index].tolist()):
+            more["size"] = tuple(size)
+        return Target(**columns, **more, fractions=self._fractions)
 
     def digest(self) -> str:
         """Hash of all objects."""
@@ -84,3 +90,34 @@ class ObjectTable:
             hashed.update(name.encode())
             hashed.update(column.numpy().reshape(-1).view(np.uint8).data)
         return hashed.hexdigest()
+
+
+class Damaged:
+    """The samples with objects that cannot be used, and the reasons. Logs their count.
+
+    Args:
+        reasons: by sample number.
+        total: number of all samples.
+        place: name of the source, for messages.
+
+    Raises:
+        SourceError: if no sample is left.
+    """
+
+    def __init__(self, reasons: Mapping[int, str], total: int, *, place: str) -> None:
+        numbers = sorted(reasons)
+        self._numbers = share(torch.from_numpy(np.array(numbers, dtype=np.int64)))
+        self._reasons = Names.of([[reasons[i].encode(errors="surrogatepass") for i in numbers]])
+        if numbers:
+            text = f"the objects of {len(numbers)} of {total} samples cannot be used; sample {numbers[0]}: "
+            text += reasons[numbers[0]]
+            if len(numbers) == total:
+                raise SourceError(f"{text}. Check the format of the annotations.")
+            log.warning("source %s: %s", place, text)
+
+    def reason(self, index: int) -> str | None:
+        """Why the objects of sample ``index`` cannot be used; None if they can."""
+        at = int(np.searchsorted(self._numbers.numpy(), index))
+        if at == len(self._numbers) or int(self._numbers[at]) != index:
+            return None
+        return self._reasons[at].decode(errors="surrogatepass")

@@ -19,7 +19,7 @@ from torch import Tensor
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource, SourceView, bounds_of, locate, parse_manifest
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, check_array, share
 from gpuaug.source.local import read_file
@@ -122,7 +122,7 @@ class PackedSource(ListedSource):
 
     def objects_digest(self) -> str:
         """Hash of all objects, at the sizes that are read."""
-        return " ".join(table.digest() for table in self._objects.values())
+        return " ".join(table.digest() for table in self._tables.values())
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
@@ -163,7 +163,7 @@ class PackedSource(ListedSource):
 
     def _sample(self, row: int, data: Any) -> tuple[Any, Any]:
         """Bytes and label, from all bytes of a row."""
-        label = self.label_of_row(row)
+        label = self._label_of(row)
         if not self._mask_begins:
             return data, label
         position, number = divmod(row, self.total)
@@ -171,18 +171,15 @@ class PackedSource(ListedSource):
         view = memoryview(data)
         return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :])
 
-    def label_of_row(self, row: int) -> Any:
+    def _label_of(self, row: int) -> Any:
         """Label or targets of ``row``, one of :class:`Rows`. Reads nothing."""
         position, number = divmod(row, self.total)
         label = super()._label_of(number)
         if not self.target_kinds:
             return label
-        if not self._objects:
+        if not self._tables:
             return Target(label=label)
-        return self._objects[self.used[position]].target(number, label=label)
-
-    def _label_of(self, index: int) -> Any:
-        return self.label_of_row(index)
+        return self._tables[self.used[position]].target(number, label=label)
 
     def _range(self, index: int) -> Range:
         size, shard, begin, length = self._locate(index)
@@ -257,17 +254,16 @@ class PackedSource(ListedSource):
         described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
         flip = described["flip_pairs"]
         self.target_kinds = frozenset(described["kinds"])
-        self.flip_pairs: tuple[int, ...] | None = None if flip is None else tuple(flip)
+        self.flip_pairs = None if flip is None else tuple(flip)
         self.panoptic: bool = described["panoptic"]
-        self.num_keypoints: int | None = None
-        self._mask_begins, self._mask_bytes, self._objects = dict[Size, Tensor](), dict[Size, Tensor](), {}
+        self._mask_begins, self._mask_bytes, self._tables = dict[Size, Tensor](), dict[Size, Tensor](), {}
         if "masks" in self.target_kinds:
             self._mask_begins, self._mask_bytes = self._places("mask_offsets", "mask_lengths")
             ends = {size: self._begins[size] + self._bytes[size] for size in self.used}
             if any((self._mask_begins[size] < ends[size]).any() for size in self.used):
                 raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")
         if self.target_kinds - {"masks"}:
-            self._objects = self._read_objects()
+            self._tables = self._read_objects()
 
     def _read_objects(self) -> dict[Size, ObjectTable]:
         bounds = self._array("index/object_bounds.npy", np.int64, self.total + 1)
@@ -297,11 +293,10 @@ class PackedSource(ListedSource):
         names, mapping = self.manifest["classes"], self.class_to_idx
         if self.labels is not None or names is None or mapping is None or names == [*mapping]:
             return labels
-        if unknown := [name for name in names if name not in mapping]:
-            raise SourceError(f"`source.classes` lacks classes of {redact(self.root)!r}: {some(unknown)}. Add them.")
+        numbers = numbers_of(names, mapping, f"of the classes in {redact(self.root)!r}")
         if len(labels) and not 0 <= labels.min() <= labels.max() < len(names):
             raise SourceError(f"index/object_labels.npy in {redact(self.root)!r} has unknown classes. {_REPAIR}")
-        return np.array([mapping[name] for name in names], dtype=np.int64)[labels]
+        return numbers[labels]
 
     def _take_labels(self, classes: Classes) -> None:
         if self.manifest["labels"] is None:
@@ -309,8 +304,7 @@ class PackedSource(ListedSource):
             if classes is not None and names is None:
                 raise ConfigError("this packed source has no labels. Remove `source.classes`.")
             if names is not None:  # of objects
-                self.class_to_idx = class_mapping(names if classes is None else classes)
-                self.classes = list(self.class_to_idx)
+                self._set_classes(class_mapping(names if classes is None else classes))
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
         if len(values) != self.total:  # a sample may have several labels, so only the first axis is checked
@@ -367,7 +361,7 @@ class Rows(SourceView):
 
     def label(self, row: int) -> Any:
         """Label or targets of the row's sample."""
-        return self.source.label_of_row(row)
+        return self.source._label_of(row)
 
     def key(self, row: int) -> str:
         """Key of the row's sample."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import time
@@ -22,17 +21,16 @@ from gpuaug.source.base import Classes, FileKeys, bounds_of, locate
 from gpuaug.source.classes import label_column, some
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
-from gpuaug.source.object_columns import RowSource, is_objects
+from gpuaug.source.object_columns import RowSource, class_names, is_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact
-from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
+from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
 
 log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # threads that read footers and labels
 OPEN_FILES = 64  # files whose footers a process keeps
 WAVE_BYTES = 64 << 20  # remote row groups are requested together, as soon as they need more bytes than this
-GAP_BYTES = 1 << 16  # a gap of this size between images and masks is read too: quicker than another request
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
@@ -107,7 +105,7 @@ class ParquetSource(RowSource):
             columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
             if (masks or objects) and label == "auto" and not {"label", "labels"} & {*columns}:
                 label = None
-            named = [name for name in columns if _class_names(schema, name)]
+            named = [name for name in columns if class_names(schema, name)]
             remedy = "Set `source.label` to one of these, or to none for no labels."
             column = label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
             needed = _objects_columns(schema, objects, place)
@@ -122,7 +120,7 @@ class ParquetSource(RowSource):
         if column is not None:
             are_arrays = isinstance(values[0], np.ndarray)
             labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
-            self._set_labels(labels, classes=classes if objects is None else None, names=_class_names(schema, column))
+            self._set_labels(labels, classes=classes if objects is None else None, names=class_names(schema, column))
         elif classes is not None and objects is None:
             raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
         self._has_masks = masks is not None
@@ -237,11 +235,7 @@ class ParquetSource(RowSource):
             meta = self._footer(file)
         except SourceError as error:  # only its samples fail: the file was readable at the start
             raise ReadError(str(error)) from error
-        parts = sorted((_range(file, meta, inside, column) for column in self._columns), key=lambda part: part.begin)
-        if len(parts) > 1 and 0 <= parts[1].begin - parts[0].begin - (parts[0].size or 0) <= GAP_BYTES:
-            size = parts[1].begin + (parts[1].size or 0) - parts[0].begin
-            parts = [parts[0]._replace(size=size)]
-        return _Group(meta, file, inside, parts)
+        return _Group(meta, file, inside, joined(_range(file, meta, inside, column) for column in self._columns))
 
 
 class _Group(NamedTuple):
@@ -348,16 +342,6 @@ def _bytes_column(field: Any) -> str | None:
         return str(field.name)
     parts = {part.name: str(part.type) for part in field.type} if str(field.type).startswith("struct<") else {}
     return f"{field.name}.bytes" if parts.get("bytes") in BYTES else None
-
-
-def _class_names(schema: Any, column: str) -> list[str] | None:
-    """Class names of a column; None if ``datasets`` did not write them into the metadata."""
-    try:
-        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
-        names = metadata["info"]["features"][column]["names"]
-        return [str(name) for name in names] if isinstance(names, list) and names else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:

@@ -20,10 +20,11 @@ def is_url(path: Any) -> bool:
     return "://" in os.fsdecode(path)
 
 
-def absolute(path: Any, *, key: str = "source.root") -> str:
+def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
     """Return an absolute local path (also for a ``file://`` URL), or a URL without a trailing slash.
 
-    With an absolute path, workers and calls after a ``chdir`` find the same file.
+    With an absolute path, workers and calls after a ``chdir`` find the same file. ``below``: the folder or URL where a
+    relative path starts; None: the working folder.
 
     Raises:
         ConfigError: if ``path`` is neither a path nor a URL.
@@ -31,6 +32,8 @@ def absolute(path: Any, *, key: str = "source.root") -> str:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fsdecode(path):
         raise ConfigError(f"`{key}` must be a path or a URL. Found: {path!r}.")
     text = os.fspath(path)
+    if below is not None and not is_url(text) and not os.path.isabs(os.path.expanduser(text)):
+        text = join(absolute(below), text)
     for scheme in ("file://", "local://"):
         if text.startswith(scheme):
             text = "/" + unquote(text.removeprefix(scheme), errors="surrogateescape").lstrip("/")

@@ -44,11 +44,6 @@ class Segmentations:
     def __init__(self, values: Iterable[Any]) -> None:
         self._packed = Names.of(_blocks(values))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return self._packed.blob.nbytes + self._packed.offsets.nbytes
-
     def draw(
         self, begin: int, end: int, *, size: tuple[int, int], crowd: Sequence[bool] | None, ids: Sequence[int]
     ) -> NDArray[Any]:

@@ -31,14 +31,13 @@ from gpuaug.source.local import LARGE, read_file
 from gpuaug.source.object_json import BoxFormat, parse
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.disk import locked
-from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage
+from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
 from gpuaug.source.tar import Member, members
 
 log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # shards that are indexed at the same time
 PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
-GAP_BYTES = 1 << 16  # a gap of this size between two members is read too: quicker than another request
 LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
 
 
@@ -84,10 +83,6 @@ class ShardSource(ListedSource):
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
     """
-
-    target_kinds: frozenset[str] = frozenset()
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -145,8 +140,7 @@ class ShardSource(ListedSource):
             ]
             self._set_labels(values, classes=None if self.objects else classes)
         if self.objects is not None and classes is not None:
-            self.class_to_idx = class_mapping(classes)
-            self.classes = [*self.class_to_idx]
+            self._set_classes(class_mapping(classes))
         self._activate(subset, exclude, began=began)
 
     def _set_kinds(self, masks: Any, objects: Any, num_keypoints: Any, box_format: Any) -> None:
@@ -166,10 +160,6 @@ class ShardSource(ListedSource):
             kinds = {"masks": self.masks, "boxes": self.objects, "keypoints": self.num_keypoints}
             self.target_kinds = frozenset(name for name, value in kinds.items() if value is not None)
 
-    def label(self, index: int) -> Any:
-        """Label of sample ``index``. With masks or objects, a Target with this label only. Reads nothing."""
-        return self._label_of(self._check(index))
-
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)
         return Target(label=label) if self._members else label
@@ -186,21 +176,18 @@ class ShardSource(ListedSource):
         count = 1 + len(self._members)
         rows = slice(index * count, (index + 1) * count)
         begins, sizes = self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist()
-        parts: list[Range] = []
-        places = [(0, 0, 0)] * count
-        for k in sorted(range(count), key=begins.__getitem__):
-            begin, end = begins[k], begins[k] + sizes[k]
-            first, last = (parts[-1].begin, parts[-1].begin + (parts[-1].size or 0)) if parts else (0, -1)
-            if parts and 0 <= begin - last <= GAP_BYTES and end - first <= LARGE:
-                parts[-1] = parts[-1]._replace(size=end - first)
-            else:
-                parts.append(Range(shard.path, begin, sizes[k], shard.version, image=0))
-                first = begin
-            places[k] = (len(parts) - 1, begin - first, end - first)
+        members = [Range(shard.path, *place, shard.version, image=0) for place in zip(begins, sizes, strict=True)]
+        parts = joined(members, most=LARGE)
+        places = []
+        for begin, size in zip(begins, sizes, strict=True):
+            k = next(k for k, x in enumerate(parts) if x.begin <= begin and begin + size <= x.begin + (x.size or 0))
+            places.append((k, begin - parts[k].begin, begin - parts[k].begin + size))
         return parts, places
 
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch([part for i in numbers for part in self._parts(i)[0]])
+    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
+        if not self._members:
+            return super()._ranges(numbers)
+        return [part for i in numbers for part in self._parts(i)[0]]
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         if not self._members:

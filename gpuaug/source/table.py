@@ -7,8 +7,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,19 @@ import numpy as np
 from gpuaug import checks
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, ReadError, SourceError
-from gpuaug.source.base import Classes, ListedSource
+from gpuaug.source.base import Classes
 from gpuaug.source.classes import some
+from gpuaug.source.files import Files, FileSource
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
 from gpuaug.source.parquet import import_pyarrow, plain_values
-from gpuaug.source.paths import absolute, is_safe, is_url, join, redact, split
-from gpuaug.source.remote.storage import Range, Remote, Storage
+from gpuaug.source.paths import absolute, is_safe, is_url, redact, split
+from gpuaug.source.remote.storage import Remote, Storage
 
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
 
-class TableSource(ListedSource):
+class TableSource(FileSource):
     """Image files that a table lists, in the order of its rows.
 
     Labels are whole numbers (classes), other numbers (unchanged), or names (sorted, they become classes). Several label
@@ -48,11 +48,6 @@ class TableSource(ListedSource):
 
     >>> source = TableSource("data/train.csv", path="file", label="class")
     """
-
-    target_kinds: frozenset[str] = frozenset()
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
-    _masks: Names | None = None
 
     def __init__(
         self,
@@ -84,45 +79,24 @@ class TableSource(ListedSource):
         self._storage = Storage(remote)
         self.root, _ = split(table)
         paths, *columns = _read(table, [path, *wanted, *masks], self._storage)
-        self._names = Names.of([[_checked_path(text, row, redact(table)) for row, text in enumerate(paths)]])
+        place = redact(table)
+        self._names = _names(paths, place)
         if not len(self._names):
-            raise SourceError(f"no images in {redact(table)!r}: it has no rows.")
+            raise SourceError(f"no images in {place!r}: it has no rows.")
+        self._files = Files(self.root, self._names, self._storage)
         if masks:
             self.target_kinds = frozenset({"masks"})
-            self._masks = Names.of(
-                [[_checked_path(text, row, redact(table)) for row, text in enumerate(columns.pop())]]
-            )
+            self._mask_files = Files(self.root, _names(columns.pop(), place), self._storage)
         if several:
-            self._set_labels(_matrix(columns, wanted, redact(table)), classes=None)
-            self.classes, self.class_to_idx = wanted, {name: i for i, name in enumerate(wanted)}
+            self._set_labels(_matrix(columns, wanted, place), classes=None)
+            self._set_classes(wanted)
         elif wanted:
             self._set_labels(columns[0], classes=classes)
         self._activate(subset, exclude, began=began)
 
-    def _range(self, index: int) -> Range:
-        return Range(join(self.root, os.fsdecode(self._names[index])), image=0)
-
-    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        """Locations of the images, followed by those of their masks."""
-        masks = () if self._masks is None else [join(self.root, os.fsdecode(self._masks[i])) for i in numbers]
-        return [*map(self._range, numbers), *(Range(path, image=0) for path in masks)]
-
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch(self._ranges(numbers))
-
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if self._masks is None:
-            return super()._read(numbers)
-        data = self._storage.read(self._ranges(numbers))
-        results: list[Any] = []
-        for i, *parts in zip(numbers, data[: len(numbers)], data[len(numbers) :], strict=True):
-            failed = [part for part in parts if isinstance(part, Exception)]
-            results.append(failed[0] if failed else (parts[0], replace(self._label_of(i), mask=parts[1])))
-        return results
-
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)
-        return label if self._masks is None else Target(label=label)
+        return label if self._mask_files is None else Target(label=label)
 
 
 def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
@@ -186,15 +160,18 @@ def _column(name: str, head: list[str], place: str) -> int:
     return head.index(name)
 
 
-def _checked_path(path: Any, row: int, place: str) -> bytes:
-    """The path without ``./``; SourceError if it leads outside the table's folder."""
-    if isinstance(path, str):
-        short = re.sub(r"^(\./+)+", "", path.strip())
-        if is_safe(short) and not short.endswith("/"):
-            return os.fsencode(short)
-    raise SourceError(
-        f"paths in {place!r} must be relative and stay inside the table's folder. Found in row {row}: {path!r:.200}."
-    )
+def _names(paths: Iterable[Any], place: str) -> Names:
+    """The paths without ``./``; SourceError if one leads outside the table's folder."""
+    names = []
+    for row, path in enumerate(paths):
+        short = re.sub(r"^(\./+)+", "", path.strip()) if isinstance(path, str) else ""
+        if not is_safe(short) or short.endswith("/"):
+            raise SourceError(
+                f"paths in {place!r} must be relative and stay inside the table's folder. Found in row {row}: "
+                f"{path!r:.200}."
+            )
+        names.append(os.fsencode(short))
+    return Names.of([names])
 
 
 def _matrix(columns: list[Any], names: list[str], place: str) -> Any:

@@ -6,22 +6,20 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from xml.parsers import expat
 
 import numpy as np
 
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError
-from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping
-from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list, texts
+from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, join, redact
 from gpuaug.source.remote.storage import Remote, Storage
 
@@ -33,7 +31,7 @@ DEEPEST = 16  # levels of an XML file; VOC has 5
 LARGEST_PIXEL = 1 << 24  # above it, float32 has no half pixels
 
 
-class VocSource(AnnotatedSource):
+class VocSource(FileSource):
     """Images and boxes in the folders of Pascal VOC.
 
     The image ``<root>/<year>/JPEGImages/1.jpg`` has the objects in ``Annotations/1.xml``. The images of a split are the
@@ -62,6 +60,8 @@ class VocSource(AnnotatedSource):
     >>> boxes, labels = target.boxes, target.labels
     """
 
+    target_kinds = frozenset({"boxes"})
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -84,11 +84,9 @@ class VocSource(AnnotatedSource):
         self.root = join(folder, "JPEGImages")
         self._storage = Storage(remote)
         began = time.monotonic()
-        self.class_to_idx = class_mapping(CLASSES if classes is None else classes)
-        self.classes = [*self.class_to_idx]
+        self._set_classes(class_mapping(CLASSES if classes is None else classes))
         tree = open_tree(self.root, self._storage, endings)
-        known = by_stem((name for block in tree.images(None) for name in block), endings, root=self.root)
-        tree.warn()
+        known = by_stem(tree)
         file = join(folder, f"ImageSets/Main/{split}.txt")
         stems = read_list(file, self._storage, key="source.split")
         self._names = Names.of([listed(stems, known, place=file, root=self.root)])
@@ -120,11 +118,7 @@ class VocSource(AnnotatedSource):
             counts, boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4), labels=np.array(labels, dtype=np.int64),
             sizes=sizes,
         )  # fmt: skip
-        self._set_damaged(reasons)
-
-    def _label_of(self, index: int) -> Target:
-        target = self._objects.target(index)
-        return target if target.size and all(target.size) else replace(target, size=None)
+        self._damaged = Damaged(reasons, len(paths), place=redact(self.root))
 
 
 @dataclass(slots=True)

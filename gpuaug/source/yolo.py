@@ -10,18 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.annotated import AnnotatedSource
 from gpuaug.source.base import Classes
-from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
+from gpuaug.source.classes import class_mapping, numbers_of, some
+from gpuaug.source.files import Files, FileSource, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.remote.storage import FileInfo, Remote, Storage
 from gpuaug.source.yolo_labels import Rules, parse
@@ -33,7 +29,7 @@ MOST_CLASSES = 1 << 20
 MOST_KEYPOINTS = 1 << 12
 
 
-class YoloSource(AnnotatedSource):
+class YoloSource(FileSource):
     """Images with YOLO's label files, as ultralytics reads them.
 
     The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: in the full path, the last ``/images/``
@@ -68,6 +64,8 @@ class YoloSource(AnnotatedSource):
     >>> data, target = source[0]
     >>> boxes, labels = target.boxes, target.labels
     """
+
+    target_kinds = frozenset({"boxes"})
 
     def __init__(
         self,
@@ -176,21 +174,14 @@ class YoloSource(AnnotatedSource):
         if missing:
             log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
         labels = found.labels
-        if names is not None and given is not None and names != [*given]:
-            if unknown := [name for name in names if name not in given]:
-                raise SourceError(
-                    f"`source.classes` has {len(given)} classes, but lacks {len(unknown)} of the classes in "
-                    f"{described.place!r}: {some(unknown)}. Add them to `source.classes`."
-                )
-            labels = np.array([given[name] for name in names])[labels]
-        if names is not None or given is not None:
-            self.class_to_idx = given or {name: i for i, name in enumerate(names or ())}
-            self.classes = [*self.class_to_idx]
-        self._objects = ObjectTable(found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints)
-        self._set_damaged(found.reasons)
-
-    def _label_of(self, index: int) -> Target:
-        return self._objects.target(index, fractions=True)
+        if names is not None and given is not None:
+            labels = numbers_of(names, given, f"of the classes in {described.place!r}")[labels]
+        if (known := given or names) is not None:
+            self._set_classes(known)
+        self._objects = ObjectTable(
+            found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints, fractions=True
+        )
+        self._damaged = Damaged(found.reasons, count, place=redact(self.root))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +199,7 @@ class _Data:
 def _read_data(root: str, data: Any, storage: Storage) -> _Data:
     import yaml  # here, because workers do not need it
 
-    if data is None:
-        file = join(root, "data.yaml")
-    else:
-        file = absolute(data, key="source.data")
-        if not is_url(file) and not os.path.isabs(os.path.expanduser(os.fspath(data))):
-            file = join(root, os.fspath(data))
+    file = absolute("data.yaml" if data is None else data, key="source.data", below=root)
     try:
         text = read_text(file, storage)
     except (FileNotFoundError, NotADirectoryError) as error:

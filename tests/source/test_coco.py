@@ -277,7 +277,7 @@ def test_a_label_is_known_without_reading(tmp_path):
     assert label.mask is None
     assert label.labels.tolist() == [0]
     with pytest.raises(FileNotFoundError):
-        source[0]
+        source[1]
 
 
 def test_a_pickled_source_is_the_same_and_all_arrays_are_shared(tmp_path):
@@ -288,7 +288,6 @@ def test_a_pickled_source_is_the_same_and_all_arrays_are_shared(tmp_path):
         assert (data, target.mask, target.ids.tolist()) == (again, theirs.mask, theirs.ids.tolist())
     shared = {id(x): x for x in tensors(source)}
     assert all(x.is_shared() for x in shared.values())
-    assert sum(x.nbytes for x in shared.values()) == source.nbytes
 
 
 def tensors(thing, depth=4):
@@ -315,7 +314,7 @@ def test_an_index_takes_less_than_300_bytes_per_image(tmp_path):
     source = open_coco(tmp_path, annotations=path)
     assert len(source) == images
     assert sum(len(source.label(i).boxes) for i in range(images)) == 14_600
-    assert source.nbytes / images < 300
+    assert sum({id(x): x.nbytes for x in tensors(source)}.values()) / images < 300
 
 
 # -- panoptic

@@ -92,7 +92,7 @@ def test_every_form_of_objects(tmp_path, form):
         assert image == scene(number)[0]
         same(target, scene(number)[1])
         same(source.label(i), gpuaug.Target(**{name: getattr(target, name) for name in NAMES}, size=target.size))
-    assert source._objects.table.bounds.is_shared()
+    assert source._objects.bounds.is_shared()
     assert len(source.objects_digest()) == 32
 
 
@@ -188,7 +188,7 @@ def test_a_damaged_row_is_a_fault_of_its_sample(tmp_path, name, loose, caplog):
     pq.write_table(table(8, loose, change={3: change, 7: change}), tmp_path / "x.parquet", row_group_size=3)
     with caplog.at_level("WARNING", "gpuaug"):
         source = ParquetSource(tmp_path / "x.parquet", **ALL)
-    assert "the objects of 2 of 8 rows cannot be used; row 3" in caplog.text
+    assert "the objects of 2 of 8 samples cannot be used; sample 3" in caplog.text
     with pytest.raises(ReadError, match=rf"the objects of 'x\.parquet/3' cannot be used: .*{message}"):
         source[3]
     for i in (0, 1, 2, 4, 5, 6):
@@ -206,7 +206,7 @@ def test_damage_of_fixed_lists_and_of_everything(tmp_path):
     assert sorted(faults) == [3, 5]
     assert found == {i: value for i, value in wanted(8).items() if i not in faults}
     pq.write_table(table(3, change=dict.fromkeys(range(3))), tmp_path / "y.parquet")
-    with pytest.raises(SourceError, match="3 of 3 rows cannot be used"):
+    with pytest.raises(SourceError, match="3 of 3 samples cannot be used"):
         ParquetSource(tmp_path / "y.parquet", **ALL)
     wrong = pa.struct([("bbox", pa.list_(pa.list_(pa.string())))])
     rows = pa.table({"image": [b"x"], "objects": pa.array([{"bbox": [["1"]]}], wrong)})

@@ -152,7 +152,7 @@ def test_a_damaged_file_is_a_fault_of_its_sample_only(tmp_path, kind):
     for i in (0, 2):
         assert source[i][1].boxes.tolist() == [[0, 0, 9, 9]]
         assert source[i][1].labels.tolist() == [CLASSES.index("cat")]
-    with pytest.raises(SourceError, match=f"the annotations of 1 of 1 images cannot be used; .*{message}"):
+    with pytest.raises(SourceError, match=f"the objects of 1 of 1 samples cannot be used; .*{message}"):
         gpuaug.VocSource(write(tmp_path / "alone", {"b": data}))
 
 

@@ -220,7 +220,7 @@ def test_many_bad_files_in_many_blocks(monkeypatch):
 
 def test_when_no_label_file_can_be_used(tmp_path):
     write(tmp_path, {"a": "x", "b": "0 1"})
-    with pytest.raises(SourceError, match=r"2 of 2 images cannot be used; line 1 of .*a.txt"):
+    with pytest.raises(SourceError, match=r"2 of 2 samples cannot be used; sample 0: line 1 of .*a.txt"):
         gpuaug.YoloSource(tmp_path)
     write(tmp_path / "more", {"a": None})
     with pytest.raises(SourceError, match=r"none of the 1 images .* has a label file.*labels/train/a.txt"):

@@ -119,7 +119,7 @@ def test_training_sees_the_same_targets(packed: Path) -> None:
     other = PackedSource(packed, classes=[*reversed(Scenes.classes), "more"])
     assert other.num_classes == 10
     assert (8 - other[3][1].labels == source[3][1].labels).all()
-    with pytest.raises(SourceError, match="`source.classes` lacks"):
+    with pytest.raises(SourceError, match="`source.classes` has 5 classes, but lacks 4"):
         PackedSource(packed, classes=Scenes.classes[:5])
     for a, b in zip(batches(Scenes()), batches(source), strict=True):
         assert torch.equal(a.indices, b.indices)

@@ -9,10 +9,11 @@ import logging
 import os
 import random
 import re
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -32,6 +33,7 @@ from gpuaug.source.remote.objects import Objects, open_objects
 log = logging.getLogger("gpuaug")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, doubled before each further try; its maximum
+GAP_BYTES = 1 << 16  # a gap of this size between two ranges is read too: quicker than another request
 BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
 DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -416,6 +418,20 @@ class Storage:
         failed = ReadError(f"{redact(request.url)!r} cannot be read, tried {tries} times: {text}")
         failed.__cause__ = error
         return failed
+
+
+def joined(ranges: Iterable[Range], *, most: int = sys.maxsize) -> list[Range]:
+    """Ranges of one file by position. Neighbours become one range of at most ``most`` bytes."""
+    parts: list[Range] = []
+    for part in sorted(ranges, key=lambda part: part.begin):
+        if parts:
+            last = parts[-1]
+            size, gap = part.begin + (part.size or 0) - last.begin, part.begin - last.begin - (last.size or 0)
+            if 0 <= gap <= GAP_BYTES and size <= most:
+                parts[-1] = last._replace(size=size)
+                continue
+        parts.append(part)
+    return parts
 
 
 def _bucket(url: str) -> str:
