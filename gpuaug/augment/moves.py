@@ -181,17 +181,14 @@ def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
     from kornia.augmentation import IntensityAugmentationBase2D
 
     kind, entry = type(module), entry_of(module)
+    if entry is not None and entry.affects == "field" and entry.noise is None:
+        entry = None  # Field.apply knows only the elastic transform
     kornias = kind.__module__.startswith("kornia.augmentation.")
     points = [name for name in names if name != "masks"]
     if entry is not None and entry.affects == "field" and points:
         raise ConfigError(
             f"`{key}` must move pixels by a matrix, because {' and '.join(points)} cannot follow an offset per pixel. "
             f"Found: {kind.__name__}. Remove `{key}`, or use masks as the only target."
-        )
-    if entry is not None and entry.affects == "field" and entry.noise is None:
-        raise ConfigError(
-            f"`{key}` must be an operation that {' and '.join(names)} can follow. Found: {kind.__name__}. Remove "
-            f"`{key}`, or use RandomElasticTransform, RandomPerspective or RandomAffine."
         )
     changes_values = kornias and isinstance(module, IntensityAugmentationBase2D)
     if entry is not None or changes_values or getattr(module, "affects", None) == "pixels":
