@@ -65,7 +65,7 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
         def one(image: Image.Image) -> Any:
             try:
                 return transform(image)
-            except ValueError:  # Pillow 13 refuses to posterize to 0 bits; before, the image became black
+            except ValueError:  # Pillow 13 refuses to posterize to 0 bits; older releases make it black
                 return Image.new("RGB", image.size)
 
         return one

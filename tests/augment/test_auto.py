@@ -103,7 +103,7 @@ def applied(step: Step, image: Image.Image, fill: Any, library: str, libraries: 
     torchvision, timm = libraries
     name, magnitude, interpolation = step
     theirs = THEIRS[name]
-    if name == "posterize" and magnitude == 0:  # Pillow 13 refuses it; before, the image became black
+    if name == "posterize" and magnitude == 0:  # Pillow 13 refuses it; older releases make the image black
         return Image.new("RGB", image.size)
     if library == "torchvision":
         magnitude -= theirs in FACTORS
