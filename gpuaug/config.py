@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
+
+_PACKAGE = import_module("gpuaug")  # its public names
 
 Target = type | FunctionType  # what a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
@@ -360,17 +361,17 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     if not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise ConfigError(f"{expected}.")  # for example, my_pkg.__main__ would run a program
     if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
-        if len(parts) != 2 or parts[1] not in gpuaug.__all__:
-            near = get_close_matches(parts[-1], gpuaug.__all__, n=1)
+        if len(parts) != 2 or parts[1] not in _PACKAGE.__all__:
+            near = get_close_matches(parts[-1], _PACKAGE.__all__, n=1)
             raise ConfigError(f"{expected}." + (f" Did you mean 'gpuaug.{near[0]}'?" if near else ""))
-        found = getattr(gpuaug, parts[1])
+        found = getattr(_PACKAGE, parts[1])
     else:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, Target):
         raise ConfigError(f"{expected}, a {type(found).__name__}. Write a function that calls it.")
     own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
     is_class = isinstance(found, type)
-    public = is_class and own.startswith("gpuaug.") and name in gpuaug.__all__ and getattr(gpuaug, name) is found
+    public = is_class and own.startswith("gpuaug.") and name in _PACKAGE.__all__ and getattr(_PACKAGE, name) is found
     if not public and not f"{own}.".startswith(prefixes if is_class else own_modules):
         raise ConfigError(f"{expected}, which resolves to the {'class' if is_class else 'function'} {own}.{remedy}")
     return found

@@ -19,11 +19,11 @@ from torch import Tensor
 from gpuaug.errors import SourceError
 from gpuaug.source.classes import class_mapping, encode, some
 from gpuaug.source.filters import Subset, active
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import Names, locate, share
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # runs without objects do not import it
     from gpuaug.source.objects import Damaged, ObjectTable
 
 log = logging.getLogger("gpuaug")
@@ -216,18 +216,6 @@ class FileKeys(Names):
         members = (b"%d" % row for count in counts for row in range(count)) if self.members is None else self.members
         files = (file for file, count in zip(self.files, counts, strict=True) for _ in range(count))
         return (file + b"/" + member for file, member in zip(files, members, strict=True))
-
-
-def locate(bounds: Tensor, index: int) -> tuple[int, int]:
-    """Index of the part that holds a sample, and the sample's position in it. ``bounds``: as in :func:`bounds_of`."""
-    numbers = bounds.numpy()
-    part = int(np.searchsorted(numbers, index, side="right")) - 1
-    return part, index - int(numbers[part])
-
-
-def bounds_of(counts: Sequence[int]) -> Tensor:
-    """Running sums of the counts, starting with 0: int64 [len(counts) + 1] in shared memory."""
-    return share(torch.from_numpy(np.cumsum([0, *counts], dtype=np.int64)))
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:

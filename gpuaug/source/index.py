@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from tokenize import TokenError
 from typing import Any
@@ -127,3 +127,15 @@ def occurrences(indices: Tensor) -> Tensor:
     count[by_number] = np.arange(len(numbers)) - np.searchsorted(grouped, grouped)
     # random numbers use 16 bits of the count, so they repeat after 65,536 occurrences of a sample in an epoch
     return torch.from_numpy(count & 0xFFFF)
+
+
+def locate(bounds: Tensor, index: int) -> tuple[int, int]:
+    """Index of the part that holds a sample, and the sample's position in it. ``bounds``: as in :func:`bounds_of`."""
+    numbers = bounds.numpy()
+    part = int(np.searchsorted(numbers, index, side="right")) - 1
+    return part, index - int(numbers[part])
+
+
+def bounds_of(counts: Sequence[int]) -> Tensor:
+    """Running sums of the counts, starting with 0: int64 [len(counts) + 1] in shared memory."""
+    return share(torch.from_numpy(np.cumsum([0, *counts], dtype=np.int64)))

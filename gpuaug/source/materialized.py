@@ -32,9 +32,9 @@ from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.files import check_regular
 from gpuaug.source.adapt import adapt
-from gpuaug.source.base import ListedSource, locate, parse_manifest
+from gpuaug.source.base import ListedSource, parse_manifest
 from gpuaug.source.filters import Subset, active
-from gpuaug.source.index import NO_ARRAY, Names, check_array, occurrences, outside, share
+from gpuaug.source.index import NO_ARRAY, Names, check_array, locate, occurrences, outside, share
 from gpuaug.source.local import read_file
 from gpuaug.source.paths import absolute
 

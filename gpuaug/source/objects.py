@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gpuaug.batch import Target
 from gpuaug.errors import SourceError
-from gpuaug.source.base import bounds_of
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import Names, bounds_of, share
 
 log = logging.getLogger("gpuaug")
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes, ListedSource, SourceView, bounds_of, locate, parse_manifest
+from gpuaug.source.base import Classes, ListedSource, SourceView, parse_manifest
 from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
-from gpuaug.source.index import NO_ARRAY, Names, check_array, share
+from gpuaug.source.index import NO_ARRAY, Names, bounds_of, check_array, locate, share
 from gpuaug.source.local import read_file
 from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_url, join, redact

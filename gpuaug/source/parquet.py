@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.source.base import Classes, FileKeys, bounds_of, locate
+from gpuaug.source.base import Classes, FileKeys
 from gpuaug.source.classes import label_column, some
 from gpuaug.source.filters import Subset
-from gpuaug.source.index import Names
+from gpuaug.source.index import Names, bounds_of, locate
 from gpuaug.source.object_columns import RowSource, class_names, is_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact

@@ -23,10 +23,10 @@ from gpuaug import checks, files
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
-from gpuaug.source.base import Classes, FileKeys, ListedSource, bounds_of, locate
+from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import Names, bounds_of, locate, share
 from gpuaug.source.local import LARGE, read_file
 from gpuaug.source.object_json import BoxFormat, parse
 from gpuaug.source.paths import common_folder, is_url, redact
