@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-_PACKAGE = import_module("gpuaug")  # its public names
+_PACKAGE = sys.modules["gpuaug"]  # whose public names a `_target_` may name
 
 Target = type | FunctionType  # what a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
