@@ -20,10 +20,10 @@ def ended(what, folder, count, **settings):
 
 @pytest.mark.parametrize("settings", list(fuzz.SETTINGS))
 def test_hostile_images_are_pixels_or_faults(tmp_path, settings):
-    failures, counts = ended("images", tmp_path / "kept", 400, settings=settings, share=0.1)
+    failures, counts = ended("images", tmp_path / "kept", 150, settings=settings, share=0.1)
     assert failures == []
-    assert counts["pixels"] > 100
-    assert counts["fault"] > 100
+    assert counts["pixels"] > 30
+    assert counts["fault"] > 30
     assert not (tmp_path / "kept").exists()
 
 
@@ -34,7 +34,7 @@ def test_more_hostile_images(tmp_path, settings):
     assert failures == []
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
 def test_hostile_tars_are_indexed_or_refused(tmp_path, count):
     failures, counts = ended("tars", tmp_path / "kept", count, seed=count)
     assert failures == []
