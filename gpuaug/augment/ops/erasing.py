@@ -50,6 +50,7 @@ class RandomErasing(nn.Module):
     """
 
     affects = "pixels"
+    _box = 0  # number of the box that this module fills
 
     def __init__(
         self,
@@ -112,11 +113,14 @@ def _range(name: str, value: Any, high: float) -> tuple[float, float]:
 
 
 def _prepare(name: str, op: RandomErasing) -> Prepared:
-    """One slot per box. All slots share the noise of a pixel; where boxes overlap, only the last box is seen."""
+    """One slot per box. Each box has its own noise."""
     each = 2 * _ATTEMPTS + 2 + (_COLOR if op.mode == "rand" else 0)
-    module = copy.deepcopy(op)
-    rule = partial(_drawn, op=module, each=each)
-    return Prepared(name, op, ((module,),) * op.count, 2 + op.count * each, rule, keyed=op.mode == "pixel")
+    modules = [copy.deepcopy(op) for _ in range(op.count)]
+    for box, module in enumerate(modules):
+        module._box = box
+    rule = partial(_drawn, op=modules[0], each=each)
+    slots = tuple((module,) for module in modules)
+    return Prepared(name, op, slots, 2 + op.count * each, rule, keyed=op.mode == "pixel")
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -170,7 +174,7 @@ def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[
     height, width = size
     # (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2), where both roots are below the sides of the image
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
-    return {"gaussian_noise": normal(keys, 3 * largest)}
+    return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
 ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)
