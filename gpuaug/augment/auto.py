@@ -85,8 +85,8 @@ class Policy(nn.Module):
 class RandAugment(Policy):
     """RandAugment (arXiv:1909.13719) as ``torchvision.transforms.RandAugment`` runs it on Pillow images.
 
-    ``num_ops`` times, one of 14 operations is chosen, all equally likely, also the same one again. All have the same
-    magnitude. Use it as an entry of a recipe's ``ops``.
+    An image gets ``num_ops`` operations. Each is one of 14, all equally likely, and may come more than once. All have
+    the same magnitude. Use it as an entry of a recipe's ``ops``.
 
     Args:
         num_ops: number of operations per image.
@@ -276,8 +276,8 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 class _Space:
     """The operations of a policy, and the strongest form of each; the defaults are RandAugment's.
 
-    ``shift`` is in pixels; with ``per``, in parts of the image's width or height divided by ``per``. ``bits`` remain at
-    the weakest posterize, ``dropped`` fewer at the strongest.
+    The largest translation is ``shift`` pixels if ``per`` is None, else ``shift * width / per`` (vertical: height).
+    Posterize keeps ``bits`` bits in its weakest form, and ``dropped`` bits fewer in its strongest.
     """
 
     names: tuple[str, ...]
@@ -347,7 +347,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Number of uniforms that :func:`chained` uses itself: the image's part, and share and depth of each chain."""
+    """Number of uniforms that :func:`chained` uses itself: the mixture's part, and each chain's share and depth."""
     return 1 + 2 * chains
 
 

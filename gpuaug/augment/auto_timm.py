@@ -101,13 +101,14 @@ class Plan:
 
     Attributes:
         names: the operations, keys of ``_ARGUMENTS``.
-        slots: number of operations that an image can take; of all chains.
+        slots: largest number of operations of an image, in all chains together.
         magnitude: the level, before noise.
         std: standard deviation of the level's noise; infinite: uniform from 0 to ``magnitude``.
         highest: largest level.
         p: probability of each operation.
         weights: of ``names``, for a choice without repetition; None: equally likely, with repetition.
-        pairs: AutoAugment's policy, and the name of its posterize; its ``magnitude`` and ``p`` replace the others.
+        pairs: AutoAugment's policy, and the name of its posterize. The magnitudes and probabilities of its table are
+            used instead of ``magnitude`` and ``p``.
         chains: AugMix's number of chains; 0: none.
         free: whether chains have a random number of operations.
     """
@@ -287,7 +288,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
         table = auto_tables.read(*plan.pairs)
         pair = pick(u[:, 0], len(table.p))
         choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
-    elif plan.weights:  # the smallest of exponential values with these rates: one after the other, without repetition
+    elif plan.weights:  # exponential values with these rates: their order is a choice without repetition
         first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
         choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
     else:

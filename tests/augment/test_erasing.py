@@ -193,8 +193,8 @@ def test_masks_and_boxes_stay() -> None:
         ({"ratio": (3, 0.3)}, r"`ratio` must be two numbers with 0 < min <= max. Found: \(3, 0.3\)"),
         ({"mode": "noise"}, "`mode` must be one of const, rand, pixel. Found: 'noise'"),
         ({"count": 0}, "`count` must be a whole number from 1"),
-        ({"mean": (1, 2)}, "mean"),
-        ({"std": (0, 1, 1)}, "std"),
+        ({"mean": (1, 2)}, "^`mean` must be three numbers"),
+        ({"std": (0, 1, 1)}, "^`std` must be positive"),
     ],
 )
 def test_refused_settings(given: dict[str, Any], message: str) -> None:

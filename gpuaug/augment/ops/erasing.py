@@ -32,8 +32,9 @@ _MOST = 100  # boxes
 class RandomErasing(nn.Module):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
-    The values are those of timm, which erases after the normalization. Here they are ``mean + std * n``, where ``n`` is
-    standard normal, and leave the range 0..1. A box that does not fit into the image is drawn again, up to ten times.
+    timm erases after the normalization, with values ``n`` of a standard normal distribution. Here they are
+    ``mean + std * n``, which may be outside 0..1. After the normalization they are timm's. A box that does not fit
+    into the image is drawn again, up to ten times.
 
     Args:
         p: probability that an image is changed.
@@ -67,7 +68,10 @@ class RandomErasing(nn.Module):
         self.scale, self.ratio = _range("scale", scale, 1), _range("ratio", ratio, math.inf)
         self.mode = checks.one_of("mode", mode, _MODES)
         self.count: int = checks.whole_number("count", count, 1, _MOST)
-        checked = Normalize(mean, std).values()
+        try:
+            checked = Normalize(mean, std).values()
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("augment.normalize.", "", 1)) from None
         self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
 
     def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
@@ -168,11 +172,11 @@ def _steps(op: RandomErasing) -> Steps:
 
 
 def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
-    """Values for the largest possible box, so the number depends on no drawn box: each draw depends on the number."""
+    """Noise for the largest possible box. Each value depends on their number, so the drawn boxes must not change it."""
     if op.mode != "pixel":
         return {}
     height, width = size
-    # (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2), where both roots are below the sides of the image
+    # a box has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels; both roots are below the sides of the image
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
