@@ -103,7 +103,11 @@ class _Recipe(ReadOnly):
     views: list[View]
 
     def at(self, epoch: int) -> Self:
-        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others."""
+        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others.
+
+        Args:
+            epoch: number of the epoch; not used.
+        """
         return self
 
     @property
