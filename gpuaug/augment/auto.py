@@ -28,6 +28,8 @@ GEOMETRIC = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FACTORS = ("brightness", "color", "contrast", "sharpness")
 _OTHERS = ("posterize", "solarize", "auto_contrast", "equalize")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+MOST = 100  # operations of an image or of a chain; chains
+_BINS = 1000  # magnitudes
 FREE_DEPTH = 3  # AugMix: most operations of a chain without a fixed depth
 
 Float64 = NDArray[np.float64]
@@ -83,8 +85,8 @@ class Policy(nn.Module):
 class RandAugment(Policy):
     """RandAugment (arXiv:1909.13719) as ``torchvision.transforms.RandAugment`` runs it on Pillow images.
 
-    ``num_ops`` times, one of 14 operations is chosen, all equally likely, also the same one again. All have the same
-    magnitude. Use it as an entry of a recipe's ``ops``.
+    An image gets ``num_ops`` operations. Each is one of 14, all equally likely, and may come more than once. All have
+    the same magnitude. Use it as an entry of a recipe's ``ops``.
 
     Args:
         num_ops: number of operations per image.
@@ -107,8 +109,8 @@ class RandAugment(Policy):
         fill: Fill = None,
     ) -> None:
         super().__init__(interpolation, fill)
-        self.num_ops = checks.whole_number("num_ops", num_ops, 1)
-        self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2)
+        self.num_ops = checks.whole_number("num_ops", num_ops, 1, MOST)
+        self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2, _BINS)
         self.magnitude = checks.whole_number("magnitude", magnitude, 0, num_magnitude_bins - 1)
 
     def prepare(self, name: str) -> Prepared:
@@ -138,7 +140,7 @@ class TrivialAugmentWide(Policy):
 
     def __init__(self, num_magnitude_bins: int = 31, interpolation: str = "nearest", fill: Fill = None) -> None:
         super().__init__(interpolation, fill)
-        self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2)
+        self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2, _BINS)
 
     def prepare(self, name: str) -> Prepared:
         """The policy as an operation of a recipe, with one slot.
@@ -224,8 +226,8 @@ class AugMix(Policy):
     ) -> None:
         super().__init__(interpolation, fill)
         self.severity = checks.whole_number("severity", severity, 1, 10)
-        self.mixture_width = checks.whole_number("mixture_width", mixture_width, 1)
-        self.chain_depth = checks.whole_number("chain_depth", chain_depth, -1)
+        self.mixture_width = checks.whole_number("mixture_width", mixture_width, 1, MOST)
+        self.chain_depth = checks.whole_number("chain_depth", chain_depth, -1, MOST)
         self.alpha = checks.number("alpha", alpha, 0)
         self.all_ops = checks.flag("all_ops", all_ops)
         if alpha != 1:
@@ -261,7 +263,8 @@ def _colour(fill: Any) -> tuple[int, int, int]:
     whole: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     if len(whole) != 3 or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= 255 for v in whole):
         raise ConfigError(
-            f"`fill` must be a whole number from 0 to 255, three of them (red, green, blue), or null. Found: {fill!r}."
+            "`fill` must be a whole number from 0 to 255, three of them (red, green, blue), or null. "
+            f"Found: {fill!r:.200}."
         )
     return whole[0], whole[1], whole[2]
 
@@ -273,8 +276,8 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 class _Space:
     """The operations of a policy, and the strongest form of each; the defaults are RandAugment's.
 
-    ``shift`` is in pixels; with ``per``, in parts of the image's width or height divided by ``per``. ``bits`` remain at
-    the weakest posterize, ``dropped`` fewer at the strongest.
+    The largest translation is ``shift`` pixels if ``per`` is None, else ``shift * width / per`` (vertical: height).
+    Posterize keeps ``bits`` bits in its weakest form, and ``dropped`` bits fewer in its strongest.
     """
 
     names: tuple[str, ...]
@@ -344,7 +347,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Number of uniforms that :func:`chained` uses itself: the image's part, and share and depth of each chain."""
+    """Number of uniforms that :func:`chained` uses itself: the mixture's part, and each chain's share and depth."""
     return 1 + 2 * chains
 
 

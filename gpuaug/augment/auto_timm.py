@@ -17,14 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.augment import auto_tables
-from gpuaug.augment.auto import FACTORS, FREE_DEPTH, GEOMETRIC, Fill, Float64, Policy, chained, pick, uniforms_of_chains
+from gpuaug.augment.auto import (
+    FACTORS,
+    FREE_DEPTH,
+    GEOMETRIC,
+    MOST,
+    Fill,
+    Float64,
+    Policy,
+    chained,
+    pick,
+    uniforms_of_chains,
+)
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
 ALLOWED = (
     "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
-    "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number, P is from 0 to 1, X is at least 0"
+    "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number of at most four digits, and at most "
+    f"{MOST} for -n, -w and -d; P is from 0 to 1, X is at least 0"
 )
 _BLUR = " timm's 3-Augment blurs with a filter of Pillow that gpuaug does not have: augment=threeaugment is DeiT III's."
 _HIGHEST = 10.0  # level, unless the string has mmax
@@ -90,13 +102,14 @@ class Plan:
 
     Attributes:
         names: the operations, keys of ``_ARGUMENTS``.
-        slots: number of operations that an image can take; of all chains.
+        slots: largest number of operations of an image, in all chains together.
         magnitude: the level, before noise.
         std: standard deviation of the level's noise; infinite: uniform from 0 to ``magnitude``.
         highest: largest level.
         p: probability of each operation.
         weights: of ``names``, for a choice without repetition; None: equally likely, with repetition.
-        pairs: AutoAugment's policy, and the name of its posterize; its ``magnitude`` and ``p`` replace the others.
+        pairs: AutoAugment's policy, and the name of its posterize. The magnitudes and probabilities of its table are
+            used instead of ``magnitude`` and ``p``.
         chains: AugMix's number of chains; 0: none.
         free: whether chains have a random number of operations.
     """
@@ -135,15 +148,13 @@ def parse(config: str) -> Plan:
         raise _refused(config, f"{kind!r}", _BLUR if kind == "3a" else "")
     given: dict[str, Any] = {}
     for part in parts:
-        key, text = re.fullmatch(r"([a-z]*)(.*)", part).groups()  # type: ignore[union-attr]  # always matches
+        key = re.match("[a-z]*", part)[0]  # type: ignore[index]  # always matches
+        text = part[len(key) :]
         if part in ("tweights", "t3a", "t3aw"):
             key, text = "t", part[1:]
-        read, allowed = known.get(key, (None, None))
-        try:
-            value = text if key == "t" else read(text)  # type: ignore[misc]
-        except (TypeError, ValueError):
-            value = None
-        if value is None or allowed is None or key in given or not allowed(value):
+        read, allowed = known.get(key, _UNKNOWN)
+        value = read(text)
+        if value is None or key in given or not allowed(value):
             reason = _BLUR if key == "t" and text.startswith("3a") else ""
             reason = " It has this part twice." if key in given else reason
             raise _refused(config, f"{part!r} in {config!r}" if part else f"an empty part in {config!r}", reason)
@@ -152,29 +163,30 @@ def parse(config: str) -> Plan:
 
 
 def _refused(config: Any, found: str, reason: str = "") -> ConfigError:
-    return ConfigError(f"`config` must be a string of timm that gpuaug knows: {ALLOWED}. Found: {found}.{reason}")
+    return ConfigError(f"`config` must be a string of timm that gpuaug knows: {ALLOWED}. Found: {found:.200}.{reason}")
 
 
-def _digits(text: str) -> int:
-    return int(text) if text.isdigit() else int("x")
+def _digits(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]{1,4}", text) else None
 
 
-def _plain(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d+\.?\d*", text) else float("x")
+def _plain(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[0-9]+\.?[0-9]*", text) else None
 
 
 _Section = tuple[Callable[[str], Any], Callable[[Any], bool]]
+_UNKNOWN: _Section = (lambda text: None, lambda v: False)
 _STD: dict[str, _Section] = {"mstd": (_plain, lambda v: True)}
 _AUGMIX: dict[str, _Section] = {
     "m": (_digits, lambda v: True),
-    "w": (_digits, lambda v: v >= 1),
-    "d": (_digits, lambda v: True),
+    "w": (_digits, lambda v: 1 <= v <= MOST),
+    "d": (_digits, lambda v: v <= MOST),
     "a": (_plain, lambda v: v == 1),
     "b": (_digits, lambda v: v == 0),
 }
 _RAND: dict[str, _Section] = {
     "m": (_digits, lambda v: True),
-    "n": (_digits, lambda v: v >= 1),
+    "n": (_digits, lambda v: 1 <= v <= MOST),
     "p": (_plain, lambda v: v <= 1),
     "mmax": (_digits, lambda v: v >= 1),
     "inc": (_digits, lambda v: True),
@@ -277,7 +289,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
         table = auto_tables.read(*plan.pairs)
         pair = pick(u[:, 0], len(table.p))
         choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
-    elif plan.weights:  # the smallest of exponential values with these rates: one after the other, without repetition
+    elif plan.weights:  # exponential values with these rates: their order is a choice without repetition
         first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
         choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,8 +48,11 @@ class Progressive(ReadOnly):
         for key, stage in stages.items():
             if stage is None:
                 continue
-            first = int(key) if isinstance(key, str) and key.isdecimal() else key
-            checks.whole_number("augment.stages", first, 0, EPOCHS - 1)
+            first = int(key) if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) else key
+            if type(first) is not int or first not in range(EPOCHS):
+                raise ConfigError(
+                    f"`augment.stages` must have first epochs from 0 to {EPOCHS - 1} as keys. Found: {key!r:.200}."
+                )
             checks.instance(f"augment.stages.{key}", stage, Augment, MultiView)
             if first in given:
                 raise ConfigError(f"`augment.stages` must have one recipe per epoch. Found: two for {first}.")
@@ -65,7 +70,8 @@ class Progressive(ReadOnly):
     @property
     def stages(self) -> Mapping[int, Augment | MultiView]:
         """The first epochs of the stages, in order, and their recipes."""
-        return dict(zip(self._firsts, self._recipes, strict=True))  # type: ignore[arg-type]
+        stages = dict(zip(self._firsts, self._recipes, strict=True))
+        return MappingProxyType(stages)  # type: ignore[arg-type]
 
     def at(self, epoch: int) -> Augment | MultiView:
         """The recipe of an epoch.

@@ -45,7 +45,7 @@ log = logging.getLogger("gpuaug")
 
 BACKENDS = ("fused", "kornia")
 _READ_ONCE = (
-    "a recipe reads its settings only when it is created. Create a new recipe with `Augment.replace`; "
+    "a recipe reads its settings only when it is created. Create a new recipe, as `Augment.replace` does; "
     "`loader.replace(augment=...)` makes a loader use the new recipe."
 )
 LARGEST_COPIES = 1000  # views of one Augment; each view is cropped and augmented separately
@@ -103,7 +103,11 @@ class _Recipe(ReadOnly):
     views: list[View]
 
     def at(self, epoch: int) -> Self:
-        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others."""
+        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others.
+
+        Args:
+            epoch: number of the epoch; not used.
+        """
         return self
 
     @property

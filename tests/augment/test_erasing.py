@@ -128,6 +128,23 @@ def test_noise_is_standard_normal_after_normalization(backend: str) -> None:
     assert not torch.equal(made[0], made[1])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_box_has_its_own_noise(backend: str) -> None:
+    x = torch.zeros((40, 40, 40, 3), dtype=torch.uint8)
+    given = recipe(backend, None, p=1.0, count=2, scale=(0.2, 0.2), ratio=(1, 1))  # all pairs of boxes: 13 x 13
+    made = given(x, seed=0)
+    (chosen,) = given.choose(given.draw(seed=0, epoch=0, indices=range(40)), [(40, 40)])[0]
+    pairs = []
+    for row in np.flatnonzero((chosen.choice >= 0).all(axis=1)):
+        (left, top), (right, bottom) = ([int(s[0][k][row]) for k in ("xs", "ys")] for s in chosen.params)
+        if abs(left - right) >= 13 or abs(top - bottom) >= 13:  # the boxes do not overlap
+            pairs.append([made[row, :, y : y + 13, v : v + 13].flatten() for v, y in ((left, top), (right, bottom))])
+    first, second = (torch.cat(boxes) for boxes in zip(*pairs, strict=True))
+    mean = torch.tensor(MEAN).repeat_interleave(169).repeat(len(pairs))
+    assert len(pairs) > 3
+    assert abs(torch.corrcoef(torch.stack([first - mean, second - mean]))[0, 1]) < 0.1
+
+
 def test_a_random_colour_is_standard_normal_after_normalization() -> None:
     x = torch.zeros((3000, 8, 8, 3), dtype=torch.uint8)
     made = recipe(p=1.0, mode="rand", scale=(0.3, 0.33), ratio=(1, 1))(x, seed=1)
@@ -176,8 +193,8 @@ def test_masks_and_boxes_stay() -> None:
         ({"ratio": (3, 0.3)}, r"`ratio` must be two numbers with 0 < min <= max. Found: \(3, 0.3\)"),
         ({"mode": "noise"}, "`mode` must be one of const, rand, pixel. Found: 'noise'"),
         ({"count": 0}, "`count` must be a whole number from 1"),
-        ({"mean": (1, 2)}, "mean"),
-        ({"std": (0, 1, 1)}, "std"),
+        ({"mean": (1, 2)}, "^`mean` must be three numbers"),
+        ({"std": (0, 1, 1)}, "^`std` must be positive"),
     ],
 )
 def test_refused_settings(given: dict[str, Any], message: str) -> None:

@@ -142,6 +142,8 @@ def test_changes_are_noticed() -> None:
     made = recipe()
     with pytest.raises(ReadOnlyError, match=r"`Progressive.stages` cannot be assigned"):
         made.stages = {}
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        made.stages[2] = stage(8)
     made.stages[1].ops["flip"].p = 0.1
     with pytest.raises(ReadOnlyError, match=r"`augment.stages.1.ops.flip"):
         made.check_unchanged()
@@ -160,8 +162,9 @@ def test_an_operation_with_its_own_generator_runs_in_the_main_thread() -> None:
         ({}, "must have a stage for epoch 0. Found: none"),
         ({5: stage(8)}, r"must have a stage for epoch 0. Found: \[5\]"),
         ({0: stage(8), "0": stage(9)}, "one recipe per epoch. Found: two for 0"),
-        ({0: stage(8), -1: stage(9)}, "`augment.stages` must be a whole number from 0"),
-        ({"a": stage(8)}, "`augment.stages` must be a whole number.* Found: 'a'"),
+        ({0: stage(8), -1: stage(9)}, "`augment.stages` must have first epochs from 0"),
+        ({"a": stage(8)}, "`augment.stages` must have first epochs.* Found: 'a'"),
+        ({0: stage(8), 5000 * "9": stage(9)}, "`augment.stages` must have first epochs.* Found: '9999"),
         ({0: stage(8), 1: stage(8, copies=2)}, "same number of views. Found, by epoch: {0: 1, 1: 2}"),
         ({0: gpuaug.Resize(8)}, "`augment.stages.0` must be a gpuaug.Augment or gpuaug.MultiView"),
     ],

@@ -32,8 +32,9 @@ _MOST = 100  # boxes
 class RandomErasing(nn.Module):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
-    The values are those of timm, which erases after the normalization. Here they are ``mean + std * n``, where ``n`` is
-    standard normal, and leave the range 0..1. A box that does not fit into the image is drawn again, up to ten times.
+    timm erases after the normalization, with values ``n`` of a standard normal distribution. Here they are
+    ``mean + std * n``, which may be outside 0..1. After the normalization they are timm's. A box that does not fit
+    into the image is drawn again, up to ten times.
 
     Args:
         p: probability that an image is changed.
@@ -50,6 +51,7 @@ class RandomErasing(nn.Module):
     """
 
     affects = "pixels"
+    _box = 0  # number of the box that this module fills
 
     def __init__(
         self,
@@ -66,7 +68,10 @@ class RandomErasing(nn.Module):
         self.scale, self.ratio = _range("scale", scale, 1), _range("ratio", ratio, math.inf)
         self.mode = checks.one_of("mode", mode, _MODES)
         self.count: int = checks.whole_number("count", count, 1, _MOST)
-        checked = Normalize(mean, std).values()
+        try:
+            checked = Normalize(mean, std).values()
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("augment.normalize.", "", 1)) from None
         self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
 
     def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
@@ -112,11 +117,14 @@ def _range(name: str, value: Any, high: float) -> tuple[float, float]:
 
 
 def _prepare(name: str, op: RandomErasing) -> Prepared:
-    """One slot per box. All slots share the noise of a pixel; where boxes overlap, only the last box is seen."""
+    """One slot per box. Each box has its own noise."""
     each = 2 * _ATTEMPTS + 2 + (_COLOR if op.mode == "rand" else 0)
-    module = copy.deepcopy(op)
-    rule = partial(_drawn, op=module, each=each)
-    return Prepared(name, op, ((module,),) * op.count, 2 + op.count * each, rule, keyed=op.mode == "pixel")
+    modules = [copy.deepcopy(op) for _ in range(op.count)]
+    for box, module in enumerate(modules):
+        module._box = box
+    rule = partial(_drawn, op=modules[0], each=each)
+    slots = tuple((module,) for module in modules)
+    return Prepared(name, op, slots, 2 + op.count * each, rule, keyed=op.mode == "pixel")
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -164,13 +172,13 @@ def _steps(op: RandomErasing) -> Steps:
 
 
 def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
-    """Values for the largest possible box, so the number depends on no drawn box: each draw depends on the number."""
+    """Noise for the largest possible box. Each value depends on their number, so the drawn boxes must not change it."""
     if op.mode != "pixel":
         return {}
     height, width = size
-    # (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2), where both roots are below the sides of the image
+    # a box has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels; both roots are below the sides of the image
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
-    return {"gaussian_noise": normal(keys, 3 * largest)}
+    return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
 ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)
