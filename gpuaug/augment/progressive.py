@@ -19,7 +19,7 @@ class Progressive(ReadOnly):
     """Uses another recipe from certain epochs on, for example larger images and stronger operations.
 
     Training with growing images is known from EfficientNetV2 (arXiv:2104.00298), as progressive learning. The stages
-    may differ in everything except the number of views.
+    may differ in everything except their views' names and number.
 
     Args:
         stages: mapping of the first epoch of each stage to its :class:`Augment` or :class:`MultiView`. The first stage
@@ -59,9 +59,10 @@ class Progressive(ReadOnly):
             given[first] = stage if backend is None else _with_backend(stage, backend)
         if 0 not in given:
             raise ConfigError(f"`augment.stages` must have a stage for epoch 0. Found: {sorted(given) or 'none'}.")
-        counts = {first: len(stage.views) for first, stage in given.items()}
-        if len(set(counts.values())) > 1:
-            raise ConfigError(f"`augment.stages` must all have the same number of views. Found, by epoch: {counts}.")
+        views = {first: [(view.name, view.copy) for view in stage.views] for first, stage in given.items()}
+        if any(found != views[0] for found in views.values()):
+            names = {first: [name or copy for name, copy in found] for first, found in views.items()}
+            raise ConfigError(f"`augment.stages` must all have the same views, in one order. Found, by epoch: {names}.")
         self._firsts = sorted(given)
         self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # because `.to()` must reach them
         self.backend = backend

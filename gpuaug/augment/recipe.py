@@ -30,6 +30,7 @@ from gpuaug.augment.crop import CROPS, BoxTable
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
@@ -370,6 +371,7 @@ class Augment(_Recipe):
         checks.one_of("augment.backend", backend, BACKENDS)
         # Prepared operations are not registered as submodules: `.to()` would convert the samplers of Kornia modules.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
+        check_place({p.name: p.op for p in self.prepared}, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self._settings()

@@ -6,6 +6,7 @@ import random
 from types import ModuleType
 from typing import Any
 
+import kornia.augmentation as K
 import numpy as np
 import pytest
 import scipy.stats
@@ -205,3 +206,12 @@ def test_refused_settings(given: dict[str, Any], message: str) -> None:
 def test_a_direct_call_is_refused() -> None:
     with pytest.raises(ConfigError, match="entry of a recipe's `ops`"):
         gpuaug.RandomErasing()(torch.zeros(1, 3, 4, 4))
+
+
+def test_noise_that_would_not_be_standard_normal_is_refused() -> None:
+    erase, flip = gpuaug.RandomErasing(), K.RandomHorizontalFlip()
+    with pytest.raises(ConfigError, match="`augment.ops.e` must have the mean and std.*0.5.*Set `augment.ops.e.mean`"):
+        gpuaug.Augment(ops={"e": erase}, normalize=gpuaug.Normalize((0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(ConfigError, match="last entry.*Found: entry 1 of 2"):
+        gpuaug.Augment(ops={"e": erase, "flip": flip}, normalize=NORMALIZE)
+    gpuaug.Augment(ops={"e": gpuaug.RandomErasing(mode="const"), "flip": flip, "more": erase}, normalize=NORMALIZE)

@@ -165,7 +165,7 @@ def test_an_operation_with_its_own_generator_runs_in_the_main_thread() -> None:
         ({0: stage(8), -1: stage(9)}, "`augment.stages` must have first epochs from 0"),
         ({"a": stage(8)}, "`augment.stages` must have first epochs.* Found: 'a'"),
         ({0: stage(8), 5000 * "9": stage(9)}, "`augment.stages` must have first epochs.* Found: '9999"),
-        ({0: stage(8), 1: stage(8, copies=2)}, "same number of views. Found, by epoch: {0: 1, 1: 2}"),
+        ({0: stage(8), 1: stage(8, copies=2)}, "same views, in one order. Found, by epoch: {0: [0], 1: [0, 1]}"),
         ({0: gpuaug.Resize(8)}, "`augment.stages.0` must be a gpuaug.Augment or gpuaug.MultiView"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,6 +114,29 @@ def _range(name: str, value: Any, high: float) -> tuple[float, float]:
         above = "" if high == math.inf else f" <= {high:g}"
         raise ConfigError(f"`{name}` must be two numbers with 0 < min <= max{above}. Found: {value!r:.200}.")
     return float(pair[0]), float(pair[1])
+
+
+def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
+    """Check that noise is standard normal after the normalization of its recipe.
+
+    Raises:
+        ConfigError: mean or std is not that of ``normalize``, or a later operation would clamp the noise to 0..1.
+    """
+    for place, (name, op) in enumerate(ops.items(), start=1):
+        if not isinstance(op, RandomErasing):
+            continue
+        wanted = None if normalize is None else {k: tuple(v) for k, v in normalize.values().items()}
+        found = {"mean": op.mean, "std": op.std}
+        if wanted not in (None, found):
+            raise ConfigError(
+                f"`augment.ops.{name}` must have the mean and std of `augment.normalize`, {wanted}. Found: {found}. Set "
+                f"`augment.ops.{name}.mean` and `.std` too."
+            )
+        if op.mode != "const" and not all(isinstance(later, RandomErasing) for later in list(ops.values())[place:]):
+            raise ConfigError(
+                f"`augment.ops.{name}` must be the last entry of `augment.ops`, because later operations clamp its noise "
+                f"to 0..1. Found: entry {place} of {len(ops)}. Move it to the end, or use mode=const."
+            )
 
 
 def _prepare(name: str, op: RandomErasing) -> Prepared:
