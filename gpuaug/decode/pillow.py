@@ -74,8 +74,13 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
     from PIL import Image
 
     with _faults("jpeg"):
-        data, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
-        image = _load(data, "jpeg", np.array([height, size[1]]), max_pixels, scale)
+        upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
+        try:
+            image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
+        except Exception:  # an unknown marker below the boxes, which decoding all rows steps over
+            if upper is data:
+                raise
+            image = _load(data, "jpeg", size, max_pixels, scale)
         resized = []
         for (top, left, h, w), (high, wide), interpolation in views:
             x, y = left // scale, top // scale
