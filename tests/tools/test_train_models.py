@@ -179,6 +179,8 @@ def test_what_a_model_does_wrong_is_explained(
     found = error_of(words(photos, tmp_path, "timm:vit_tiny_patch16_224", "limit_batches=1"), capsys)
     assert "the model refused images of 32 x 32" in found
     assert "+model.img_size=" in found
+    found = error_of(words(photos, tmp_path, "torchvision:vit_b_32", "limit_batches=1"), capsys)
+    assert "Expected 224 but got 32. Set `augment.crop.size`" in found
 
 
 # --- steps
@@ -397,7 +399,7 @@ def test_compiled_training_is_the_same_and_its_checkpoint_plain(nets: Path, phot
     ("given", "said"),
     [
         ("accumulate=0", "`accumulate` must be a whole number >= 1. Found: 0."),
-        ("ema=1", "`ema` must be a number in [0, 1] or null. Found: 1."),
+        ("ema=1", "`ema` must be a number in [0, 0.999999] or null. Found: 1."),
         ("clip_grad_norm=0", "`clip_grad_norm` must be a number in"),
         ("compile=yes", "`compile` must be true or false. Found: 'yes'."),
         ("label_smoothing=2", "`label_smoothing` must be a number in [0, 1]. Found: 2."),

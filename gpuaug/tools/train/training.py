@@ -82,7 +82,7 @@ class Settings(Keys):
             checks.number(name, getattr(self, name), 0.0, high)
         checks.number("label_smoothing", self.label_smoothing, 0.0, 1.0)
         checks.number("clip_grad_norm", self.clip_grad_norm, 1e-9, optional=True)
-        checks.number("ema", self.ema, 0.0, 0.9999999, optional=True)
+        checks.number("ema", self.ema, 0.0, 0.999999, optional=True)
         if self.label_smoothing and self.loss != "cross_entropy":
             raise ConfigError(
                 f"`label_smoothing` needs `loss=cross_entropy`. Found: {self.loss}. Set label_smoothing=0."
@@ -523,7 +523,7 @@ def _explain(error: Exception, batch: Batch) -> str | None:
         return f"torch.compile failed ({type(error).__name__}: {text}). Set compile=false, or install a C++ compiler."
     if isinstance(error, AssertionError):
         return (
-            f"the model refused images of {sizes}: {str(error).rstrip('.')}. Set `augment.crop.size`, or give "
+            f"the model refused images of {sizes}: {str(error).rstrip('.!')}. Set `augment.crop.size`, or give "
             "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
         )
     return None
