@@ -37,6 +37,8 @@ class Wet(nn.Sequential):  # with everything that resuming must restore
                          nn.Linear(64, num_classes))
 def flat(num_classes, bias=True):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes, bias=bias))
+def small(num_classes):
+    return flat(num_classes - 2)
 class Two(Flat):
     def forward(self, x):
         return super().forward(x), x
@@ -179,8 +181,13 @@ def test_what_a_model_does_wrong_is_explained(
     found = error_of(words(photos, tmp_path, "timm:vit_tiny_patch16_224", "limit_batches=1"), capsys)
     assert "the model refused images of 32 x 32" in found
     assert "+model.img_size=" in found
-    found = error_of(words(photos, tmp_path, "torchvision:vit_b_32", "limit_batches=1"), capsys)
-    assert "Expected 224 but got 32. Set `augment.crop.size`" in found
+    for model, said in (
+        ("torchvision:vit_b_32", "Expected 224 but got 32. Set `augment.crop.size`"),
+        ("torchvision:alexnet", "the model refused images of 32 x 32: Given input size: (256x1x1)."),
+        ("timm:levit_128s", "the model refused images of 32 x 32: The size of tensor a"),
+        ("train_nets.small", "must return logits [B, num_classes]. Found: a tensor [8, 3], num_classes=5."),
+    ):
+        assert said in error_of(words(photos, tmp_path, model, "limit_batches=1"), capsys)
 
 
 # --- steps

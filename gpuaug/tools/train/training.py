@@ -293,7 +293,13 @@ class Training:
                 if (text := _explain(error, batch)) is None:
                     raise
                 raise ConfigError(text) from error
-            losses, right = outcome(logits, batch.labels, loss, label_smoothing=self.settings.label_smoothing)
+            losses, right = outcome(
+                logits,
+                batch.labels,
+                loss,
+                label_smoothing=self.settings.label_smoothing,
+                classes=self.loader.num_classes,
+            )
             summed = (losses * weight).sum()
             # DDP averages the gradients over ranks, but we need the average over all valid samples
             self.scaler.scale(summed * (self.ranks / group.divisor)).backward()
@@ -475,17 +481,27 @@ def rate(progress: float, *, warmup: float) -> float:
 
 
 def outcome(
-    logits: Sequence[Tensor], labels: Tensor | None, loss: str, *, label_smoothing: float = 0.0
+    logits: Sequence[Tensor],
+    labels: Tensor | None,
+    loss: str,
+    *,
+    label_smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
     ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels: their largest class.
+    ``classes``: the C that is expected, if it is known.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
     for view in logits:
-        if not isinstance(view, Tensor) or view.ndim != 2:
-            found = f"a tensor {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
+        if not isinstance(view, Tensor) or view.ndim != 2 or view.shape[1] != (classes or view.shape[1]):
+            found = (
+                f"a tensor {list(view.shape)}, num_classes={classes}"
+                if isinstance(view, Tensor)
+                else type(view).__name__
+            )
             raise ConfigError(
                 f"the model must return logits [B, num_classes]. Found: {found}. If it has more outputs in training, "
                 "switch them off, as `+model.aux_logits=false` does for torchvision's googlenet and inception_v3."
@@ -521,7 +537,13 @@ def _explain(error: Exception, batch: Batch) -> str | None:
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         text = str(error).strip().partition("\n")[0]
         return f"torch.compile failed ({type(error).__name__}: {text}). Set compile=false, or install a C++ compiler."
-    if isinstance(error, AssertionError):
+    known = (
+        "Output size is too small",
+        "greater than actual input size",
+        "shapes cannot be multiplied",
+        "must match the size",
+    )
+    if isinstance(error, AssertionError) or any(text in str(error) for text in known):
         return (
             f"the model refused images of {sizes}: {str(error).rstrip('.!')}. Set `augment.crop.size`, or give "
             "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
