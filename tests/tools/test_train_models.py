@@ -341,6 +341,18 @@ def test_resuming_changes_nothing(
     assert "was trained with averaged weights. Set `ema`" in error_of(without, capsys)
 
 
+def test_resuming_takes_the_settings_of_the_new_run(
+    nets: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = ["limit_batches=1", "epochs=2", f"resume={tmp_path}/last.pt"]
+    assert main(words(photos, tmp_path, "train_nets.Flat", "limit_batches=1", "optimizer=adamw")) == 0
+    assert "belongs to another model or optimizer" in error_of(words(photos, tmp_path, "train_nets.Flat", *new), capsys)
+    more = (*new, "optimizer=adamw", "weight_decay=0.25")
+    assert main(words(photos, tmp_path / "more", "train_nets.Flat", *more)) == 0
+    groups = checkpoint(tmp_path / "more")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+
+
 def test_a_group_that_a_lost_worker_ends_comes_again(
     nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -437,7 +437,12 @@ class Training:
             if self.ema is not None:
                 self.ema.module.load_state_dict(parts["ema"])
                 self.ema.n_averaged.fill_(parts["steps"])
+            own = [dict(group) for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(parts["optimizer"])
+            for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+                if group.keys() != settings.keys():
+                    raise ValueError(f"its optimizer has the settings {', '.join(sorted(group))}")
+                group.update(settings)  # those of this run, such as a new `weight_decay`
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
