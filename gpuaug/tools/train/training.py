@@ -116,8 +116,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 class Group:
     """The batches whose gradients are added before the weights change."""
 
-    divisor: float = 1.0  # of the summed loss: the number of valid samples that is expected
-    buffers: list[Tensor] | None = None  # the model's before the first batch, such as batch norm's statistics
+    divisor: float = 1.0  # the summed loss is divided by it: the expected number of valid samples
+    buffers: list[Tensor] | None = None  # the model's buffers at the first batch, such as batch norm's statistics
     batches: int = 0
     valid: float = 0.0  # samples over all ranks
     sums: Any = 0.0  # this rank's loss, correct, samples
@@ -275,7 +275,7 @@ class Training:
 
         Args:
             batch: this rank's batch.
-            valid: its number of valid samples over all ranks; all samples of a group of batches have equal weight.
+            valid: number of valid samples in this batch, over all ranks.
             progress: share of the training that is done, for the learning rate.
             last: whether it is the epoch's last batch.
         """
