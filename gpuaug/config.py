@@ -113,7 +113,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
 
 
 def _expand(override: str) -> list[str]:
-    """Overrides that Hydra can read, for one that it may not know."""
+    """Replace an override of gpuaug's own by those that Hydra can read."""
     if not (timm := _TIMM.match(override)):
         return [override]
     from gpuaug.augment.auto_timm import parse  # needs torch

@@ -62,7 +62,7 @@ class Header:
         bits: bits per sample; for TIFF and JPEG 2000 only Pillow reads them.
         effort: CPU time per pixel, relative to an 8-bit PNG.
         ancillary: bytes of PNG chunks that do not affect pixels.
-        height_at: where the height stands in a JPEG of one scan; 0 for others.
+        height_at: position of the height in the bytes of a JPEG with one scan; 0 for others.
     """
 
     codec: str
@@ -202,10 +202,10 @@ def _jpeg(data: bytes) -> Header:
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """The JPEG without the blocks below its first ``rows`` rows, and its height. A JPEG of many scans stays whole.
+    """Make a JPEG end soon after its first ``rows`` rows. Returns it with its new height; many scans stay whole.
 
-    Only the height in the header is changed: decoders skip the bytes that are left over. One more row of blocks than
-    needed stays, because decoders interpolate colours from it.
+    Only the height in the header is changed, because decoders skip the bytes that are left over. At least one more row
+    of blocks stays than needed, because decoders interpolate colours from it.
     """
     info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
     if not info.height_at or rows >= info.height:

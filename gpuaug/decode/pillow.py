@@ -67,15 +67,20 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
     """Decode a JPEG at 1/``scale`` of its size (2, 4 or 8), and resize a box of it for each view.
 
-    libjpeg then makes fewer pixels of each block, and stops below the boxes. The boxes may begin and end inside a
-    pixel, so nothing is shifted. The resizing reads no pixel outside the smallest box of whole pixels. Arguments and
-    errors are those of `decode`, but damage below the boxes is not seen.
+    libjpeg then makes fewer pixels of each block, and stops below the boxes. A box may begin and end inside one of the
+    larger pixels, so the views do not shift. Arguments and errors are those of `decode`, but damage below the boxes is
+    not seen.
     """
     from PIL import Image
 
     with _faults("jpeg"):
-        data, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
-        image = _load(data, "jpeg", np.array([height, size[1]]), max_pixels, scale)
+        upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
+        try:
+            image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
+        except Exception:  # an unknown marker below the boxes, which decoding all rows steps over
+            if upper is data:
+                raise
+            image = _load(data, "jpeg", size, max_pixels, scale)
         resized = []
         for (top, left, h, w), (high, wide), interpolation in views:
             x, y = left // scale, top // scale

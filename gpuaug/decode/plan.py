@@ -22,8 +22,8 @@ Pixels = NDArray[np.uint8]
 # 300; chunks hold 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 # A JPEG is decoded at 1/2, 1/4 or 1/8 if every view's window is at least this many times as large as the view, in both
-# sides. With 2, 4 and 8 the mean difference of photographs to full decoding would be 1.1 levels; with these it is 0.6.
-# The time is nearly the same: Huffman decoding, which stays, is most of it.
+# sides. Photographs then differ from full decoding by 0.6 levels on average; with 2, 4 and 8 it would be 1.1 levels.
+# The time is nearly the same, because most of it is Huffman decoding, which needs the same time at every scale.
 _REDUCED_FROM = (2.0, 5.0, 12.0)
 
 

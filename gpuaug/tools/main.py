@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         action="append",
         default=[],
-        help="allow `_target_` in modules named PREFIX*, also of ./",
+        help="allow `_target_` in module PREFIX and below; it may be in ./",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser

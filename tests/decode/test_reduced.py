@@ -216,6 +216,18 @@ def test_damaged_files_are_the_faults_of_full_decoding(pair, options):
     assert not small[list(reduced)].any()
 
 
+def test_a_broken_marker_below_the_crop_is_no_fault(pair):
+    data = encode(photograph("flower", (420, 300)), restart_marker_rows=1)
+    at = len(data) * 3 // 4
+    broken = data[:at] + b"\xff\x19" + data[at + 2 :]  # full decoding goes on at the next restart marker
+    crop = windows([[0, 0, 60, 420]] * 2, (20, 140))
+    assert scales(pair[0], [broken], crop.take(np.array([0]))) == [2]
+    (small,), reduced = views(pair[0], [broken, data], crop)
+    _, full = views(pair[1], [broken, data], crop)
+    assert reduced == full == {}
+    assert (small[0] == small[1]).all()
+
+
 def test_truncated_files_can_be_accepted():
     data = encode(photograph("flower", (420, 300)))
     crop = windows([[0, 0, 300, 420]], (30, 42))

@@ -298,6 +298,12 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         assert "`resume` must name a checkpoint of `gpuaug train`" in refused(), content[:9]
     torch.save(torch.zeros(3), bad)
     assert "of version 2" in refused()
+    torch.save({**whole, "classes": Path("x")}, bad)
+    assert "(it holds more than tensors, numbers and text)" in refused()
+    content = bytearray((tmp_path / "last.pt").read_bytes())
+    content[content.index(next(iter(whole["model"].values())).numpy().tobytes())] ^= 1  # one bit of a weight
+    bad.write_bytes(content)
+    assert "the checksum of archive/data/0 is wrong" in refused()
 
 
 def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ class Wet(nn.Sequential):  # with everything that resuming must restore
                          nn.Linear(64, num_classes))
 def flat(num_classes, bias=True):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes, bias=bias))
+def small(num_classes):
+    return flat(num_classes - 2)
 class Two(Flat):
     def forward(self, x):
         return super().forward(x), x
@@ -179,6 +181,13 @@ def test_what_a_model_does_wrong_is_explained(
     found = error_of(words(photos, tmp_path, "timm:vit_tiny_patch16_224", "limit_batches=1"), capsys)
     assert "the model refused images of 32 x 32" in found
     assert "+model.img_size=" in found
+    for model, said in (
+        ("torchvision:vit_b_32", "Expected 224 but got 32. Set `augment.crop.size`"),
+        ("torchvision:alexnet", "the model refused images of 32 x 32: Given input size: (256x1x1)."),
+        ("timm:levit_128s", "the model refused images of 32 x 32: The size of tensor a"),
+        ("train_nets.small", "must return logits [B, num_classes]. Found: a tensor [8, 3], num_classes=5."),
+    ):
+        assert said in error_of(words(photos, tmp_path, model, "limit_batches=1"), capsys)
 
 
 # --- steps
@@ -332,6 +341,18 @@ def test_resuming_changes_nothing(
     assert "was trained with averaged weights. Set `ema`" in error_of(without, capsys)
 
 
+def test_resuming_takes_the_settings_of_the_new_run(
+    nets: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = ["limit_batches=1", "epochs=2", f"resume={tmp_path}/last.pt"]
+    assert main(words(photos, tmp_path, "train_nets.Flat", "limit_batches=1", "optimizer=adamw")) == 0
+    assert "belongs to another model or optimizer" in error_of(words(photos, tmp_path, "train_nets.Flat", *new), capsys)
+    more = (*new, "optimizer=adamw", "weight_decay=0.25")
+    assert main(words(photos, tmp_path / "more", "train_nets.Flat", *more)) == 0
+    groups = checkpoint(tmp_path / "more")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+
+
 def test_a_group_that_a_lost_worker_ends_comes_again(
     nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +418,7 @@ def test_compiled_training_is_the_same_and_its_checkpoint_plain(nets: Path, phot
     ("given", "said"),
     [
         ("accumulate=0", "`accumulate` must be a whole number >= 1. Found: 0."),
-        ("ema=1", "`ema` must be a number in [0, 1] or null. Found: 1."),
+        ("ema=1", "`ema` must be a number in [0, 0.999999] or null. Found: 1."),
         ("clip_grad_norm=0", "`clip_grad_norm` must be a number in"),
         ("compile=yes", "`compile` must be true or false. Found: 'yes'."),
         ("label_smoothing=2", "`label_smoothing` must be a number in [0, 1]. Found: 2."),

@@ -14,7 +14,7 @@ from gpuaug.tools import peers
 from gpuaug.tools.request import Request
 
 LIBRARIES = ("timm", "torchvision")
-# arguments that download or read weights, and those that the command gives itself
+# arguments that download or read weights, and those that the command sets
 _REFUSED = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "num_classes", "model_name", "name")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,9 +21,14 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
     """Read a checkpoint without executing its content. StateError if it is invalid or damaged."""
     try:
         check_regular(os.stat(file), file)  # torch would read a pipe or device forever
+        with zipfile.ZipFile(file) as members:  # torch does not compare the checksums
+            if damaged := members.testzip():
+                raise OSError(f"the checksum of {damaged} is wrong")
         parts = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, UnpicklingError):  # torch would recommend to execute the content
+            reason = "it holds more than tensors, numbers and text"
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
         ) from error

@@ -10,7 +10,7 @@ import torch
 
 
 class Pace:
-    """Counts images, seconds, and the seconds in which the device waited for a batch, during training.
+    """Counts images, seconds of training, and the seconds in which the device waited for a batch.
 
     On the CPU, the waiting time is the time to get the next batch. On CUDA it is the gap between two steps on the
     training's stream, because the host may wait for a batch while the device still works on the previous one. The time

@@ -82,7 +82,7 @@ class Settings(Keys):
             checks.number(name, getattr(self, name), 0.0, high)
         checks.number("label_smoothing", self.label_smoothing, 0.0, 1.0)
         checks.number("clip_grad_norm", self.clip_grad_norm, 1e-9, optional=True)
-        checks.number("ema", self.ema, 0.0, 0.9999999, optional=True)
+        checks.number("ema", self.ema, 0.0, 0.999999, optional=True)
         if self.label_smoothing and self.loss != "cross_entropy":
             raise ConfigError(
                 f"`label_smoothing` needs `loss=cross_entropy`. Found: {self.loss}. Set label_smoothing=0."
@@ -116,8 +116,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 class Group:
     """The batches whose gradients are added before the weights change."""
 
-    divisor: float = 1.0  # of the summed loss: the number of valid samples that is expected
-    buffers: list[Tensor] | None = None  # the model's before the first batch, such as batch norm's statistics
+    divisor: float = 1.0  # the summed loss is divided by it: the expected number of valid samples
+    buffers: list[Tensor] | None = None  # the model's buffers at the first batch, such as batch norm's statistics
     batches: int = 0
     valid: float = 0.0  # samples over all ranks
     sums: Any = 0.0  # this rank's loss, correct, samples
@@ -275,7 +275,7 @@ class Training:
 
         Args:
             batch: this rank's batch.
-            valid: its number of valid samples over all ranks; all samples of a group of batches have equal weight.
+            valid: number of valid samples in this batch, over all ranks.
             progress: share of the training that is done, for the learning rate.
             last: whether it is the epoch's last batch.
         """
@@ -293,7 +293,13 @@ class Training:
                 if (text := _explain(error, batch)) is None:
                     raise
                 raise ConfigError(text) from error
-            losses, right = outcome(logits, batch.labels, loss, label_smoothing=self.settings.label_smoothing)
+            losses, right = outcome(
+                logits,
+                batch.labels,
+                loss,
+                label_smoothing=self.settings.label_smoothing,
+                classes=self.loader.num_classes,
+            )
             summed = (losses * weight).sum()
             # DDP averages the gradients over ranks, but we need the average over all valid samples
             self.scaler.scale(summed * (self.ranks / group.divisor)).backward()
@@ -431,7 +437,12 @@ class Training:
             if self.ema is not None:
                 self.ema.module.load_state_dict(parts["ema"])
                 self.ema.n_averaged.fill_(parts["steps"])
+            own = [dict(group) for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(parts["optimizer"])
+            for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+                if group.keys() != settings.keys():
+                    raise ValueError(f"its optimizer has the settings {', '.join(sorted(group))}")
+                group.update(settings)  # those of this run, such as a new `weight_decay`
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
@@ -475,17 +486,27 @@ def rate(progress: float, *, warmup: float) -> float:
 
 
 def outcome(
-    logits: Sequence[Tensor], labels: Tensor | None, loss: str, *, label_smoothing: float = 0.0
+    logits: Sequence[Tensor],
+    labels: Tensor | None,
+    loss: str,
+    *,
+    label_smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
     ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels: their largest class.
+    ``classes``: the C that is expected, if it is known.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
     for view in logits:
-        if not isinstance(view, Tensor) or view.ndim != 2:
-            found = f"a tensor {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
+        if not isinstance(view, Tensor) or view.ndim != 2 or view.shape[1] != (classes or view.shape[1]):
+            found = (
+                f"a tensor {list(view.shape)}, num_classes={classes}"
+                if isinstance(view, Tensor)
+                else type(view).__name__
+            )
             raise ConfigError(
                 f"the model must return logits [B, num_classes]. Found: {found}. If it has more outputs in training, "
                 "switch them off, as `+model.aux_logits=false` does for torchvision's googlenet and inception_v3."
@@ -521,9 +542,15 @@ def _explain(error: Exception, batch: Batch) -> str | None:
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         text = str(error).strip().partition("\n")[0]
         return f"torch.compile failed ({type(error).__name__}: {text}). Set compile=false, or install a C++ compiler."
-    if isinstance(error, AssertionError):
+    known = (
+        "Output size is too small",
+        "greater than actual input size",
+        "shapes cannot be multiplied",
+        "must match the size",
+    )
+    if isinstance(error, AssertionError) or any(text in str(error) for text in known):
         return (
-            f"the model refused images of {sizes}: {str(error).rstrip('.')}. Set `augment.crop.size`, or give "
+            f"the model refused images of {sizes}: {str(error).rstrip('.!')}. Set `augment.crop.size`, or give "
             "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
         )
     return None
