@@ -130,7 +130,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
 
         def added() -> Any:
             upright = targets.upright(encoded, info, decoder)
-            placed = targets.place(upright, windows, chosen)
+            placed = targets.place(upright, windows, chosen, epoch=0)
             if masks is not None:
                 targets.sample(placed, masks, decoder.device, each=decoder.each)
             return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)

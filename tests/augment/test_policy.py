@@ -225,7 +225,7 @@ def test_one_of_takes_whole_jitters_and_policies() -> None:
         ([K.RandomGrayscale()], 1.0, ["augment.ops.choice.ops", "mapping"]),
         ({"a": K.RandomGrayscale()}, 1.5, ["augment.ops.choice.p", "1.5"]),
         ({"a": K.RandomGrayscale()}, "high", ["augment.ops.choice.p", "high"]),
-        ({"rain": K.RandomRain()}, 1.0, ["augment.ops.choice.ops.rain", "RandomRain"]),
+        ({"own": torch.nn.Dropout()}, 1.0, ["augment.ops.choice.ops.own", "Dropout"]),
         ({"a": K.ColorJitter(same_on_batch=True)}, 1.0, ["augment.ops.choice.ops.a.same_on_batch"]),
     ],
 )

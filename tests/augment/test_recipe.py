@@ -385,9 +385,9 @@ def test_inside_a_model_a_recipe_moves_applies_and_saves_nothing() -> None:
 def test_main_thread_only_where_an_operation_draws_by_itself() -> None:
     assert not standard().main_thread
     assert not multi().main_thread
-    rain = Augment(ops={"rain": K.RandomRain()})
-    assert rain.main_thread
-    assert MultiView(views={"a": standard(), "b": rain}).main_thread
+    own = Augment(ops={"dropout": nn.Dropout()})
+    assert own.main_thread
+    assert MultiView(views={"a": standard(), "b": own}).main_thread
 
 
 # --- fingerprints
@@ -516,6 +516,17 @@ OTHER = {
         "padding_mode": "border",
     },
     "snow": P | {"snow_coefficient": (0.3, 0.6), "brightness": (1.5, 2.0)},
+    "rain": P | {"number_of_drops": (9, 30), "drop_height": (3, 5), "drop_width": (-2, 4)},
+    "specks": P | {"amount": (0.1, 0.2), "salt_vs_pepper": (0.3, 0.6)},
+    "plasma brightness": P | {"roughness": (0.2, 0.7), "intensity": (0.0, 0.5)},
+    "plasma contrast": P | {"roughness": (0.2, 0.6)},
+    "plasma shadow": P | {"roughness": (0.2, 0.7), "shade_intensity": (-0.5, 0.0), "shade_quantity": (0.0, 0.5)},
+    "light": P | {"gain": (0.05, 0.15), "center": (0.2, 0.9), "sigma": (0.3, 1.0), "sign": (-1.0, 0.5)},
+    "light linear": P | {"gain": (0.1, 0.2), "sign": (-1.0, 0.5)},
+    "light corner": P | {"gain": (0.1, 0.2), "sign": (-1.0, 0.5)},
+    "spline": P | {"scale": 0.4, "align_corners": True, "padding_mode": "border"},
+    "fisheye": P | {name: torch.tensor([0.5, 0.6]) for name in ("center_x", "center_y", "gamma")},
+    "channel dropout": P | {"num_drop_channels": 1, "fill_value": 0.5},
     "clahe": P | {"clip_limit": (2.0, 20.0), "grid_size": (4, 2), "slow_and_differentiable": True},
 }  # fmt: skip
 

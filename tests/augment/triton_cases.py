@@ -152,7 +152,6 @@ def test_an_operation_with_pillows_arithmetic(name: str) -> None:
         assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
 
 
-@pytest.mark.parametrize("name", ["randaugment", "autoaugment", "one_of"])
 @pytest.mark.parametrize("name", ["randaugment", "autoaugment", "one_of", "one_of_noise"])
 def test_a_policy_equals_kornia(name: str) -> None:
     found, expected, _ = run({"flip": K.RandomHorizontalFlip(), name: POLICIES[name]()}, photographs(24))

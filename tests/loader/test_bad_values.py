@@ -140,6 +140,17 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
         lambda p: {},
         lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
     ),
+    **{
+        name: (
+            lambda p: {},
+            lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
+        )
+        for name in ("RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix", "TimmAugment", "RandomErasing")
+    },
+    "Progressive": (
+        lambda p: {"stages": {0: gpuaug.Augment(crop=gpuaug.Resize(8))}},
+        lambda p, made: one_batch(p, augment=made),
+    ),
     "Letterbox": (lambda p: {"size": 8}, lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=made))),
     "RandomScaleCrop": (
         lambda p: {"size": 8, "base": 9},

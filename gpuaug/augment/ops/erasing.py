@@ -129,13 +129,13 @@ def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
         found = {"mean": op.mean, "std": op.std}
         if wanted not in (None, found):
             raise ConfigError(
-                f"`augment.ops.{name}` must have the mean and std of `augment.normalize`, {wanted}. Found: {found}. Set "
-                f"`augment.ops.{name}.mean` and `.std` too."
+                f"`augment.ops.{name}` must have the mean and std of `augment.normalize`, {wanted}. Found: {found}. "
+                f"Set `augment.ops.{name}.mean` and `.std` too."
             )
         if op.mode != "const" and not all(isinstance(later, RandomErasing) for later in list(ops.values())[place:]):
             raise ConfigError(
-                f"`augment.ops.{name}` must be the last entry of `augment.ops`, because later operations clamp its noise "
-                f"to 0..1. Found: entry {place} of {len(ops)}. Move it to the end, or use mode=const."
+                f"`augment.ops.{name}` must be the last entry of `augment.ops`, because later operations clamp its "
+                f"noise to 0..1. Found: entry {place} of {len(ops)}. Move it to the end, or use mode=const."
             )
 
 
