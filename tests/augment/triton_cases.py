@@ -100,7 +100,7 @@ def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_operation_equals_kornia(name: str) -> None:
-    for seed, images in enumerate((adversarial(17, 23), photographs(24))):
+    for seed, images in enumerate((adversarial(21, 23), photographs(24))):  # as large as the drops of rain
         found, expected, _ = run({name: KNOWN[name]()}, images, seed)
         assert far(found, expected, SPACE if name in SPATIAL else POINT) <= (1e-4 if name in JUMPS else 0)
 

@@ -217,7 +217,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     else:
         assert group.code is Code.SHARPNESS
         y = _sharpness(y.clamp(0, 1), own[:, 0, None, None, None])
-    return y if whole else x.index_copy_(0, rows.long(), y)
+    return y.contiguous() if whole else x.index_copy_(0, rows.long(), y)
 
 
 def _erase(x: Tensor, a: Tensor, field: Tensor | None) -> Tensor:
