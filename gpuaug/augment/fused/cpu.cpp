@@ -88,18 +88,19 @@ inline float power(float x, float gamma) {
     return x <= 0.0f ? (gamma == 0.0f ? 1.0f : 0.0f) : y;
 }
 
+bool computes_levels(int32_t code, const float* a) {  // with Pillow's arithmetic: argument PILLOW of the codes in WITH_PILLOW
+    switch (code) {
+        case MULTIPLY: case CONTRAST: case SATURATION: case SOLARIZE: case POSTERIZE: case AUTOCONTRAST: case EQUALIZE: case SHARPNESS:
+            return a[3] != 0.0f;
+        default: return code == LEVELS || code == RESAMPLE;
+    }
+}
+
 struct Op {
     int32_t code;
     const float* a;
     const float* table;
-
-    bool pillow() const {  // argument PILLOW of the codes in WITH_PILLOW
-        switch (code) {
-            case MULTIPLY: case CONTRAST: case SATURATION: case SOLARIZE: case POSTERIZE: case AUTOCONTRAST: case EQUALIZE: case SHARPNESS:
-                return a[3] != 0.0f;
-            default: return code == LEVELS || code == RESAMPLE;
-        }
-    }
+    bool pillow = computes_levels(code, a);
 };
 
 // Levels 0..255 of pixels in 0..1, in the order of ops/pillow.py.
@@ -132,7 +133,7 @@ bool ignores_position(int32_t code) {  // a later flip may run before such an op
     return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS || code == FILL || code == SNOW;
 }
 bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
-    if (op.pillow()) return false;
+    if (op.pillow) return false;
     switch (op.code) {
         case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case ERASE_NOISE: case SHUFFLE: case WARP: case HFLIP: case VFLIP:
         case FILTER: case RAIN: case REPLACE: case FILL: return true;
@@ -261,7 +262,7 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                const Block& at, int64_t pixels, int64_t image_width, bool exact) {
     const float* a = op.a;
     float* planes[3] = {r, g, b};
-    const bool levels = op.pillow();
+    const bool levels = op.pillow;
     if (levels && op.code != AUTOCONTRAST && op.code != EQUALIZE) return pointwise_levels(op, stat, planes, n, pixels);
     switch (levels ? EQUALIZE : op.code) {  // both of Pillow's use a table
         case MULTIPLY:
@@ -470,8 +471,8 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
 void collect(const Op& op, Statistic& stat, const float* __restrict r, const float* __restrict g, const float* __restrict b, int n) {
     const float* planes[3] = {r, g, b};
     const int32_t code = op.code;
-    const float half = op.pillow() ? 0.5f : 0.0f;
-    if (code == CONTRAST && op.pillow()) {
+    const float half = op.pillow ? 0.5f : 0.0f;
+    if (code == CONTRAST && op.pillow) {
         float sum = 0.0f;  // exact, because a block is small
         for (int i = 0; i < n; ++i) sum += gray_level(level(r[i]), level(g[i]), level(b[i]));
         stat.gray += sum;
@@ -507,7 +508,7 @@ void collect(const Op& op, Statistic& stat, const float* __restrict r, const flo
 }
 
 void finish(const Op& op, Statistic& stat, int64_t pixels) {
-    if (op.code == AUTOCONTRAST && op.pillow())
+    if (op.code == AUTOCONTRAST && op.pillow)
         for (int c = 0; c < 3; ++c) {
             const double bottom = level(stat.minimum[c]), top = level(stat.maximum[c]);
             stat.flat[c] = top <= bottom;
@@ -926,7 +927,7 @@ struct Worker {
 
     void sharpness(const Op& op, std::vector<float>& in, std::vector<float>& out) {
         const float f = op.a[0], side = 1.0f / 13.0f, middle = 5.0f / 13.0f;
-        const bool levels = op.pillow();
+        const bool levels = op.pillow;
         if (levels)
             for (float& x : in) x = level(x);
         for (int c = 0; c < 3; ++c) {
@@ -1352,7 +1353,7 @@ struct Worker {
         }
         jump = program.data();
         for (const Op& op : program)
-            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW || op.code == JPEG || op.pillow()) jump = &op;
+            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW || op.code == JPEG || op.pillow) jump = &op;
         bool buffered = false, outside = job.src_float != 0, ready = false;
         size_t pos = 0;
         while (true) {
