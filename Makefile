@@ -20,10 +20,10 @@ demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all int
 	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=simclr out=demo/simclr.png
 
 test: lint  ## minutes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: lint  ## everything
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: $(READY)  ## hostile images for ten minutes, tars, and epochs with bad files; MINUTES=60 for more images
 	$(BIN)/python tests/fuzz.py images --minutes $(or $(MINUTES),10)

@@ -35,6 +35,14 @@ SHARED = [
 TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, out of the way of other packages
 
 
+LONGEST = ("test_fuzz", "test_triton_kernels", "test_distributed", "test_install", "test_examples", "test_train")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that no process is left alone with one of them at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def v2():
     """``torchvision.transforms.v2``, which runs without torchvision's compiled operators."""
