@@ -181,15 +181,9 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=20, help="of each run (default: 20)")
     parser.add_argument("--count", type=int, default=800, help="photographs; a fifth is held out (default: 800)")
     parser.add_argument("--data", type=Path, help="folder that keeps the photographs (default: made and removed)")
-    parser.add_argument("--json", type=Path, help="FILE for the figures; those of the same recipe are replaced")
-    parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
-    parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
+    readme.add_arguments(parser, "; those of the same recipe are replaced")
     args = parser.parse_args()
-    if args.table is not None:
-        text = table(json.loads(args.table.read_text()))
-        print(text)
-        if args.readme is not None:
-            readme.put(args.readme, "accuracy.py", text)
+    if readme.show(args, "accuracy.py", table):
         return 0
     how = {"seeds": args.seeds, "epochs": args.epochs, "count": args.count}
     with tempfile.TemporaryDirectory() as made:

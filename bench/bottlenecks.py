@@ -268,15 +268,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.6, help="of each loader in each round (default: 0.6)")
     parser.add_argument("--calm", type=float, default=0.0, help="wait before each row until so many cores are free")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for them (default: 60)")
-    parser.add_argument("--json", type=Path, help="FILE for the figures; rows of the same name are replaced")
-    parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
-    parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
+    readme.add_arguments(parser, "; rows of the same name are replaced")
     args = parser.parse_args()
-    if args.table is not None:
-        text = table(json.loads(args.table.read_text()))
-        print(text)
-        if args.readme is not None:
-            readme.put(args.readme, "bottlenecks.py", text)
+    if readme.show(args, "bottlenecks.py", table):
         return 0
     warnings.simplefilter("ignore", UserWarning)  # torch's, that there are more workers than cores
     rows: dict[str, Any] = {}

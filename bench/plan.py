@@ -196,15 +196,9 @@ def main() -> int:
     parser.add_argument("--large", type=int, default=200, help="photographs of 2 to 12 megapixels (default: 200)")
     parser.add_argument("--seconds", type=float, default=40, help="of each run at most (default: 40)")
     parser.add_argument("--data", type=Path, help="folder that keeps the data (default: made and removed)")
-    parser.add_argument("--json", type=Path, help="FILE for the figures; rows of the same name are replaced")
-    parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
-    parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
+    readme.add_arguments(parser, "; rows of the same name are replaced")
     args = parser.parse_args()
-    if args.table is not None:
-        text = table(json.loads(args.table.read_text()))
-        print(text)
-        if args.readme is not None:
-            readme.put(args.readme, "plan.py", text)
+    if readme.show(args, "plan.py", table):
         return 0
     chosen = [c for c in CONFIGURATIONS if not args.only or c.name in args.only]
     from gpuaug import machine

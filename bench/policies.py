@@ -144,15 +144,9 @@ def main() -> None:
     """Measure, or print the table of an earlier run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1500, help="images for each policy (default: 1500)")
-    parser.add_argument("--json", type=Path, help="FILE for the figures")
-    parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
-    parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
+    readme.add_arguments(parser)
     args = parser.parse_args()
-    if args.table is not None:
-        text = table(json.loads(args.table.read_text()))
-        print(text)
-        if args.readme is not None:
-            readme.put(args.readme, "policies.py", text)
+    if readme.show(args, "policies.py", table):
         return
     from importlib.metadata import version
 

@@ -1,8 +1,12 @@
-"""Tables in bench/README.md, each between the marks of the script that makes it."""
+"""Tables of the scripts of bench: what is printed of an earlier run, and its place in bench/README.md."""
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def put(readme: Path, script: str, text: str) -> None:
@@ -13,3 +17,21 @@ def put(readme: Path, script: str, text: str) -> None:
     if not mark or not last:
         raise SystemExit(f"{readme} has no {begin} … {end}.")
     readme.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def add_arguments(parser: argparse.ArgumentParser, kept: str = "") -> None:
+    """Add the arguments that most scripts share: ``--json``, ``--table`` and ``--readme``."""
+    parser.add_argument("--json", type=Path, help=f"FILE for the figures{kept}")
+    parser.add_argument("--table", type=Path, help="FILE of an earlier --json: print its table, measure nothing")
+    parser.add_argument("--readme", type=Path, help="with --table: README to write it into")
+
+
+def show(args: argparse.Namespace, script: str, table: Callable[[Any], str]) -> bool:
+    """Print the table of an earlier run, if ``--table`` asks for one, and put it into ``--readme``."""
+    if args.table is None:
+        return False
+    text = table(json.loads(args.table.read_text()))
+    print(text)
+    if args.readme is not None:
+        put(args.readme, script, text)
+    return True

@@ -229,16 +229,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
     parser.add_argument("--peer-python", help="a Python that has torch, torchvision and albumentations==2.0.8")
     parser.add_argument("--quick", action="store_true", help="few photographs, one round")
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--table", type=Path, help="print the table of a report and stop")
-    parser.add_argument("--readme", type=Path, help="with --table: put it between the marks of this file")
+    readme.add_arguments(parser)
     args = parser.parse_args()
-    if args.table:
-        text = table(json.loads(args.table.read_text()))
-        if args.readme:
-            readme.put(args.readme, "targets.py", text)
-        else:
-            print(text)
+    if readme.show(args, "targets.py", table):
         return
     if args.quick:
         args.count, args.rounds, args.batch, args.stage_batch = 16, 1, 8, 8

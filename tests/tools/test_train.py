@@ -22,6 +22,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 pytest.importorskip("skimage")
 pytest.importorskip("sklearn")
 
+from stopping import StopAfter
+
 from bench import photographs
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.tools.main import main
@@ -57,20 +59,6 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 def checkpoint(out: Path) -> dict[str, Any]:
     return torch.load(out / "last.pt", weights_only=True)
-
-
-class StopAfter(training.Stop):
-    """SIGTERM at the n-th time that the training looks whether it has come."""
-
-    left = 0
-
-    @property
-    def asked(self) -> bool:
-        type(self).left -= 1
-        return type(self).left <= 0
-
-    @asked.setter
-    def asked(self, value: bool) -> None: ...
 
 
 def test_learns_and_reports(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from common import threads, torchrun
 from conftest import ROOT
+from stopping import StopAfter
 from torch import Tensor, nn
 
 from gpuaug.batch import Batch
@@ -299,20 +300,6 @@ def test_the_averaged_weights_are_evaluated(nets: Path, photos: Path, tmp_path: 
 
 
 # --- stop, resume, ranks
-
-
-class StopAfter(training.Stop):
-    """SIGTERM at the n-th time that the training looks whether it has come."""
-
-    left = 0
-
-    @property
-    def asked(self) -> bool:
-        type(self).left -= 1
-        return type(self).left <= 0
-
-    @asked.setter
-    def asked(self, value: bool) -> None: ...
 
 
 EVERYTHING = ("epochs=2", "accumulate=3", "ema=0.9", "clip_grad_norm=1", "last=drop")

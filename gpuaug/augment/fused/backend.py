@@ -181,13 +181,15 @@ def _fields(
     """Noise for each column and step with noise, on the device: float32 [rows, 3, H, W]; for boxes [rows, n]."""
     fields: Fields = {}
     for column, step in itertools.product(lowering.columns, (Code.NOISE, Code.ERASE_NOISE)):
+        if (keys := chosen[column.op].keys) is None:
+            continue
         rows = np.flatnonzero(code[:, column.start] == step)
-        choice, keys = chosen[column.op].choice[rows, column.slot], chosen[column.op].keys
+        choice = chosen[column.op].choice[rows, column.slot]
         parts: list[tuple[Int, Tensor]] = []
-        for alternative in np.unique(choice).tolist() if keys is not None else ():
+        for alternative in np.unique(choice).tolist():
             own = np.flatnonzero(choice == alternative)
             # non_blocking: an ordinary copy to the device would wait for it
-            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)  # type: ignore[index]
+            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)
             module = lowering.ops[column.op].slots[column.slot][alternative]
             parts += [(own, drawn) for drawn in noise(module, key, size, normal).values()]  # boxes may have none
         if len(parts) == 1 and len(parts[0][0]) == len(rows):
@@ -207,8 +209,7 @@ def _tables(lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.
     for column in lowering.columns:
         c = chosen[column.op]
         for alternative, steps in enumerate(column.alternatives):
-            rows = np.flatnonzero(c.choice[:, column.slot] == alternative)
-            if steps.table is None or not len(rows):
+            if steps.table is None or not len(rows := np.flatnonzero(c.choice[:, column.slot] == alternative)):
                 continue
             values = tensors(c.params[column.slot][alternative], rows)
             if c.keys is not None:
@@ -223,9 +224,9 @@ def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []
-    for column in np.flatnonzero(np.isin(code, (Code.BLUR, Code.FILTER)).any(axis=0)).tolist():
-        kinds = np.where(np.isin(code[:, column], (Code.BLUR, Code.FILTER)), code[:, column], 0)
-        for group in groups(kinds, args[:, column]):
+    weighted = np.where((code == Code.BLUR) | (code == Code.FILTER), code, 0)
+    for column in np.flatnonzero(weighted.any(axis=0)).tolist():
+        for group in groups(weighted[:, column], args[:, column]):
             own = torch.from_numpy(args[group.rows, column])
             if group.code is Code.FILTER:
                 weights = motion_kernels(own, group.static)
