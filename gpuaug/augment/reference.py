@@ -141,12 +141,20 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
+CACHED_BYTES = 4 << 20  # of float32 images per call on the CPU: what a module makes of more leaves the cache
+
+
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
     entry = entry_of(module)
     if entry is not None and entry.one_by_one:
         for row in rows:
             x[row : row + 1] = module(x[row : row + 1], params=_values(params, rows=np.array([row])))
         forget(module)
+        return x
+    most = max(2, CACHED_BYTES // max(1, x[0].nbytes))
+    if x.device.type == "cpu" and len(rows) > most:
+        for some in np.array_split(rows, -(-len(rows) // most)):
+            x = _apply_rows(x, module, some, params, keys)
         return x
     count, whole = len(rows), 1 < len(rows) == len(x)
     group = np.repeat(rows, 2) if count == 1 else rows  # duplicate a single row
