@@ -24,17 +24,18 @@ RANGES = {
     "size": (32, 512, 1),
     "kernel_size": (1, 31, 2),  # odd
 }
-CHOICES = {  # values of text arguments; the operation refuses one that it does not take
-    "interpolation": ("nearest", "bilinear", "bicubic"),
+CHOICES = {  # values of text arguments that every class with this argument takes
+    "interpolation": ("bilinear", "bicubic"),
     "anchor": ("random", "diagonal"),
     "mode": ("pixel", "rand", "const"),
     "policy": ("imagenet", "cifar10", "svhn"),
     "style": ("torchvision", "mmseg"),
 }
-LEFT_OUT = ("normalize", "backend")  # they change no pixel of a preview
+# A preview shows pixels before `normalize`, and both backends give the same ones. `mean` and `std` must be normalize's.
+LEFT_OUT = ("normalize", "backend", "mean", "std")
 LONGEST = 4  # numbers in a list
 LARGEST = 1e9  # of a number: all parameters are far below
-NAME = re.compile(r"\w+")  # what an override can name
+NAME = re.compile(r"\w+")  # keys and words that need no quotes in an override
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ def _control(key: str, group: str, title: str, value: Any) -> Control | None:
     if isinstance(value, bool):
         return Control(key, group, title, value)
     if isinstance(value, str):
-        choices = tuple(dict.fromkeys((*CHOICES[name], value))) if name in CHOICES else ()
-        return Control(key, group, title, value, choices=choices) if choices else None
+        if name not in CHOICES or not NAME.fullmatch(value):
+            return None
+        return Control(key, group, title, value, choices=tuple(dict.fromkeys((*CHOICES[name], value))))
     numbers = value if isinstance(value, list) else [value]
     if not 0 < len(numbers) <= LONGEST or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         return None
@@ -136,11 +138,13 @@ def changed(known: list[Control], changes: Any) -> list[str]:
     Raises:
         ConfigError: for a key that is no parameter of the recipe, or a value of another type.
     """
-    by_key = {control.key: control for control in known}
     if not isinstance(changes, Mapping):
         raise ConfigError(f"`changes` must be a mapping of keys to values. Found: {changes!r:.100}.")
-    if foreign := [key for key in changes if key not in by_key]:
+    if foreign := sorted({*changes} - {control.key for control in known}):
         raise ConfigError(f"`changes` may name only parameters of the recipe. Found: {foreign[0]!r:.100}.")
-    made = {key: by_key[key].checked(value) for key, value in changes.items()}
-    different = {key: value for key, value in made.items() if value != by_key[key].value}
-    return [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in different.items()]
+    made = [(control, control.checked(changes[control.key])) for control in known if control.key in changes]
+    return [f"{control.key}={_text(value)}" for control, value in made if value != control.value]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

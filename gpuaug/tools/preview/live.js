@@ -3,7 +3,7 @@
 
 const at = (id) => document.getElementById(id);
 const values = new Map(); // by key, as the controls show them now
-let state, busy = false, again = false, address = null;
+let state, shown, busy = false, again = false, address; // shown: the request that the picture answers
 
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -52,6 +52,7 @@ async function draw() {
       await at("picture").decode();
       at("overrides").textContent = words;
       at("error").hidden = true;
+      shown = body;
       at("status").textContent = `drawn in ${((performance.now() - begin) / 1000).toFixed(1)} s`;
     } catch (error) {
       fail(error);
@@ -119,12 +120,14 @@ function show() {
   if (!groups.size) at("controls").textContent = "This recipe has no parameters to change.";
   at("indices").value = state.indices.join(", ");
   at("epoch").value = state.epoch;
+  at("size").textContent = `of ${state.size}`;
   draw();
 }
 
 async function copy(name) {
+  if (!shown) return fail(new Error("Nothing is drawn yet, so there is nothing to copy."));
   try {
-    await navigator.clipboard.writeText(await (await call(name, asked())).text());
+    await navigator.clipboard.writeText(await (await call(name, shown)).text());
     at("status").textContent = "copied";
   } catch (error) {
     fail(error);

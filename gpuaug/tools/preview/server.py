@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-Answer = Callable[[Any], bytes] | Callable[[Any], str]  # to a request's JSON: a PNG or text
+Answer = Callable[[Any], str | bytes]  # to a request's JSON: a PNG or text
 HOST = "127.0.0.1"
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: an SSH tunnel may have another one
 LARGEST_BODY = 1 << 16  # bytes
@@ -59,6 +59,7 @@ def main(request: Request, settings: Settings) -> int:
     with listening, ThreadPoolExecutor(1) as worker:
         print(f"http://{HOST}:{listening.getsockname()[1]}/{token}/", flush=True)
         log.info("open this address in a browser on this machine; Ctrl-C ends the page")
+        log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
         served = application(live, token, worker)
         web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
     return 0
@@ -106,7 +107,7 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
     for place, (name, kind) in FILES.items():
         served.router.add_get(f"/{token}/{place}", partial(file, name=name, kind=kind))
     served.router.add_get(f"/{token}/state", state)
-    answers: dict[str, Answer] = {"render": live.png, "overrides": live.overrides, "yaml": live.yaml}
-    for name, make in answers.items():
-        served.router.add_post(f"/{token}/{name}", partial(made, make=make))
+    served.router.add_post(f"/{token}/render", partial(made, make=live.png))
+    served.router.add_post(f"/{token}/overrides", partial(made, make=live.overrides))
+    served.router.add_post(f"/{token}/yaml", partial(made, make=live.yaml))
     return served
