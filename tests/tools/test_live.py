@@ -409,9 +409,6 @@ async def drive(page: Page) -> dict[str, Any]:
             seen["reset"] = pixels(base64.b64decode(await tab.value(SHOWN)))
             entries = "performance.getEntriesByType('resource').map((entry) => entry.name)"
             seen["requests"] = await tab.value(entries)
-            if shot := os.environ.get("GPUAUG_SCREENSHOT"):  # a file, to look at the page
-                picture = await tab.call("Page.captureScreenshot", format="png")
-                Path(shot).write_bytes(base64.b64decode(picture["data"]))
     return seen
 
 

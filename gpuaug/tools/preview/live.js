@@ -24,7 +24,9 @@ function asked() {
 }
 
 async function call(name, body) {
-  const answer = await fetch(name, body && { method: "POST", body: JSON.stringify(body) });
+  const answer = await fetch(name, body && { method: "POST", body: JSON.stringify(body) }).catch(() => {
+    throw new Error("gpuaug does not answer. If it has ended, start it again and open the new address.");
+  });
   if (!answer.ok) throw new Error(await answer.text());
   return answer;
 }
