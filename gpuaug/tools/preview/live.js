@@ -75,7 +75,7 @@ function set(control, value, row) {
 function number(control, first, label, change) {
   const limits = { min: control.low, max: control.high, step: control.step };
   const slider = make("input", { type: "range", ...limits, value: first, ariaLabel: label });
-  const field = make("input", { type: "number", step: "any", value: first, ariaLabel: label });
+  const field = make("input", { type: "number", step: control.step, value: first, ariaLabel: label });
   slider.addEventListener("input", () => { field.value = slider.value; change(Number(slider.value)); });
   field.addEventListener("input", () => {
     if (field.value === "") return;
