@@ -19,7 +19,7 @@ demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all int
 	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=standard out=demo/standard.png
 	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=simclr out=demo/simclr.png
 
-test: lint  ## minutes
+test: lint  ## minutes; one test needs Chromium: apt-get install chromium
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: lint  ## everything

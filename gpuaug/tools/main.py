@@ -27,7 +27,7 @@ COMMANDS = {
     "materialize": "write augmented epochs to disk; training reads them without decoding or augmenting",
     "profile": "measure every stage, name the bottleneck, and say what to change",
     "plan": "measure in a short trial run how much host and device memory a run needs",
-    "preview": "show a recipe's images exactly as training sees them: PNG or HTML",
+    "preview": "show a recipe's images exactly as training sees them: PNG, HTML or a live page",
     "doctor": "check this machine (versions, devices, decoders, compiler, workers, limits) and give advice",
     "parity": "compare our pixels with Pillow's and torchvision's on your own images",
 }

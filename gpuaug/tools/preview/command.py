@@ -6,7 +6,7 @@ import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class Settings(Keys):
     epoch: int = 0
     draws: int | None = None
     cell: int | None = None
+    serve: bool = False
+    port: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,26 +58,69 @@ class Settings(Keys):
         checks.whole_number("samples", self.samples, 1, optional=True)
         checks.whole_number("draws", self.draws, 1, optional=True)
         checks.one_of("show", self.show, SHOWN)
+        checks.whole_number("port", self.port, 0, 65535)
+        if self.port and not self.serve:
+            raise ConfigError(f"`port={self.port}` has no effect without serve=true. Add serve=true, or remove `port`.")
+        if self.serve and (self.out != Settings.out or self.json is not None):
+            raise ConfigError("`serve=true` writes no file, but `out` or `json` names one. Remove `out` and `json`.")
         object.__setattr__(self, "indices", indices_of(self.indices))
 
 
 def main(request: Request) -> int:
-    """Write the picture or the page."""
+    """Write the picture or the page, or serve the live page."""
     settings = Settings(**request.settings())
+    if settings.serve:
+        from gpuaug.tools.preview import server
+
+        return server.main(request, settings)
     out = png(settings.out, "out", also=PAGES)
     report = Report(file=settings.json)
     config = request.loader()
+    if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):
+        log.info("preview shows no mix, because mix depends on which samples share a batch")
+    shown = drawing(request, config, settings, report, is_page=out.suffix.lower() in PAGES)
+    if out.suffix.lower() in PAGES:
+        text = page(shown.rows, heading=shown.heading, lines=shown.lines, legend=shown.legend)
+        save(out, "out", text)
+        report.add("preview", str(out), f"{out} ({len(text) / 1e6:.1f} MB)")
+    else:
+        stream, picture = io.BytesIO(), shown.picture()
+        picture.save(stream, "PNG", optimize=True)
+        save(out, "out", stream.getvalue())
+        report.add("preview", str(out), f"{out} ({picture.width} x {picture.height})")
+    report.write()
+    return 0
+
+
+class Drawing(NamedTuple):
+    """Rows of pictures with what is written above them."""
+
+    rows: list[Row]
+    heading: str
+    lines: list[str]
+    legend: list[tuple[Color | None, str]]
+
+    def picture(self) -> Image.Image:
+        """All of it as one picture."""
+        return sheet(self.rows, heading=self.heading, lines=self.lines, legend=self.legend)
+
+
+def drawing(
+    request: Request, config: Any, settings: Settings, report: Report, *, is_page: bool = False, **objects: Any
+) -> Drawing:
+    """Build the loader that ``config`` describes, with existing ``objects`` as arguments, and draw its samples.
+
+    For a page (``is_page``) the pictures are not scaled.
+    """
     if config.get("faults") is not None and config.faults.get("policy") == "drop":
         config.faults.policy = "blank"  # keep a row for each sample
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
     decode = replace(decode, num_threads=decode.num_threads or 1)  # only a few images are decoded whole
-    if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):
-        log.info("preview shows no mix, because mix depends on which samples share a batch")
-    is_page, of_operations = out.suffix.lower() in PAGES, settings.show == "operations"
     legend: list[tuple[Color | None, str]] = []
-    with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:  # workers change no pixel
+    # workers change no pixel
+    with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
-        if of_operations:
+        if settings.show == "operations":
             if settings.indices is None and settings.samples is None:
                 indices = [colorful(loader, decode, indices=indices)]
             made = _operations(loader, decode, indices, settings, report)
@@ -84,18 +129,7 @@ def main(request: Request) -> int:
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
-        lines = _lines(loader, len(indices), epoch=settings.epoch)
-    if is_page:
-        text = page(made, heading=named[-1], lines=lines, legend=legend)
-        save(out, "out", text)
-        report.add("preview", str(out), f"{out} ({len(text) / 1e6:.1f} MB)")
-    else:
-        stream, picture = io.BytesIO(), sheet(made, heading=named[-1], lines=lines, legend=legend)
-        picture.save(stream, "PNG", optimize=True)
-        save(out, "out", stream.getvalue())
-        report.add("preview", str(out), f"{out} ({picture.width} x {picture.height})")
-    report.write()
-    return 0
+        return Drawing(made, named[-1], _lines(loader, len(indices), epoch=settings.epoch), legend)
 
 
 def _samples(

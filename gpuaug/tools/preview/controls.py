@@ -1,0 +1,150 @@
+"""The parameters of a recipe that the live page and the notebook can change, and the overrides that change them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuaug import checks
+from gpuaug.errors import ConfigError
+
+# Ends and step of sliders by argument name. Other numbers can be typed: only the operation refuses a value.
+RANGES = {
+    "p": (0, 1, 0.01),
+    "hue": (0, 0.5, 0.005),
+    "degrees": (0, 180, 1),
+    "fill": (0, 255, 1),
+    "m": (0, 30, 1),
+    "magnitude": (0, 30, 1),
+    "copies": (1, 8, 1),
+    "size": (32, 512, 1),
+    "kernel_size": (1, 31, 2),  # odd
+}
+CHOICES = {  # values of text arguments that every class with this argument takes
+    "interpolation": ("bilinear", "bicubic"),
+    "anchor": ("random", "diagonal"),
+    "mode": ("pixel", "rand", "const"),
+    "policy": ("imagenet", "cifar10", "svhn"),
+    "style": ("torchvision", "mmseg"),
+}
+# A preview shows pixels before `normalize`, and both backends give the same ones. `mean` and `std` must be normalize's.
+LEFT_OUT = ("normalize", "backend", "mean", "std")
+LONGEST = 4  # numbers in a list
+LARGEST = 1e9  # of a number: all parameters are far below
+NAME = re.compile(r"\w+")  # keys and words that need no quotes in an override
+
+
+@dataclass(frozen=True)
+class Control:
+    """One parameter: a number, a list of numbers, true or false, or one of some words.
+
+    Attributes:
+        key: the full key, such as ``augment.ops.jitter.p``.
+        group: path of the operation in the recipe, such as ``ops.jitter``; empty for the recipe's own parameters.
+        title: class of the operation.
+        value: the value in the configuration.
+        low, high, step: the slider's ends and step; None without numbers.
+        choices: the words; empty for other values.
+    """
+
+    key: str
+    group: str
+    title: str
+    value: Any
+    low: float | None = None
+    high: float | None = None
+    step: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The argument, such as ``p``."""
+        return self.key.rpartition(".")[2]
+
+    def checked(self, value: Any) -> Any:
+        """The given value, if it has this parameter's type; whether it is allowed is for the operation to say."""
+        if isinstance(self.value, bool):
+            return checks.flag(self.key, value)
+        if self.choices:
+            return checks.one_of(self.key, value, self.choices)
+        if not isinstance(self.value, list):
+            return self._number(value, self.value)
+        if not isinstance(value, list) or len(value) != len(self.value):
+            raise ConfigError(f"`{self.key}` must be a list of {len(self.value)} numbers. Found: {value!r:.100}.")
+        return [self._number(new, old) for new, old in zip(value, self.value, strict=True)]
+
+    def _number(self, value: Any, old: float) -> float:
+        checks.number(self.key, value, -LARGEST, LARGEST)
+        return float(value) if isinstance(old, float) else int(value) if value == int(value) else value
+
+
+def controls(augment: Any) -> list[Control]:
+    """The parameters of a recipe's configuration that can be changed, in its order."""
+    from omegaconf import OmegaConf
+
+    if not OmegaConf.is_dict(augment):
+        return []
+    return list(_walk(OmegaConf.to_container(augment, resolve=True), augment._get_full_key(None), (), ""))
+
+
+def _walk(node: Any, key: str, path: tuple[str, ...], title: str) -> Iterator[Control]:
+    title = str(node.get("_target_") or title).rpartition(".")[2]
+    below = []
+    for name, value in node.items():
+        full = f"{key}.{name}"
+        if name in LEFT_OUT or not NAME.fullmatch(str(name)) or str(name).startswith("_"):
+            continue
+        if isinstance(value, Mapping):
+            below.append((value, full, (*path, str(name))))
+        elif (control := _control(full, ".".join(path), title, value)) is not None:
+            yield control
+    for value, full, inner in below:
+        yield from _walk(value, full, inner, title)
+
+
+def _control(key: str, group: str, title: str, value: Any) -> Control | None:
+    """The control of a value; None for a value that has none, such as null."""
+    name = key.rpartition(".")[2]
+    if isinstance(value, bool):
+        return Control(key, group, title, value)
+    if isinstance(value, str):
+        if name not in CHOICES or not NAME.fullmatch(value):
+            return None
+        return Control(key, group, title, value, choices=tuple(dict.fromkeys((*CHOICES[name], value))))
+    numbers = value if isinstance(value, list) else [value]
+    if not 0 < len(numbers) <= LONGEST or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+        return None
+    largest = max(abs(n) for n in numbers)
+    whole = largest > 1 and all(isinstance(n, int) for n in numbers)
+    low, high, step = RANGES.get("p" if name.endswith("_p") else name, (0, 10, 1) if whole else (0, 1, 0.01))
+    if largest > high:
+        high, step = 2 * largest, step if whole else _step(2 * largest)
+    return Control(key, group, title, value, -high if min(numbers) < 0 else low, high, step)
+
+
+def _step(high: float) -> float:
+    """About a hundredth of the slider: 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(high / 100))
+    return next(n * power for n in (1, 2, 5, 10) if n * power * 100 >= high * (1 - 1e-9))
+
+
+def changed(known: list[Control], changes: Any) -> list[str]:
+    """The override strings of some changes, a mapping of keys to values. Values as in the recipe need none.
+
+    Raises:
+        ConfigError: for a key that is no parameter of the recipe, or a value of another type.
+    """
+    if not isinstance(changes, Mapping):
+        raise ConfigError(f"`changes` must be a mapping of keys to values. Found: {changes!r:.100}.")
+    if foreign := sorted({*changes} - {control.key for control in known}):
+        raise ConfigError(f"`changes` may name only parameters of the recipe. Found: {foreign[0]!r:.100}.")
+    made = [(control, control.checked(changes[control.key])) for control in known if control.key in changes]
+    return [f"{control.key}={_text(value)}" for control, value in made if value != control.value]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,86 @@
+"""A recipe that is drawn again after each change of its parameters, for the live page and the notebook."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from gpuaug.errors import ConfigError
+from gpuaug.tools.preview.command import SHOWN, Settings, chosen, drawing
+from gpuaug.tools.preview.controls import changed, controls
+from gpuaug.tools.report import Report
+from gpuaug.tools.request import Request
+
+QUESTION = ("changes", "indices", "epoch")  # what a call may name
+
+
+class Live:
+    """The samples of a request, drawn with a changed recipe. The source is opened once.
+
+    Args:
+        request: the call of ``gpuaug preview``. Changes become further overrides of it.
+        settings: the command's keys.
+
+    Attributes:
+        controls: the parameters that can be changed.
+        indices: numbers of the samples that are drawn unless a call names others.
+    """
+
+    def __init__(self, request: Request, settings: Settings) -> None:
+        self.request, self.settings = request, settings
+        config = request.loader()
+        self.controls = controls(config.get("augment"))
+        with request.build(config, mix=None, cache=None, num_workers=0, prefetch=0) as loader:
+            self.source = loader.source
+        self.indices = chosen(self.source, settings.indices, count=settings.samples or SHOWN[settings.show])
+
+    def state(self) -> dict[str, Any]:
+        """What the page needs to show its controls, as JSON."""
+        listed = [{**asdict(control), "name": control.name} for control in self.controls]
+        return {"controls": listed, "indices": self.indices, "epoch": self.settings.epoch, "size": len(self.source)}
+
+    def png(self, asked: Any = None) -> bytes:
+        """Draw the samples: the picture that ``gpuaug preview`` writes with the same overrides.
+
+        Args:
+            asked: a mapping with ``changes`` (values by key), ``indices`` (sample numbers) and ``epoch``. Each may be
+                left out.
+
+        Raises:
+            ConfigError: for a key that is no parameter of the recipe, and for a value that is not allowed.
+        """
+        asked = _checked(asked)
+        given = {k: asked[k] for k in ("indices", "epoch") if asked.get(k) is not None}
+        settings, request = replace(self.settings, **given), self._changed(asked)
+        stream = io.BytesIO()
+        shown = drawing(request, request.loader(), settings, Report(), source=self.source, cache=None)
+        shown.picture().save(stream, "PNG", compress_level=1)  # speed: the picture stays on this machine
+        return stream.getvalue()
+
+    def overrides(self, asked: Any = None) -> str:
+        """The loader's overrides with the changes, as words for a shell."""
+        return shlex.join([text for _, text in self._changed(_checked(asked)).others()])
+
+    def yaml(self, asked: Any = None) -> str:
+        """The changed recipe as a file of the group ``augment``."""
+        from omegaconf import OmegaConf
+
+        augment = self._changed(_checked(asked)).loader().get("augment")
+        tree = {} if augment is None else OmegaConf.to_container(augment, resolve=True)
+        where = "# Save as DIR/augment/NAME.yaml, and select it with: --config-dir DIR augment=NAME\n"
+        return where + OmegaConf.to_yaml(OmegaConf.create(tree))
+
+    def _changed(self, asked: Mapping[str, Any]) -> Request:
+        more = changed(self.controls, asked.get("changes", {}))
+        return replace(self.request, overrides=(*self.request.overrides, *more))
+
+
+def _checked(asked: Any) -> Mapping[str, Any]:
+    """A call's mapping without unknown names."""
+    asked = {} if asked is None else asked
+    if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
+        raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")
+    return asked

@@ -1,0 +1,113 @@
+"""`gpuaug preview serve=true`: a page with sliders for a recipe, on this machine only.
+
+The page can do three things: read the list of parameters, draw samples by number, and read the changed recipe. No
+request names a file. Every address begins with a random token. Requests under another host name are refused, because
+a foreign web page can give this machine's address a name of its own (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.tools.preview.live import Live
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from gpuaug.tools.preview.command import Settings
+    from gpuaug.tools.request import Request
+
+log = logging.getLogger("gpuaug")
+
+Answer = Callable[[Any], str | bytes]  # to a request's JSON: a PNG or text
+HOST = "127.0.0.1"
+LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: an SSH tunnel may have another one
+LARGEST_BODY = 1 << 16  # bytes
+FILES = {"": ("live.html", "text/html"), "live.js": ("live.js", "text/javascript")}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def main(request: Request, settings: Settings) -> int:
+    """Serve the page until Ctrl-C."""
+    try:
+        from aiohttp import web
+    except ImportError as error:
+        raise ConfigError(f"`serve=true` needs aiohttp ({error}). Install it: pip install 'gpuaug[live]'.") from error
+    live = Live(request, settings)
+    try:
+        listening = socket.create_server((HOST, settings.port))
+    except OSError as error:
+        raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free one.") from error
+    token = secrets.token_urlsafe(16)
+    with listening, ThreadPoolExecutor(1) as worker:
+        print(f"http://{HOST}:{listening.getsockname()[1]}/{token}/", flush=True)
+        log.info("open this address in a browser on this machine; Ctrl-C ends the page")
+        log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
+        served = application(live, token, worker)
+        web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
+    return 0
+
+
+def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
+    """The page's routes. All work runs in the one thread of ``worker``, one request after the other."""
+    from aiohttp import web
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+        if not LOCAL.fullmatch(request.host):
+            raise web.HTTPForbidden(text="This page is only for 127.0.0.1 and localhost.")
+        first = request.path.removeprefix("/").partition("/")[0]
+        if not secrets.compare_digest(first.encode("utf-8", "replace"), token.encode()):
+            raise web.HTTPNotFound(text="There is nothing here. Open the address that the terminal shows.")
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async def headers(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(HEADERS)
+
+    async def file(_: web.Request, *, name: str, kind: str) -> web.Response:
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        return web.Response(text=text, content_type=kind)
+
+    async def state(_: web.Request) -> web.Response:
+        return web.json_response(live.state())
+
+    async def made(request: web.Request, *, make: Answer) -> web.Response:
+        try:
+            asked = await request.json()
+        except (ValueError, RecursionError) as error:
+            raise web.HTTPBadRequest(text="The body must be JSON.") from error
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(worker, make, asked)
+        except GpuaugError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="image/png")
+        return web.Response(text=answer)
+
+    served = web.Application(middlewares=[guarded], client_max_size=LARGEST_BODY)
+    served.on_response_prepare.append(headers)
+    for place, (name, kind) in FILES.items():
+        served.router.add_get(f"/{token}/{place}", partial(file, name=name, kind=kind))
+    served.router.add_get(f"/{token}/state", state)
+    served.router.add_post(f"/{token}/render", partial(made, make=live.png))
+    served.router.add_post(f"/{token}/overrides", partial(made, make=live.overrides))
+    served.router.add_post(f"/{token}/yaml", partial(made, make=live.yaml))
+    return served

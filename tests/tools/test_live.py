@@ -1,0 +1,430 @@
+"""`gpuaug preview serve=true`: the page draws what the command draws, copies the recipe, and gives out nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+import pytest
+from common import PROGRAM, tree
+from PIL import Image
+
+import gpuaug
+from gpuaug.errors import ConfigError
+from gpuaug.tools.main import main
+from gpuaug.tools.preview import controls
+from gpuaug.tools.preview.command import Settings
+from gpuaug.tools.preview.live import Live
+from gpuaug.tools.request import Request
+
+FEW = ("samples=2", "draws=1", "cell=64")
+CHANGES = {
+    "augment.ops.jitter.hue": 0.45,
+    "augment.ops.gray.p": 0,
+    "augment.crop.scale": [0.5, 0.75],
+    "augment.crop.interpolation": "bilinear",
+    "augment.ops.blur.kernel_size": 9,
+}
+WORDS = [  # the same as overrides, in the recipe's order
+    "augment.crop.scale=[0.5,0.75]",
+    "augment.crop.interpolation=bilinear",
+    "augment.ops.jitter.hue=0.45",
+    "augment.ops.gray.p=0.0",
+    "augment.ops.blur.kernel_size=9",
+]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A running page: its process, address and the command's overrides."""
+
+    process: subprocess.Popen[str]
+    url: str
+    words: tuple[str, ...]
+
+    def ask(self, path: str, body: Any = None, host: str = "", *, whole: bool = False) -> tuple[int, bytes]:
+        """Status and body of an answer; ``path`` is behind the token, or ``whole``. ``body``: JSON, or bytes."""
+        address = urlsplit(self.url)
+        connection = HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.putrequest("GET" if data is None else "POST", path if whole else address.path + path, skip_host=True)
+        connection.putheader("Host", host or address.netloc)
+        connection.putheader("Content-Length", str(len(data or b"")))
+        connection.endheaders(data)
+        answer = connection.getresponse()
+        found = answer.status, answer.read()
+        connection.close()
+        return found
+
+
+@pytest.fixture(scope="module")
+def page(photos: Path) -> Iterator[Page]:
+    words = (f"source.root={photos}", "augment=simclr", *FEW)
+    process = subprocess.Popen([*PROGRAM, "preview", "serve=true", *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert url.startswith("http://127.0.0.1:"), url
+    yield Page(process, url, words)
+    process.send_signal(signal.SIGINT)  # Ctrl-C
+    assert process.wait(60) == 0
+
+
+def live(*words: str, **more: Any) -> Live:
+    request = Request(command="preview", overrides=words, **more)
+    return Live(request, Settings(**request.settings()))
+
+
+def pixels(png: bytes | Path) -> np.ndarray[Any, Any]:
+    with Image.open(png if isinstance(png, Path) else io.BytesIO(png)) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def test_the_picture_is_that_of_the_command(page: Page, tmp_path: Path) -> None:
+    for asked, more in (({}, []), ({"changes": CHANGES, "epoch": 2, "indices": [7]}, [*WORDS, "epoch=2", "indices=7"])):
+        status, png = page.ask("render", asked)
+        assert status == 200, png
+        assert main(["preview", *page.words, *more, f"out={tmp_path}/p.png"]) == 0
+        assert np.array_equal(pixels(png), pixels(tmp_path / "p.png"))
+
+
+def test_what_is_copied_builds_the_same_recipe(page: Page, photos: Path, tmp_path: Path) -> None:
+    words = shlex.split(page.ask("overrides", {"changes": CHANGES})[1].decode())
+    assert words == [f"source.root={photos}", "augment=simclr", *WORDS]
+    (tmp_path / "augment").mkdir()
+    (tmp_path / "augment" / "mine.yaml").write_bytes(page.ask("yaml", {"changes": CHANGES})[1])
+    expected = recipe("augment=simclr", *WORDS)
+    assert recipe(*words) == expected != recipe("augment=simclr")
+    assert recipe("augment=mine", config_dir=tmp_path) == expected
+    out = f"out={tmp_path}/p.png"
+    assert main(["preview", "--config-dir", str(tmp_path), f"source.root={photos}", "augment=mine", *FEW, out]) == 0
+
+
+def recipe(*words: str, config_dir: Path | None = None) -> dict[str, Any]:
+    return gpuaug.build(gpuaug.compose("train", words, config_dir=config_dir).augment).fingerprint()
+
+
+@pytest.mark.parametrize("name", ["dino", "efficientnetv2", "augmix"])
+def test_every_parameter_can_be_changed_and_copied(name: str, photos: Path, tmp_path: Path) -> None:
+    """All numbers of the recipe's own file have a control. The values here are others, but near."""
+    shown = live(f"source.root={photos}", f"augment={name}")
+    values = {c.key: c.value for c in shown.controls}
+    config = gpuaug.compose("train", [f"augment={name}"])
+    assert {key for key in numbers(config.augment, "augment") if "normalize" not in key} <= values.keys()
+    changes = {c.key: c.choices[0] if c.choices else nearby(c.value) for c in shown.controls if c.name != "alpha"}
+    (tmp_path / "augment").mkdir()
+    (tmp_path / "augment" / "mine.yaml").write_text(shown.yaml({"changes": changes}), encoding="utf-8")
+    copied = recipe("augment=mine", config_dir=tmp_path)
+    assert copied == recipe(*shlex.split(shown.overrides({"changes": changes}))) != recipe(f"augment={name}")
+
+
+def numbers(node: Any, path: str) -> Iterator[str]:
+    for key, value in node.items():
+        if hasattr(value, "items"):
+            yield from numbers(value, f"{path}.{key}")
+        elif isinstance(value, int | float):
+            yield f"{path}.{key}"
+
+
+def nearby(value: Any) -> Any:
+    if isinstance(value, list):
+        return [nearby(each) for each in value]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 2 if value > 1 else value
+    return value * 0.9
+
+
+def test_sliders_hold_their_value_and_it_is_a_step() -> None:
+    for name in ("simclr", "randaugment", "det_rtdetr", "dinov2"):
+        for control in controls.controls(gpuaug.compose("train", [f"augment={name}"]).augment):
+            if control.step is not None and control.low is not None and control.high is not None:
+                every = control.value if isinstance(control.value, list) else [control.value]
+                assert all(control.low <= value <= control.high for value in every), control
+                assert 2 <= (control.high - control.low) / control.step <= 1500, control
+
+
+def test_the_recipe_of_an_application(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("defaults: [gpuaug@train_data: train, _self_]\n")
+    shown = live(f"train_data.source.root={photos}", *FEW, config_dir=str(tmp_path), config_name="app", at="train_data")
+    changes = {"train_data.augment.ops.gray.p": 1.0}
+    assert shown.overrides({"changes": changes}).endswith(" train_data.augment.ops.gray.p=1.0")
+    assert not np.array_equal(pixels(shown.png({"changes": changes})), pixels(shown.png()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"changes": {"source.root": "/etc"}},
+            "`changes` may name only parameters of the recipe. Found: 'source.root'.",
+        ),
+        ({"changes": {"augment._target_": "os.system"}}, "Found: 'augment._target_'."),
+        ({"changes": {"augment.ops.jitter._target_": "os.system"}}, "Found: 'augment.ops.jitter._target_'."),
+        ({"changes": {"augment.ops.jitter": {"_target_": "os.system"}}}, "Found: 'augment.ops.jitter'."),
+        ({"changes": {"+augment.ops.jitter.p": 1}}, "Found: '+augment.ops.jitter.p'."),
+        ({"changes": {"augment.ops.jitter.p": "${oc.env:HOME}"}}, "`augment.ops.jitter.p` must be a number in"),
+        ({"changes": {"augment.ops.jitter.p": True}}, "`augment.ops.jitter.p` must be a number in"),
+        ({"changes": {"augment.ops.jitter.p": 10**400}}, "`augment.ops.jitter.p` must be a number in"),
+        ({"changes": {"augment.ops.jitter.p": 1.5}}, "`augment.ops.jitter.p` must be a number in [0, 1]. Found: 1.5."),
+        ({"changes": {"augment.crop.scale": 0.5}}, "`augment.crop.scale` must be a list of 2 numbers. Found: 0.5."),
+        ({"changes": {"augment.crop.scale": [1, 0.5]}}, "`augment.crop.scale` must satisfy 0 < min <= max <= 1."),
+        ({"changes": {"augment.crop.interpolation": "a,source.root=/etc"}}, "must be one of bilinear, bicubic. Found:"),
+        ({"changes": ["augment.ops.jitter.p=1"]}, "`changes` must be a mapping of keys to values."),
+        ({"indices": ["../../etc/passwd"]}, "`indices` must be a list of sample numbers"),
+        ({"indices": "/etc/passwd"}, "`indices` must be a list of sample numbers"),
+        ({"indices": [65]}, "Not among them: 65."),
+        ({"indices": [-1]}, "Not among them: -1."),
+        ({"epoch": -1}, "`epoch` must be a whole number >= 0"),
+        ({"out": "/tmp/picture.png"}, "A request must be a mapping with changes, indices, epoch."),
+        ([], "A request must be a mapping"),
+        (b"augment.ops.jitter.p=1", "The body must be JSON."),
+        (b'{"changes": {"augment.ops.jitter.p": NaN}}', "`augment.ops.jitter.p` must be a number in"),
+        (b"[" * 60000, "The body must be JSON."),
+        (b"\xff\xfe", "The body must be JSON."),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_changes_are_refused(asked: Any, message: str, page: Page) -> None:
+    status, text = page.ask("render", asked)
+    assert status == 400
+    assert message in text.decode()
+
+
+def test_no_file_can_be_asked_for(page: Page) -> None:
+    token = urlsplit(page.url).path
+    places = ["../../../../etc/passwd", "..%2f..%2f..%2fetc/passwd", "/etc/passwd", "server.py", "live.html", "state/x"]
+    for place in (*places, "live.js/../server.py", "live.js%00", "%2e%2e/etc/passwd", "file:///etc/passwd"):
+        assert page.ask(place)[0] == 404, place
+    for whole in ("/", "/etc/passwd", token[:-2] + "/", token[:-1], f"/x{token}", "//", f"{token.upper()}state"):
+        status, text = page.ask(whole, whole=True)
+        assert status == 404, whole
+        assert b"root:" not in text
+    assert page.ask("render")[0] == 405  # GET
+    assert page.ask("state", {})[0] == 405  # POST
+    assert page.ask("render", b" " * 100_000)[0] == 413
+
+
+def test_only_this_machine_is_answered(page: Page, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = urlsplit(page.url)
+    for host in (
+        "evil.example",
+        f"evil.example:{address.port}",
+        "127.0.0.1.evil.example",
+        "localhost@evil.example",
+        "-",
+    ):
+        for path in ("", "state", "live.js"):
+            assert page.ask(path, host=host)[0] == 403, host
+        assert page.ask("render", {}, host=host)[0] == 403
+    for host in (f"localhost:{address.port}", "127.0.0.1:8000"):  # the port may be that of a tunnel
+        assert page.ask("state", host=host)[0] == 200
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [at for _, at, _, kind, *_ in listening if kind == "0A" and at.endswith(f":{address.port:04X}")] == [
+        f"0100007F:{address.port:04X}"  # 127.0.0.1, and no other address of this machine
+    ]
+    for words, message in (
+        (["serve=true", "host=0.0.0.0"], "host"),
+        (["serve=true", f"port={address.port}"], f"`port={address.port}` cannot be used"),
+        (["serve=true", "port=70000"], "`port` must be a whole number from 0 to 65535"),
+        (["serve=true", "out=x.png"], "`serve=true` writes no file"),
+        (["port=8000"], "`port=8000` has no effect without serve=true"),
+    ):
+        assert main(["preview", f"source.root={photos}", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_loaders_of_earlier_changes_are_closed(page: Page) -> None:
+    def opened() -> tuple[int, int, int]:
+        folder = Path(f"/proc/{page.process.pid}")
+        return len(tree(page.process.pid)), *(len(os.listdir(folder / name)) for name in ("fd", "task"))
+
+    page.ask("render", {"changes": {"augment.ops.flip.p": 0.9}})
+    before = opened()
+    for n in range(4):
+        assert page.ask("render", {"changes": {"augment.ops.flip.p": n / 10}})[0] == 200
+    after = opened()
+    assert before[0] == after[0] == 1  # no worker
+    assert after[1] <= before[1] + 1  # the connection
+    assert after[2] <= before[2]
+
+
+def test_without_aiohttp_the_extra_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "aiohttp", None)
+    with pytest.raises(ConfigError, match=r"serve=true` needs aiohttp .* pip install 'gpuaug\[live\]'"):
+        from gpuaug.tools.preview import server
+
+        server.main(Request(command="preview", overrides=(f"source.root={photos}",)), Settings(serve=True))
+
+
+def test_a_training_run_imports_nothing_of_the_page(photos: Path) -> None:
+    code = (
+        "import sys, gpuaug\n"
+        f"words = ['source.root={photos}', 'batch_size=4', 'num_workers=0', 'device=cpu', 'limit_batches=1']\n"
+        "with gpuaug.build(gpuaug.compose('train', words)) as loader: next(iter(loader))\n"
+        "print([name for name in sys.modules if name.startswith(('aiohttp', 'ipywidgets', 'gpuaug.tools'))])"
+    )
+    done = subprocess.run([PROGRAM[0], "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_widgets_of_a_notebook(photos: Path) -> None:
+    panel = gpuaug.preview_widgets([f"source.root={photos}", "augment=simclr", *FEW])
+    sliders, right = panel.children
+    message, picture, words, yaml = right.children
+    groups = dict(zip(sliders.titles, sliders.children, strict=True))
+    shown = live(f"source.root={photos}", "augment=simclr", *FEW)
+    assert np.array_equal(pixels(picture.value), pixels(shown.png()))
+    named = {widget.description: widget for widget in groups["ops.gray"].children}
+    named["p"].value = 1.0
+    {widget.description: widget for widget in groups["crop"].children}["scale 1"].value = 0.5
+    asked = {"changes": {"augment.ops.gray.p": 1.0, "augment.crop.scale": [0.5, 1.0]}}
+    assert np.array_equal(pixels(picture.value), pixels(shown.png(asked)))
+    assert words.value == shown.overrides(asked)
+    assert yaml.value == shown.yaml(asked)
+    assert message.value == ""
+    {widget.description: widget for widget in groups["crop"].children}["scale 2"].value = 0.1
+    assert message.value == "`augment.crop.scale` must satisfy 0 < min <= max <= 1. Found: [0.5, 0.1]."
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+class Tab:
+    """A page in a browser, controlled by the DevTools protocol."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket, self.count = socket, 0
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        self.count += 1
+        await self.socket.send_json({"id": self.count, "method": method, "params": arguments})
+        while (answer := await self.socket.receive_json(timeout=60)).get("id") != self.count:
+            pass
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    async def value(self, code: str) -> Any:
+        """The value of an expression, which may be a promise."""
+        found = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    async def until(self, code: str) -> None:
+        """Wait until the expression is true."""
+        for _ in range(600):
+            if await self.value(code):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"never true: {code}; {await self.value('document.body.innerText')}")
+
+    async def mouse(self, place: str, *steps: tuple[float, float]) -> None:
+        """Press at the first of the steps, move to the others, release. Steps are parts of an element's size."""
+        code = f"(() => {{ const r = {place}.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; }})()"
+        x, y, width, height = await self.value(code)
+        points = [{"x": x + across * width, "y": y + down * height} for across, down in steps]
+        await self.call("Input.dispatchMouseEvent", type="mousePressed", button="left", clickCount=1, **points[0])
+        for point in points[1:]:
+            await self.call("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **point)
+        await self.call("Input.dispatchMouseEvent", type="mouseReleased", button="left", clickCount=1, **points[-1])
+
+
+@asynccontextmanager
+async def browser(folder: str) -> Any:
+    """A tab of a headless Chromium whose profile is in ``folder``."""
+    switches = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"]
+    switches += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium has no sandbox for root
+    command = [str(CHROMIUM), *switches, f"--user-data-dir={folder}", "--window-size=1400,900", "about:blank"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        ready = Path(folder) / "DevToolsActivePort"
+        for _ in range(1200):
+            if ready.exists() and len(lines := ready.read_text().split()) == 2:
+                break
+            await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{lines[0]}/json") as answer:
+                (tab,) = [each for each in await answer.json() if each["type"] == "page"]
+            async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                yield Tab(socket)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+SHOWN = """(async () => {
+  const drawn = document.getElementById("picture"), canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [drawn.naturalWidth, drawn.naturalHeight];
+  canvas.getContext("2d").drawImage(drawn, 0, 0);
+  return canvas.toDataURL("image/png").split(",")[1];
+})()"""
+SLIDER = "document.querySelector('[data-key=\"augment.ops.gray.p\"] input[type=range]')"
+DRAWN = 'document.getElementById("status").textContent.startsWith("drawn in") && !document.body.matches(".working")'
+
+
+async def drive(page: Page) -> dict[str, Any]:
+    """Move a slider, copy, type a wrong value. Returns what was seen."""
+    seen: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        async with browser(folder) as tab:
+            origin = page.url[: page.url.index("/", 8)]
+            permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+            await tab.call("Browser.grantPermissions", origin=origin, permissions=permissions)
+            await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+            await tab.call("Log.enable")
+            await tab.call("Page.navigate", url=page.url)
+            await tab.until(f'document.getElementById("status") && {DRAWN}')
+            seen["before"] = pixels(base64.b64decode(await tab.value(SHOWN)))
+            await tab.mouse(SLIDER, (0.22, 0.5), (0.6, 0.5), (1.2, 0.5))  # from p=0.2 to its end
+            await tab.until(f"{SLIDER}.value === '1' && {DRAWN}")
+            seen["after"] = pixels(base64.b64decode(await tab.value(SHOWN)))
+            for name in ("overrides", "yaml"):
+                await tab.mouse(f"document.getElementById('copy-{name}')", (0.5, 0.5))
+                await tab.until('document.getElementById("status").textContent === "copied"')
+                seen[name] = await tab.value("navigator.clipboard.readText()")
+                await tab.value("document.getElementById('status').textContent = ''")
+            await tab.value(f"{SLIDER}.nextSibling.select(), {SLIDER}.nextSibling.focus()")
+            await tab.call("Input.insertText", text="7")
+            await tab.until('!document.getElementById("error").hidden && !document.body.matches(".working")')
+            seen["error"] = await tab.value('document.getElementById("error").textContent')
+            await tab.mouse("document.getElementById('reset')", (0.5, 0.5))
+            await tab.until(f'document.getElementById("error").hidden && {DRAWN}')
+            seen["reset"] = pixels(base64.b64decode(await tab.value(SHOWN)))
+            entries = "performance.getEntriesByType('resource').map((entry) => entry.name)"
+            seen["requests"] = await tab.value(entries)
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+def test_in_a_browser(page: Page, tmp_path: Path) -> None:
+    """A slider moves, the picture changes on the real decode path, and what is copied builds the same recipe."""
+    seen = asyncio.run(drive(page))
+    gray = {"changes": {"augment.ops.gray.p": 1.0}}
+    assert np.array_equal(seen["before"], pixels(page.ask("render", {})[1]))
+    assert np.array_equal(seen["after"], pixels(page.ask("render", gray)[1]))
+    assert not np.array_equal(seen["before"], seen["after"])
+    assert np.array_equal(seen["reset"], seen["before"])
+    expected = recipe("augment=simclr", "augment.ops.gray.p=1.0")
+    assert recipe(*shlex.split(seen["overrides"])) == expected
+    (tmp_path / "augment").mkdir()
+    (tmp_path / "augment" / "mine.yaml").write_text(seen["yaml"], encoding="utf-8")
+    assert recipe("augment=mine", config_dir=tmp_path) == expected
+    assert seen["error"] == "`augment.ops.gray.p` must be a number in [0, 1]. Found: 7.0."
+    assert all(address.startswith((page.url, f"blob:{page.url[:16]}")) for address in seen["requests"])
