@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -65,7 +65,7 @@ def settings(value: Any) -> Any:
         return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}  # their order matters
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence):  # also the lists of a Hydra configuration
         return [settings(v) for v in value]
     if isinstance(value, partial):
         return [settings(v) for v in (value.func, value.args, value.keywords)]
