@@ -21,6 +21,7 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, distributed
+from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # runs without targets do not import them
 log = logging.getLogger("gpuaug")
 
 
-class Loader:
+class Loader(AsItIs):
     """Yields augmented batches of a source on the device. It can be stopped and resumed anywhere in an epoch.
 
     Args:
