@@ -56,7 +56,8 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
-        config_dir: folder with your own groups and configurations; they replace gpuaug's of the same name.
+        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``, as in a Hydra
+            application. They replace gpuaug's of the same name.
 
     Raises:
         ConfigError: names the full key, the expected and the given value, and the nearest valid name.
@@ -100,7 +101,8 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
             loader: Any = GlobalHydra.instance().config_loader()
             if first != ours:  # hydra.searchpath finds no primary configuration
                 path = loader.get_search_path()
-                path.prepend("gpuaug", f"file://{ours}", anchor=SearchPathQuery(provider="schema"))
+                for folder in (first / "gpuaug", ours):  # the first is where a Hydra application has its own recipes
+                    path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
             yield loader
     finally:
