@@ -537,7 +537,7 @@ def _as_number(message: str) -> str:
     """What to write if a message ends with a number that is text, as environment variables are."""
     if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
         return ""
-    return " In quotes it is text. For an environment variable, write ${oc.decode:${oc.env:NAME}}."
+    return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:

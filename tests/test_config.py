@@ -625,7 +625,7 @@ def test_the_argument_that_a_constructor_did_not_name_is_found_by_its_annotation
         (
             {"a": "1"},
             "`crop.a` must be a whole number or null. Found: '1'. In quotes it is text. For an environment variable, "
-            "write ${oc.decode:${oc.env:NAME}}.",
+            "write '${oc.decode:${oc.env:NAME}}'.",
         ),
         ({"a": True}, "`crop.a` must be a whole number or null. Found: True."),
         ({"b": [1, "2"]}, "`crop.b` must be a list. Found: [1, '2']."),

@@ -105,7 +105,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments of Kornia's class ``kind``, wherever ``op`` stores them, and its random ranges."""
     import kornia.augmentation as K
 
-    if not isinstance(op, K.AugmentationBase2D):
+    if not isinstance(op, K.AugmentationBase2D | K.RandomJigsaw):
         magnitude = getattr(op, "magnitude", None)  # for operations of a policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = inspect.signature(kind).parameters

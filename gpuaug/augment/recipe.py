@@ -522,7 +522,9 @@ def _channels_last(images: Any) -> Tensor:
 def _conversion(images: Any) -> str:
     """How other images become a uint8 batch, as a sentence; an empty string if that is not known."""
     if isinstance(images, Tensor) and images.is_floating_point():
-        return " If they are in 0..1: `images.mul(255).round().to(torch.uint8)`. Normalize after augmenting, not before."
+        return (
+            " If they are in 0..1: `images.mul(255).round().to(torch.uint8)`. Normalize after augmenting, not before."
+        )
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:
         return " One image is a batch of one: `images[None]`."
     if isinstance(images, np.ndarray):
