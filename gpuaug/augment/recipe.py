@@ -522,9 +522,7 @@ def _channels_last(images: Any) -> Tensor:
 def _conversion(images: Any) -> str:
     """How other images become a uint8 batch, as a sentence; an empty string if that is not known."""
     if isinstance(images, Tensor) and images.is_floating_point():
-        return (
-            " If they are in 0..1: `images.mul(255).round().to(torch.uint8)`. Normalize after augmenting, not before."
-        )
+        return " If they are in 0..1: `images.mul(255).round().to(torch.uint8)`. Normalize later."
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:
         return " One image is a batch of one: `images[None]`."
     if isinstance(images, np.ndarray):
@@ -532,8 +530,8 @@ def _conversion(images: Any) -> str:
     kinds = {type(each) for each in images} if isinstance(images, list | tuple) else {type(images)}
     if any(kind.__module__.startswith("PIL.") for kind in kinds):
         return (
-            " Images of Pillow: `torch.stack([torch.from_numpy(np.array(im.convert('RGB'))) for im in images])`, if all "
-            "have one size. A gpuaug.Loader reads files of any size."
+            " Images of Pillow: `torch.stack([torch.from_numpy(np.array(im.convert('RGB'))) for im in images])`, if "
+            "all have one size. A gpuaug.Loader reads files of any size."
         )
     if kinds and all(issubclass(kind, Tensor) for kind in kinds):
         return " Use `torch.stack(images)`, if all have one size. A gpuaug.Loader reads files of any size."

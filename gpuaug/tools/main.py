@@ -131,9 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="store_true", help="show this text; after COMMAND, its keys")
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help="folder of your own configurations; recipes are in DIR/gpuaug/augment"
-    )
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own configurations")
     parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
     parser.add_argument("--at", metavar="PATH", help="path of the loader in NAME, e.g. train_data")
     parser.add_argument(
