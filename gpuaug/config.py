@@ -1,8 +1,9 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` is not used, for three reasons. It copies the objects passed in (a source may hold a large
-index). It does not name the full key of an unknown argument. It imports any module that a target names.
+``hydra.utils.instantiate`` makes the same objects. :func:`build` does not use it, for three reasons. It copies the
+objects passed in (a source may hold a large index). It does not name the full key of an unknown argument. It imports
+any module that a target names.
 """
 
 from __future__ import annotations
@@ -256,6 +257,8 @@ def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
 
 def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (), **objects: Any) -> Any:
     """Build the loader (or another object that ``_target_`` names) from a configuration.
+
+    ``hydra.utils.instantiate(cfg)`` makes the same object without these checks and messages, and imports any module.
 
     The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
     class defined in ``kornia.augmentation``. The class must accept all given arguments.
