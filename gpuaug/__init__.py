@@ -123,4 +123,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_WHERE]
+    return [*__all__, "__version__"]

@@ -4,7 +4,7 @@ value that was given."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpuaug.errors import ConfigError
@@ -62,10 +62,16 @@ def text(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def instance(name: str, value: Any, *kinds: type, optional: bool = False) -> Any:
-    """Check that ``value`` is an object of one of the public classes ``kinds``. With ``optional`` it may be None."""
+    """Check that ``value`` is an object of one of the public classes ``kinds``. With ``optional`` it may be None.
+
+    An empty mapping is None: the option ``none`` of a configuration group, such as ``mix=none``, is one.
+    """
+    if optional and isinstance(value, Mapping) and not value:
+        return None
     if not isinstance(value, kinds) and not (value is None and optional):
         named = " or ".join(f"gpuaug.{kind.__name__}" for kind in kinds)
-        raise ConfigError(f"`{name}` must be a {named}{_or_null(optional)}. Found: {value!r:.200}.")
+        remedy = f" A configuration needs {name}._target_." if isinstance(value, Mapping) else ""
+        raise ConfigError(f"`{name}` must be a {named}{_or_null(optional)}. Found: {value!r:.200}.{remedy}")
     return value
 
 

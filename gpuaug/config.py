@@ -1,8 +1,9 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` is not used, for three reasons. It copies the objects passed in (a source may hold a large
-index). It does not name the full key of an unknown argument. It imports any module that a target names.
+``hydra.utils.instantiate`` makes the same objects. :func:`build` does not use it, for three reasons. It copies the
+objects passed in (a source may hold a large index). It does not name the full key of an unknown argument. It imports
+any module that a target names.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
-        config_dir: folder with your own groups and configurations; they replace gpuaug's of the same name.
+        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``, as in a Hydra
+            application. They replace gpuaug's of the same name.
 
     Raises:
         ConfigError: names the full key, the expected and the given value, and the nearest valid name.
@@ -75,8 +77,6 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
             cfg = hydra.compose(name, overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, name, parsed, loader)) from error
-    if cfg.get("_target_") == "gpuaug.Loader":
-        _apply_shuffle(cfg, key="")
     return cfg
 
 
@@ -102,7 +102,8 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
             loader: Any = GlobalHydra.instance().config_loader()
             if first != ours:  # hydra.searchpath finds no primary configuration
                 path = loader.get_search_path()
-                path.prepend("gpuaug", f"file://{ours}", anchor=SearchPathQuery(provider="schema"))
+                for folder in (first / "gpuaug", ours):  # the first is where a Hydra application has its own recipes
+                    path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
             yield loader
     finally:
@@ -174,12 +175,39 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     if not named or not isinstance(parent, DictConfig):
         return str(error)
     path, word, above = max(named[1], unknown.full_key, key=len), str(unknown.key), parent._get_full_key(None)
-    keys = [str(key) for key in parent if key != "hydra"]
+    keys = [str(key) for key in parent if key not in ("hydra", "_convert_")]
     target = f" ({parent._target_})" if above and "_target_" in keys else ""
+    options = loader.get_group_options(above, results_filter=ObjectType.CONFIG) if above and not keys else []
+    if options:
+        advice = f" It is switched off. Choose one first: {above}={'|'.join(options)}."
+    elif not (advice := _elsewhere(word, parent, key=above)) and _takes(parent.get("_target_"), word):
+        advice = f" `+{path}=...` adds one."
     return (
         f"`{path}`: {f'`{above}`{target}' if above else f'the configuration {name!r}'} has no key {word!r}."
-        f"{_nearest(word, keys)} It has: {', '.join(keys) or 'nothing'}. `+{path}=...` adds one."
+        f"{_nearest(word, keys)} It has: {', '.join(keys) or 'nothing'}.{advice}"
     )
+
+
+def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
+    """Where a key is that a mapping lacks, as a sentence; an empty string if it is nowhere."""
+    if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
+        return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
+    for name in ("views", "stages"):
+        inner = node.get(name)
+        inner = inner if isinstance(inner, Mapping) else {}
+        places = [f"`{_join(key, name)}.{k}.{word}`" for k, v in inner.items() if isinstance(v, Mapping) and word in v]
+        if places:
+            return f" Each of its {name} has its own: {', '.join(places)}."
+    return ""
+
+
+def _takes(target: Any, argument: str) -> bool:
+    """Whether the class that ``target`` names takes the argument. True if it cannot be found."""
+    try:
+        parameters = inspect.signature(_resolve(target, key="", prefixes=TRUSTED)).parameters.values()
+    except (ConfigError, TypeError, ValueError):
+        return True  # a class of the user, or a mapping without a class
+    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _refuse_stale(name: str, overrides: list[Override]) -> None:
@@ -230,6 +258,8 @@ def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
 def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (), **objects: Any) -> Any:
     """Build the loader (or another object that ``_target_`` names) from a configuration.
 
+    ``hydra.utils.instantiate(cfg)`` makes the same object without these checks and messages, and imports any module.
+
     The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
     class defined in ``kornia.augmentation``. The class must accept all given arguments.
 
@@ -249,8 +279,6 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
             raise ConfigError(f"`trust` must hold module prefixes, such as 'my_pkg.'. Found: {prefix!r}.")
     prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)
-    if tree["_target_"] == "gpuaug.Loader" and "order" not in objects:
-        _apply_shuffle(tree, key=root)
     plan = _check(tree, key=root, prefixes=prefixes, objects=objects)
     return _make(plan)
 
@@ -283,24 +311,6 @@ def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], s
     return tree, root
 
 
-def _apply_shuffle(node: Any, *, key: str) -> None:
-    """``shuffle=false`` means ``order=sequential``, ``shuffle=true`` means ``order=shuffle``."""
-    shuffle = node.get("shuffle")
-    if shuffle is None:
-        return
-    if not isinstance(shuffle, bool):
-        raise ConfigError(f"`{_join(key, 'shuffle')}` must be true, false or null. Found: {shuffle!r}.")
-    order = node.get("order")
-    target = order.get("_target_") if isinstance(order, Mapping) or hasattr(order, "_metadata") else order
-    if target not in (None, "gpuaug.Shuffle", "gpuaug.Sequential", "shuffle", "sequential"):
-        raise ConfigError(
-            f"`{_join(key, 'shuffle')}={str(shuffle).lower()}` and `{_join(key, 'order')}` ({target}) both choose the "
-            "order. Set only one of them. With shuffle=null, `order` decides."
-        )
-    node["order"] = {"_target_": "gpuaug.Shuffle" if shuffle else "gpuaug.Sequential"}
-    node["shuffle"] = None
-
-
 @dataclass(frozen=True)
 class _Call:
     """A checked target with its arguments, which may hold further calls."""
@@ -318,17 +328,14 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    if special := [k for k in value if k in ("_args_", "_partial_", "_recursive_", "_convert_")]:
+    plain = [k for k in value if k != "_convert_"]  # Hydra's word for plain containers, which `build` always makes
+    if special := [k for k in plain if k in ("_args_", "_partial_", "_recursive_")]:
         raise ConfigError(
             f"`{_join(key, special[0])}` is not supported: objects are built from named arguments. Remove this key."
         )
     if "_target_" not in value:
-        return {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in value.items()}
-    kwargs = {k: v for k, v in value.items() if k != "_target_"}
-    if value["_target_"] is None:  # a group's option for "nothing", such as mix=none
-        if kwargs:
-            raise ConfigError(f"`{_join(key, next(iter(kwargs)))}` has no effect: `{key}` is switched off. Remove it.")
-        return None
+        return {k: _check(value[k], key=_join(key, k), prefixes=prefixes) for k in plain}
+    kwargs = {k: value[k] for k in plain if k != "_target_"}
     resolved = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
     _check_arguments(resolved, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
     for name in _NAMED:
@@ -364,7 +371,8 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
         if len(parts) != 2 or parts[1] not in _PACKAGE.__all__:
             near = get_close_matches(parts[-1], _PACKAGE.__all__, n=1)
-            raise ConfigError(f"{expected}." + (f" Did you mean 'gpuaug.{near[0]}'?" if near else ""))
+            known = f" Did you mean 'gpuaug.{near[0]}'?" if near else ""
+            raise ConfigError(f"{expected}.{_full_name(parts[-1]) or known}")
         found = getattr(_PACKAGE, parts[1])
     else:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
@@ -378,6 +386,16 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     return found
 
 
+def _full_name(name: str) -> str:
+    """`` Did you mean 'kornia.augmentation.NAME'?`` for a class of gpuaug or Kornia, or an empty string."""
+    import kornia.augmentation
+
+    for package in (_PACKAGE, kornia.augmentation):
+        if name in _PACKAGE.__all__ if package is _PACKAGE else isinstance(getattr(package, name, None), type):
+            return f" Did you mean '{package.__name__}.{name}'?"
+    return ""
+
+
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
     """Whether a module may be imported: it is below a prefix, or a parent package of a prefix."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
@@ -386,7 +404,7 @@ def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
     """Resolve a dotted path through allowed modules and through classes."""
     if not _is_admitted(parts[0], prefixes):
-        raise ConfigError(f"{expected}.{remedy}")
+        raise ConfigError(f"{expected}.{_full_name(parts[-1]) or remedy}")
     thing: Any = _import(parts[0], expected=expected)
     if thing is None:
         raise ConfigError(f"{expected}, but there is no module {parts[0]!r}.")
@@ -403,7 +421,7 @@ def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: t
             below = f"{parent.__name__}.{part}"
             thing = _import(below, expected=expected) if is_module and _is_admitted(below, prefixes) else None
             if thing is None:
-                near = _nearest(part, [n for n in dir(parent) if not n.startswith("_")])
+                near = _full_name(part) or _nearest(part, [n for n in dir(parent) if not n.startswith("_")])
                 raise ConfigError(f"`{key}`: {path} has no {part!r}. Found: {'.'.join(parts)!r}.{near}") from error
         except Exception as error:
             raise ConfigError(f"{expected}, which fails at {part!r}: {type(error).__name__}: {error}") from error
@@ -429,9 +447,9 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name in kwargs:
         if name not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            near = _nearest(str(name), named) or (
-                f" If it belongs to the previous target, remove that first: ~{key}." if key else ""
-            )
+            near = _nearest(str(name), named) or _elsewhere(str(name), {**kwargs, "_target_": target}, key=key)
+            if not near and key:
+                near = f" If it belongs to the previous target, remove that first: ~{key}."
             raise ConfigError(
                 f"`{_join(key, name)}`: {target} takes no argument {name!r}.{near} It takes: {', '.join(named)}."
             )
@@ -503,7 +521,8 @@ def _make(plan: Any) -> Any:
     try:
         return plan.target(**kwargs)
     except ConfigError as error:
-        raise ConfigError(_at(plan.key, str(error), of_loader=plan.target.__name__ == "Loader")) from error
+        message = _at(plan.key, str(error), of_loader=plan.target.__name__ == "Loader")
+        raise ConfigError(message + _as_number(message)) from error
     except GpuaugError as error:
         error.add_note(f"raised while building `{plan.key}`")
         raise
@@ -512,9 +531,16 @@ def _make(plan: Any) -> Any:
         for name, value in kwargs.items():  # the error may not name the argument; find it by annotation
             if name in hints and not _fits(value, hints[name]):
                 wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
-                raise ConfigError(wrong) from error
+                raise ConfigError(wrong + _as_number(wrong)) from error
         where, own = f"`{plan.key}`: " if plan.key else "", f"{plan.target.__module__}.{plan.target.__qualname__}"
         raise ConfigError(f"{where}{own} refused its arguments: {type(error).__name__}: {error}") from error
+
+
+def _as_number(message: str) -> str:
+    """What to write if a message ends with a number that is text, as environment variables are."""
+    if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
+        return ""
+    return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:

@@ -283,7 +283,10 @@ def choose_device(device: str | torch.device) -> torch.device:
     except RuntimeError:  # its message would list all device types of torch
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.")
+        remedy = ""
+        if chosen is not None:
+            remedy = f" Set `device=cpu`, and move each batch to the device of the model: `batch.to('{chosen.type}')`."
+        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:N. Found: {device!r:.200}.{remedy}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"`device` is {device!r}, but torch finds no CUDA device. Set `device=auto` or `device=cpu`.")
     if chosen.type == "cuda" and chosen.index is None:

@@ -43,7 +43,7 @@ def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
     cfg = compose(name)
     groups = {"source", "order", "cache", "decode", "augment", "targets", "mix", "faults"}
     parameters = inspect.signature(gpuaug.Loader).parameters
-    assert set(cfg) - {"_target_"} == set(parameters)
+    assert set(cfg) - {"_target_", "_convert_"} == set(parameters)
     words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
     for key in set(parameters) - groups:
         assert cfg[key] == words.get(parameters[key].default, parameters[key].default), key
@@ -180,13 +180,19 @@ def test_replacing_an_operation_with_what_would_keep_old_arguments_is_refused():
     assert compose("train", [gray, "augment.ops.gray.p=0.5"]).augment.ops.gray.p == 0.5
 
 
-def test_shuffle_is_another_word_for_the_order():
-    assert compose("train", ["shuffle=false"]).order == {"_target_": "gpuaug.Sequential"}
-    assert compose("eval", ["shuffle=true"]).order == {"_target_": "gpuaug.Shuffle"}
-    assert compose("train", ["shuffle=false"]).shuffle is None
-    assert compose("train", ["shuffle=false", "order=sequential"]).order._target_ == "gpuaug.Sequential"
-    assert "`order` (gpuaug.Weighted)" in refused("shuffle=false", "order=weighted")
-    assert "`shuffle` must be true, false or null. Found: 'maybe'" in refused("shuffle=maybe")
+def test_shuffle_is_another_word_for_the_order(photos):
+    base = [f"source.root='{photos}'", "num_workers=0", "device=cpu"]
+    for name, overrides, order in (
+        ("train", ["shuffle=false"], gpuaug.Sequential()),
+        ("eval", ["shuffle=true"], gpuaug.Shuffle()),
+        ("train", ["shuffle=false", "order=sequential"], gpuaug.Sequential()),
+    ):
+        with build(compose(name, [*base, *overrides])) as loader:
+            assert loader.order == order
+            with loader.replace(batch_size=2) as other:
+                assert other.order == order
+    assert "but `order` is Weighted(" in refused(*base, "shuffle=false", "order=weighted")
+    assert "`shuffle` must be true or false or null. Found: 'maybe'" in refused(*base, "shuffle=maybe")
 
 
 @pytest.mark.parametrize("path", SOURCES)
@@ -370,7 +376,7 @@ def test_a_misspelt_target_is_told_the_nearest():
 
 
 def test_hydras_special_keys_are_refused():
-    for special in ("_partial_", "_recursive_", "_convert_", "_args_"):
+    for special in ("_partial_", "_recursive_", "_args_"):
         op = {"_target_": "kornia.augmentation.RandomHorizontalFlip", special: True}
         with pytest.raises(ConfigError, match=f"`ops.flip.{special}` is not supported"):
             build({"_target_": "gpuaug.Augment", "ops": {"flip": op}})
@@ -399,7 +405,7 @@ def test_hydras_special_keys_are_refused():
         (["faults.policy=ignore"], ["`faults.policy`", "ignore"]),
         (["decode.backend=opencv"], ["`decode.backend`", "opencv"]),
         (["mix=mixup", "mix.p=2"], ["`mix.p`", "2"]),
-        (["+mix.p=2"], ["`mix.p`", "`mix` is switched off"]),
+        (["+mix.p=2"], ["`mix` must be a gpuaug.Mix or null. Found: {'p': 2}.", "mix._target_"]),
         (["order=repeated", "order.repeats=0"], ["`order.repeats`", "0"]),
         (["batch_size=0"], ["`batch_size`", "0"]),
         (["faults.max='5'"], ["`faults.max` must be", "Found: '5'."]),
@@ -431,8 +437,6 @@ def test_an_argument_that_does_not_fit_names_its_full_key(photos, overrides, exp
                 part = part.replace("`", "`train_data.", 1)
             if "~augment" in part and root:
                 part = part.replace("~", "~train_data.")
-            if "`mix` is" in part and root:
-                part = "`train_data.mix` is"
             assert part in message, message
 
 
@@ -618,7 +622,11 @@ class Plain:
 def test_the_argument_that_a_constructor_did_not_name_is_found_by_its_annotation():
     plain, own = (f"{__name__}.{kind.__name__}" for kind in (Plain, Own))
     for arguments, expected in (
-        ({"a": "1"}, "`crop.a` must be a whole number or null. Found: '1'."),
+        (
+            {"a": "1"},
+            "`crop.a` must be a whole number or null. Found: '1'. In quotes it is text. For an environment variable, "
+            "write '${oc.decode:${oc.env:NAME}}'.",
+        ),
         ({"a": True}, "`crop.a` must be a whole number or null. Found: True."),
         ({"b": [1, "2"]}, "`crop.b` must be a list. Found: [1, '2']."),
         ({"b": "01"}, "`crop.b` must be a list. Found: '01'."),

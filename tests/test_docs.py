@@ -247,11 +247,11 @@ def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Pa
     coco(tmp_path)
     words = [re.sub(r"/data/(train|val)\b", str(photos), word) for word in words]
     words = [word.replace("/data/", f"{tmp_path}/") for word in words]
+    (tmp_path / "conf" / "gpuaug" / "augment").mkdir(parents=True)
+    for name in ("conf/app.yaml", "conf/gpuaug/augment/mine.yaml", "app.py"):
+        (text,) = [text for _, text in BLOCKS if text.startswith(f"# {name}\n")]
+        (tmp_path / name).write_text(text, encoding="utf-8")
     if words[1] == "app.py":
-        (tmp_path / "conf").mkdir()
-        for name in ("conf/app.yaml", "app.py"):
-            (text,) = [text for _, text in BLOCKS if text.startswith(f"# {name}\n")]
-            (tmp_path / name).write_text(text, encoding="utf-8")
         command = [sys.executable, *words[1:], "train_data.device=cpu", "val_data.device=cpu"]
     else:
         few = {"train": ["batch_size=8", "num_workers=0", "limit_batches=1", "epochs=1"]}.get(words[1], ["samples=1"])

@@ -94,6 +94,30 @@ def test_accelerate(overrides: list[str], consumed: list[int], tmp_path: Path) -
     assert sorted(consumed) == sorted([*range(65), *range(65)])
 
 
+def test_hugging_face(overrides: list[str], consumed: list[int], v2: Any, tmp_path: Path) -> None:
+    """The import of transformers needs torchvision's operators, which the fixture `v2` declares."""
+    pytest.importorskip("transformers")
+    held_out = [overrides[0], "num_workers=0", "device=cpu", "batch_size=16", "augment.crop.size=32"]
+    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "output_dir": str(tmp_path)}
+    module = example("hugging_face_trainer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        first = module.train(overrides, held_out, num_train_epochs=1, **settings)
+        assert consumed == [*epoch_of(overrides, 0), *range(65)]
+        consumed.clear()
+        second = module.train(overrides, held_out, num_train_epochs=2, resume=True, **settings)
+    assert consumed == [*epoch_of(overrides, 1), *range(65)]
+    assert (first.state.global_step, second.state.global_step) == (5, 10)
+    assert all(0 < trainer.state.log_history[-2]["eval_loss"] < 9 for trainer in (first, second))
+
+
+def epoch_of(overrides: list[str], epoch: int) -> list[int]:
+    """The order of the samples of an epoch."""
+    with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
+        loader.set_epoch(epoch)
+        return [index for indices, _, _ in loader.epoch_order for index in indices.tolist()]
+
+
 @pytest.mark.long
 def test_accelerate_launches_two_processes(overrides: list[str], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -65,7 +65,7 @@ def settings(value: Any) -> Any:
         return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}  # their order matters
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence):  # also the lists of a Hydra configuration
         return [settings(v) for v in value]
     if isinstance(value, partial):
         return [settings(v) for v in (value.func, value.args, value.keywords)]
@@ -105,7 +105,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments of Kornia's class ``kind``, wherever ``op`` stores them, and its random ranges."""
     import kornia.augmentation as K
 
-    if not isinstance(op, K.AugmentationBase2D):
+    if not isinstance(op, K.AugmentationBase2D | K.RandomJigsaw):
         magnitude = getattr(op, "magnitude", None)  # for operations of a policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = inspect.signature(kind).parameters

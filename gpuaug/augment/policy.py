@@ -304,6 +304,7 @@ _REFUSED = {
             "keep pixels in 0..1 for later operations",
             "Use `normalize` instead.",
         ),
+        ("kornia.RandomJigsaw", None, None),  # allowed, although Kornia counts it among those that mix samples
         ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
         ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
         ("kornia.PolicyAugmentBase", None, None),  # allowed, although a subclass of ImageSequentialBase

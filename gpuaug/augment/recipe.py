@@ -414,8 +414,10 @@ class Augment(_Recipe):
 
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
-        policies = [name for name, op in self.ops.items() if isinstance(op, nn.Module) and any(op.children())]
-        ops = (f"{k}={type(op).__name__}(...)" if k in policies else f"{k}={op!r}" for k, op in self.ops.items())
+        modules = {name: op for name, op in self.ops.items() if isinstance(op, nn.Module)}
+        # only Kornia's policies hold modules of modules; their own text is pages long
+        long = {name for name, op in modules.items() if any(any(child.children()) for child in op.children())}
+        ops = (f"{k}={type(op).__name__}(...)" if k in long else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
@@ -448,7 +450,8 @@ class MultiView(_Recipe):
     4
     """
 
-    _read_once = ("views", "augments", "backend")
+    _of_views = ("crop", "ops", "normalize", "copies")  # settings that only each view has
+    _read_once = ("views", "augments", "backend", *_of_views)
 
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
         super().__init__()
@@ -474,6 +477,11 @@ class MultiView(_Recipe):
         if not self.views:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")
         self._made = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._of_views:
+            raise AttributeError(f"a MultiView has no `{name}`. Each view has its own: `recipe.augments[0].{name}`.")
+        return super().__getattr__(name)
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON."""
@@ -501,7 +509,7 @@ def _channels_last(images: Any) -> Tensor:
     wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
         given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ConfigError(f"{wanted}. Found: {given}.")
+        raise ConfigError(f"{wanted}. Found: {given}.{_conversion(images)}")
     if not images.numel() and len(images):
         raise ConfigError(f"{wanted} without empty axes. Found: {list(images.shape)}.")
     first, last = images.shape[1] == 3, images.shape[3] == 3
@@ -509,6 +517,25 @@ def _channels_last(images: Any) -> Tensor:
         what = "could be either. Pad or crop the width" if first else "has no axis with three channels"
         raise ConfigError(f"{wanted}. Found: {list(images.shape)}, which {what}.")
     return images.permute(0, 2, 3, 1) if first else images
+
+
+def _conversion(images: Any) -> str:
+    """How other images become a uint8 batch, as a sentence; an empty string if that is not known."""
+    if isinstance(images, Tensor) and images.is_floating_point():
+        return " If they are in 0..1: `images.mul(255).round().to(torch.uint8)`. Normalize later."
+    if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:
+        return " One image is a batch of one: `images[None]`."
+    if isinstance(images, np.ndarray):
+        return " Use `torch.from_numpy(images)`."
+    kinds = {type(each) for each in images} if isinstance(images, list | tuple) else {type(images)}
+    if any(kind.__module__.startswith("PIL.") for kind in kinds):
+        return (
+            " Images of Pillow: `torch.stack([torch.from_numpy(np.array(im.convert('RGB'))) for im in images])`, if "
+            "all have one size. A gpuaug.Loader reads files of any size."
+        )
+    if kinds and all(issubclass(kind, Tensor) for kind in kinds):
+        return " Use `torch.stack(images)`, if all have one size. A gpuaug.Loader reads files of any size."
+    return ""
 
 
 def _cut(images: Tensor, windows: CropWindows) -> Tensor:

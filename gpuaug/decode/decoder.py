@@ -112,6 +112,7 @@ class Decode:
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
         if not is_list or any(name not in CODECS for name in self.codecs):
             raise ConfigError(f"`codecs` must be a list of names from {', '.join(CODECS)}. Found: {self.codecs!r}.")
+        object.__setattr__(self, "codecs", tuple(self.codecs))
 
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpuaug import checks, machine
 from gpuaug.augment.progressive import Recipe, views_of
 from gpuaug.errors import ConfigError
+from gpuaug.read.order import Sequential, Shuffle
 
 if TYPE_CHECKING:
     from gpuaug.targets.rules import Targets
@@ -43,11 +44,15 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
-    """Combine ``order`` and ``shuffle`` into one order."""
+    """Combine ``order`` and ``shuffle`` into one order.
+
+    ``shuffle`` replaces an object Shuffle or Sequential, because every configuration has an object as its order.
+    """
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
     named = "shuffle" if shuffle else "sequential"
-    if order is not None and not (isinstance(order, str) and order == named):
+    default = order is None or isinstance(order, Shuffle | Sequential)
+    if not default and not (isinstance(order, str) and order == named):
         raise ConfigError(f"`shuffle={str(shuffle).lower()}` means `order={named}`, but `order` is {order!r}. Set one.")
     return named
 
@@ -72,7 +77,7 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
                 f"{', '.join(names) or 'none'}. Set `targets`, or use another crop."
             )
     known = getattr(source, "target_kinds", None)
-    if targets is None:
+    if targets is None or targets == {}:  # `targets=none` is an empty mapping
         if known:
             log.info("the source has %s: set `targets` to use them", ", ".join(sorted(known)))
         return None
@@ -99,6 +104,15 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
     if mix is not None:
         raise ConfigError("`mix` mixes labels of whole images, but `targets` is set. Set `mix=none` or `targets=none`.")
     return targets
+
+
+def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict[str, Any]:
+    """What a state stores of the targets: their rules and, if a crop reads objects, a hash of them; {} without."""
+    if targets is None:
+        return {}
+    digest = getattr(source, "objects_digest", None)
+    reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(recipe))
+    return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
 
 
 def default_workers(source: Any) -> int:

@@ -14,13 +14,14 @@ import torch
 from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
-from gpuaug.augment.progressive import Progressive, Recipe, views_of
+from gpuaug.augment.progressive import Progressive, Recipe
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Batch
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, distributed
+from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # runs without targets do not import them
 log = logging.getLogger("gpuaug")
 
 
-class Loader:
+class Loader(AsItIs):
     """Yields augmented batches of a source on the device. It can be stopped and resumed anywhere in an epoch.
 
     Args:
@@ -48,7 +49,8 @@ class Loader:
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.
-        shuffle: True means ``order="shuffle"``, False means ``order="sequential"``.
+        shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. It replaces an order that is a
+            :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
             False. Then all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
             every sample once. Then one rank may have one batch less than another, and DDP hangs at the end. None:
@@ -145,7 +147,8 @@ class Loader:
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         # `replace` passes an already opened cache, so check its settings
-        checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
+        if checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True) is None:
+            cache = None  # it may be an empty mapping
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype, arguments.DTYPES)
         self.memory_format: torch.memory_format = arguments.torch_constant(
@@ -393,16 +396,10 @@ class Loader:
                     "augment": self.augment.fingerprint(),
                     "mix": None if self.mix is None else repr(self.mix),
                     **({"decode": {"reduced": True}} if self.decode.reduced else {}),
-                    **({} if self.targets is None else {"targets": self._targets_fingerprint()}),
+                    **arguments.fingerprint_of(self.targets, self.source, self.augment),
                 }
             )
         return self._fingerprint
-
-    def _targets_fingerprint(self) -> dict[str, Any]:
-        """The rules of the targets and, if a crop reads objects, a hash of them."""
-        digest = getattr(self.source, "objects_digest", None)
-        reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(self.augment))
-        return {"rules": repr(self.targets), "objects": digest() if reads and callable(digest) else None}
 
     def fetch(
         self,

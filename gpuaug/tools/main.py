@@ -15,6 +15,7 @@ import select
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError, GpuaugError
@@ -39,6 +40,27 @@ Overrides use Hydra's syntax, as in gpuaug.compose:
   {train} and the folders beside that file.
 Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DIR
 """
+
+
+# Options that belong to Hydra applications, and how to get the same here
+_PRINT = "python -c \"import gpuaug, omegaconf; print(omegaconf.OmegaConf.to_yaml(gpuaug.compose('train', [])))\""
+HYDRAS = {
+    **dict.fromkeys(("-m", "--multirun"), "One call is one run. Call gpuaug in a loop, or write an application"),
+    **dict.fromkeys(("-c", "--cfg", "--resolve", "-p", "--package"), f"To print a configuration: {_PRINT}"),
+    **dict.fromkeys(("-i", "--info", "--hydra-help"), "`gpuaug COMMAND --help` lists the keys"),
+    **dict.fromkeys(("-cd", "-cp", "--config-path"), "Use --config-dir for the folder of your own configuration"),
+    "-cn": "Use --config-name for the name of your own configuration",
+    **dict.fromkeys(("-r", "--run"), "Leave it out"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print the message, with what to write instead of an option of Hydra. Exits with 2."""
+        for word in (word.partition("=")[0] for word in message.partition("arguments: ")[2].split()):
+            if word in HYDRAS:
+                self.exit(2, f"gpuaug: `{word}` belongs to Hydra applications. {HYDRAS[word]}.\n")
+        super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +120,7 @@ def _reader_is_gone() -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gpuaug",
         usage="gpuaug COMMAND [OVERRIDE ...] [options]",
         description=f"Turns encoded images into augmented batches on the training device.\n\ncommands:\n{listed}",
@@ -109,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="store_true", help="show this text; after COMMAND, its keys")
-    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own Hydra groups and files")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of your own configurations")
     parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
     parser.add_argument("--at", metavar="PATH", help="path of the loader in NAME, e.g. train_data")
     parser.add_argument(

@@ -39,7 +39,7 @@ WITHOUT_FUSED_FORM: dict[str, Callable[..., Any]] = {
     "perspective nearest": lambda **k: K.RandomPerspective(0.4, resample="nearest", **k),
 }
 KNOWN = OPS | WITHOUT_FUSED_FORM
-FIELDS = {"elastic", "spline", "fisheye"}  # not moved by a matrix; masks follow only the first
+FIELDS = {"elastic", "spline", "fisheye", "jigsaw"}  # not moved by a matrix; masks follow only the first
 
 
 def drawn(ops: dict[str, Any], batch: int, size: tuple[int, int], seed: int = 0) -> tuple[list[Prepared], list[Chosen]]:

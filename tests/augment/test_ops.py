@@ -38,7 +38,7 @@ def test_what_moves_pixels_is_what_kornia_calls_geometric(name: str) -> None:
     elif issubclass(kind, GeometricAugmentationBase2D):
         assert ENTRIES[name].affects == "matrix"
     else:
-        assert kind in (K.RandomElasticTransform, K.RandomThinPlateSpline, K.RandomFisheye)
+        assert kind in (K.RandomElasticTransform, K.RandomThinPlateSpline, K.RandomFisheye, K.RandomJigsaw)
         assert ENTRIES[name].affects == "field"
     assert (ENTRIES[name].matrix is not None) == (ENTRIES[name].affects == "matrix")
 

@@ -83,6 +83,8 @@ OPS = {
     "light corner": lambda **k: K.RandomLinearCornerIllumination(**k),
     "spline": lambda **k: K.RandomThinPlateSpline(0.3, **k),
     "fisheye": lambda **k: K.RandomFisheye(*torch.tensor([[-0.3, 0.3], [-0.2, 0.1], [0.9, 1.1]]), **k),
+    # one piece: Kornia's permutations come from no uniforms (test_fitting_in.py tests them)
+    "jigsaw": lambda **k: K.RandomJigsaw((1, 1), ensure_perm=False, **k),
     "channel dropout": lambda **k: K.RandomChannelDropout(2, 0.3, **k),
     "clahe": lambda **k: K.RandomClahe((1.0, 20.0), grid_size=(2, 2), **k),
 }  # fmt: skip

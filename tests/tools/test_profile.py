@@ -326,7 +326,7 @@ def test_group_overrides_compose_in_an_application_of_ones_own(photos: Path, tmp
     groups = [bottleneck._group("train_data", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
     composed = gpuaug.compose("app", [*packed, *groups], config_dir=str(tmp_path)).train_data
     assert composed.cache._target_ == "gpuaug.RamCache"
-    assert composed.mix._target_ is None
+    assert composed.mix == {}
     assert composed.source._target_ == "gpuaug.PackedSource"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
@@ -82,6 +83,31 @@ def _controls(u: Float, size: Size, *, limits: tuple[float, float]) -> Params:
 
 def _fisheye(u: Float, size: Size, *, rule: Rule) -> Params:
     return {name: values[:, None] for name, values in rule(u, size).items()}
+
+
+def _jigsaw(op: Any) -> tuple[int, Rule]:
+    rows, columns = op.flags["grid"]
+    unchanged = np.arange(rows * columns).reshape(rows, columns).T.flatten()  # Kornia's permutation that moves nothing
+    changed = bool(setting(op, "ensure_perm"))
+    return len(unchanged) + changed, partial(_pieces, unchanged=unchanged if changed else None)
+
+
+def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Params:
+    """Permutations int64 [B, pieces], all equally likely, without ``unchanged`` if it is given.
+
+    A sample that drew ``unchanged`` gets one of all others, which its last uniform selects.
+    """
+    if unchanged is None:
+        return {"permutation": np.argsort(u, axis=1, kind="stable")}
+    pieces = np.argsort(u[:, :-1], axis=1, kind="stable")
+    for row in np.flatnonzero((pieces == unchanged).all(axis=1)):
+        left, count = unchanged.tolist(), math.factorial(len(unchanged))
+        number = 1 + int(float(u[row, -1]) * (count - 1))  # 0 would be `unchanged`
+        for column in range(len(unchanged)):
+            count //= len(left)
+            place, number = divmod(number, count)
+            pieces[row, column] = left.pop(place)
+    return {"permutation": pieces}
 
 
 def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
@@ -180,5 +206,6 @@ ENTRIES = {
     ),
     "RandomElasticTransform": Entry("field", noise=_elastic_noise),
     "RandomThinPlateSpline": Entry("field", parameters=_spline),
+    "RandomJigsaw": Entry("field", parameters=_jigsaw),
     "RandomFisheye": Entry("field", parameters=derived(all_uniform, _fisheye)),
 }

@@ -97,7 +97,7 @@ def main(request: Request) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("`gpuaug materialize` is one process that uses all cores. Start it without torchrun.")
     config = request.loader()
-    if config.get("mix") is not None and config.mix.get("_target_") is not None:
+    if config.get("mix"):
         log.info("mix is not stored; it is applied at replay")
     report = Report(file=settings.json)
     with logging_redirect_tqdm(loggers=[log]), request.build(config, mix=None, rank=0, world_size=1) as loader:

@@ -1,0 +1,25 @@
+"""Says what to do when a loader is given to another DataLoader, which would index it or send it to its workers."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from gpuaug.errors import ConfigError
+
+REMEDY = (
+    "it is the DataLoader: pass it as it is. Lightning's trainer takes it. With Accelerate and Fabric, iterate over "
+    "it. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
+)
+
+
+class AsItIs:
+    """Base of a loader: refuses to be a dataset of another DataLoader."""
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise ConfigError(f"a gpuaug.Loader is no dataset and has no item {index!r:.50}: {REMEDY}")
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"a gpuaug.Loader cannot be copied or sent to another process: {REMEDY} For a second loader, build "
+            "another. To save its position, use `state_dict`."
+        )
