@@ -75,8 +75,8 @@ class DatasetSource(RowSource):
         self._storage = Storage()
         checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         features = dataset.features
-        self._extra = fields_of(extra, features, place="the Dataset")
-        more = () if self._extra is None else self._extra.names
+        self.extra = fields_of(extra, features, place="the Dataset")
+        more = () if self.extra is None else self.extra.names
         self._columns = _image_columns(features, image, mask, besides=more)
         self._has_masks = len(self._columns) > 1
         dataset = dataset.with_format(None)
@@ -111,7 +111,7 @@ class DatasetSource(RowSource):
     def _row(self, index: int) -> Any:
         row = self._dataset[index]
         try:
-            more = () if self._extra is None else map(row.get, self._extra.names)
+            more = () if self.extra is None else map(row.get, self.extra.names)
             return self._sample(index, *(self._bytes(row[column]) for column in self._columns), *more)
         except (OSError, ReadError) as error:
             return error

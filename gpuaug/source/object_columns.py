@@ -14,7 +14,6 @@ from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, encode, numbers_of
-from gpuaug.source.extra import Fields
 from gpuaug.source.object_json import BoxFormat, column_names, corners
 from gpuaug.source.objects import Damaged, ObjectTable
 from gpuaug.source.paths import redact
@@ -78,11 +77,10 @@ def read_objects(
 class RowSource(ListedSource):
     """A source of rows with an image each. If rows also have masks or objects, a sample is ``(bytes, Target)``.
 
-    A subclass sets ``_has_masks`` and ``_extra``, and calls :meth:`_set_objects` and :meth:`_sample`.
+    A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
 
     _has_masks = False
-    _extra: Fields | None = None
 
     def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
         """Declare the kinds of targets. Objects come from a column of an Arrow table of all rows; None: no objects."""
@@ -111,7 +109,7 @@ class RowSource(ListedSource):
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
         label = self._label_of(index)
         label = replace(label, mask=mask) if self._has_masks else label
-        return (image, label) if self._extra is None else (image, label, self._extra.value(more[self._has_masks :]))
+        return (image, label) if self.extra is None else (image, label, self.extra.value(more[self._has_masks :]))
 
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)

@@ -106,8 +106,8 @@ class ParquetSource(RowSource):
             metadata = list(pool.map(partial(_metadata, storage=self._storage), files))
             schema = metadata[0].schema.to_arrow_schema()
             masks = None if mask is None else _image_column(schema, mask, place, key="source.mask")
-            self._extra = fields_of(extra, schema.names, place=repr(place))
-            more = () if self._extra is None else self._extra.names
+            self.extra = fields_of(extra, schema.names, place=repr(place))
+            more = () if self.extra is None else self.extra.names
             self._columns = [_image_column(schema, image, place, besides=(mask, *more)), *([masks] if masks else [])]
             columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
             if (masks or objects or more) and label == "auto" and not {"label", "labels"} & {*columns}:

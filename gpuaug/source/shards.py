@@ -166,8 +166,8 @@ class ShardSource(ListedSource):
         if self._members:
             kinds = {"masks": self.masks, "boxes": self.objects, "keypoints": self.num_keypoints}
             self.target_kinds = frozenset(name for name, value in kinds.items() if value is not None)
-        self._extra = fields_of(extra)
-        self._extras = tuple(name.lower().lstrip(".") for name in self._extra.names) if self._extra else ()
+        self.extra = fields_of(extra)
+        self._extras = tuple(name.lower().lstrip(".") for name in self.extra.names) if self.extra else ()
         self._count = 1 + len(self._members) + len(self._extras)  # of members that are read
 
     def _check_extra(self, parts: list[_Part]) -> None:
@@ -242,10 +242,10 @@ class ShardSource(ListedSource):
                 return GpuaugError(f"the {self.objects} of {self.key(index)!r} cannot be used: {error}")
         mask = None if self.masks is None else by_kind[self.masks]
         label = replace(self._label_of(index), mask=mask, **fields) if self._members else self._label_of(index)
-        if self._extra is None:
+        if self.extra is None:
             return image, label
         try:
-            return image, label, self._extra.value(map(decoded, self._extras, members[len(self._members) :]))
+            return image, label, self.extra.value(map(decoded, self._extras, members[len(self._members) :]))
         except ValueError as error:
             return GpuaugError(f"the extra of {self.key(index)!r} cannot be used: {error}")
 

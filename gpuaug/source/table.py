@@ -53,8 +53,6 @@ class TableSource(FileSource):
     >>> source = TableSource("data/captions.tsv", label="none", extra="caption")
     """
 
-    _extra: ExtraTable | None = None
-
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -80,20 +78,20 @@ class TableSource(FileSource):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
             raise ConfigError("`source.classes` needs exactly one label column. Remove `source.classes`.")
-        fields = fields_of(extra)
+        self.extra = fields_of(extra)
         masks = [] if checks.text("source.mask", mask, optional=True) is None else [str(mask)]
         began = time.monotonic()
         table = absolute(root)
         self._storage = Storage(remote)
         self.root, _ = split(table)
-        paths, *columns = _read(table, [path, *wanted, *masks], fields.names if fields else (), self._storage)
+        paths, *columns = _read(table, [path, *wanted, *masks], self.extra.names if self.extra else (), self._storage)
         place = redact(table)
         self._names = _names(paths, place)
         if not len(self._names):
             raise SourceError(f"no images in {place!r}: it has no rows.")
         self._files = Files(self.root, self._names, self._storage)
-        if fields is not None:
-            self._extra = ExtraTable(fields, [columns.pop() for _ in fields.names][::-1])
+        if self.extra is not None:
+            self._extras = ExtraTable(self.extra, [columns.pop() for _ in self.extra.names][::-1])
         if masks:
             self.target_kinds = frozenset({"masks"})
             self._mask_files = Files(self.root, _names(columns.pop(), place), self._storage)
@@ -110,7 +108,7 @@ class TableSource(FileSource):
 
     def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
         item = super()._sample(index, image, mask)
-        return item if self._extra is None or isinstance(item, Exception) else (*item, self._extra[index])
+        return item if self.extra is None or isinstance(item, Exception) else (*item, self._extras[index])
 
 
 def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
