@@ -44,7 +44,7 @@ class Loader:
 
     Args:
         source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)`` or
-            ``(bytes, label, extra)``. Epochs of a :class:`~gpuaug.MaterializedSource` are shown as stored.
+            ``(bytes, label, extra)``. Epochs of a :class:`~gpuaug.MaterializedSource` are used as they are.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.

@@ -69,8 +69,7 @@ def decoded(name: str, data: bytes | None) -> Any:
     if data is None or kind not in ("txt", "json"):
         return data
     try:
-        text = data.decode()
-        return json.loads(text) if kind == "json" else text
+        return json.loads(data) if kind == "json" else data.decode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its {name} is not valid ({type(error).__name__}: {error})") from error
 
