@@ -114,6 +114,7 @@ class EncodedBatch:
         views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
         targets: annotations of the samples; None if the run has no targets.
+        extra: B extra values, as the source gave them; None if no sample of the batch has one.
     """
 
     data: Tensor
@@ -125,6 +126,7 @@ class EncodedBatch:
     faults: tuple[Fault, ...] = ()
     views: tuple[NDArray[np.uint8], ...] = ()
     targets: EncodedTargets | None = None
+    extra: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -196,12 +198,16 @@ class Batch:
         key_of: maps a sample number to its path or name; used by ``keys``.
         targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
             views; None if the run has no targets.
+        extra: B values, such as captions, as the source gave them (see ``extra`` of a source). None for a sample that
+            has none or that could not be read. A batch of a loader always has B values. They are not collated, stay on
+            the CPU, and ``mix`` does not mix them.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
-    >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
+    >>> images = torch.zeros(2, 3, 8, 8)
+    >>> batch = Batch(images=images, labels=labels, indices=numbers, valid=numbers >= 0, extra=["a cat", "a dog"])
     >>> images, labels = batch
-    >>> batch.keys
-    ['0', '3']
+    >>> batch.keys, batch.extra
+    (['0', '3'], ['a cat', 'a dog'])
     """
 
     images: Images
@@ -210,6 +216,7 @@ class Batch:
     valid: Tensor
     key_of: Callable[[int], str] = field(default=str, repr=False)
     targets: Any = None
+    extra: list[Any] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Any]:
         yield self.images
@@ -244,7 +251,7 @@ class Batch:
         return {name: value for name, value in values.items() if value is not None}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with images, labels and targets on ``device``; indices and valid stay on the CPU.
+        """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.
 
         ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
         """

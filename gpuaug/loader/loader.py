@@ -44,8 +44,8 @@ class Loader(AsItIs):
     """Yields augmented batches of a source on the device. It can be stopped and resumed anywhere in an epoch.
 
     Args:
-        source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)``. Epochs stored
-            by a :class:`~gpuaug.MaterializedSource` are used as they are, without decoding or augmenting.
+        source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)`` or
+            ``(bytes, label, extra)``. Epochs of a :class:`~gpuaug.MaterializedSource` are used as they are.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.

@@ -138,7 +138,7 @@ class Pipeline:
                     view.record_stream(stream)  # allocated on the other stream
             images = self.stage.augment(decoded, dtype=self.dtype, memory_format=self.memory_format)
             valid, indices, labels = encoded.valid, encoded.indices, encoded.labels
-            keep = None
+            extra, keep = encoded.extra or [None] * len(encoded), None
             if faults:
                 bad = torch.tensor([fault.row for fault in faults])
                 valid = valid.index_fill(0, bad, False)
@@ -153,6 +153,7 @@ class Pipeline:
                     images = [view.contiguous(memory_format=self.memory_format) for view in kept]
                     valid, indices = valid[keep], indices[keep]
                     labels = None if labels is None else labels[keep]
+                    extra = [extra[row] for row in keep.tolist()]
             if labels is not None:
                 labels = to_device(labels, self.device)
             targets: Any = self.stage.finish_targets(decoded, bad=[fault.row for fault in faults], keep=keep)
@@ -166,11 +167,14 @@ class Pipeline:
                     epoch=epoch,
                     first_index=int(encoded.indices[0]),
                 )
-            views = images if len(images) > 1 else images[0]
-            if targets is not None and len(targets) == 1:
-                (targets,) = targets
             batch = Batch(
-                images=views, labels=labels, indices=indices, valid=valid, key_of=self.key_of, targets=targets
+                images=_one(images),
+                labels=labels,
+                indices=indices,
+                valid=valid,
+                key_of=self.key_of,
+                targets=_one(targets),
+                extra=extra,
             )
             return batch, None if stream is None else stream.record_event()
 
@@ -309,6 +313,11 @@ class Pass(Iterator[Batch]):
     def _join(self) -> bool:
         deadline = time.monotonic() + TIMEOUT_S
         return all(producer.join(deadline - time.monotonic()) for producer in self._producers)
+
+
+def _one(views: list[Any] | None) -> Any:
+    """The only view, or all of several views."""
+    return views[0] if views is not None and len(views) == 1 else views
 
 
 def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Reads encoded bytes of whole batches, in workers that never decode.
 
-A batch travels as one tensor in shared memory: offsets, pickled labels and faults, then all images. So each batch needs
-one memory segment and one file descriptor. The message that announces the batch is so short that a dying worker cannot
-send half of it.
+A batch travels as one tensor in shared memory: offsets, pickled labels, faults and extras, then all images. So each
+batch needs one memory segment and one file descriptor. The message that announces the batch is so short that a dying
+worker cannot send half of it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples to read for the type of labels, if the first batch has no known label
 
 _MISSING: Any = object()  # stands for the label of a sample that failed
-# bytes of the images, then of the masks; labels; faults; targets
-_Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None]
+# bytes of the images, then of the masks; labels; faults; targets; extras
+_Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
 _Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
@@ -117,7 +117,8 @@ class Reader:
 
         Raises:
             ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
-            SourceError: if the source does not give ``(bytes, label)``, or cannot be pickled.
+            SourceError: if the source does not give ``(bytes, label)`` or ``(bytes, label, extra)``, or cannot be
+                pickled, or an extra cannot.
             Exception: any other exception of the source, with its own type.
         """
         _advance(self._generation)
@@ -249,21 +250,24 @@ class _Encode:
             return data, "".join(traceback.format_exception(error))
 
     def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Samples:
-        """Bytes (not copied), labels, faults and targets of the samples ``indices``, int64 [B]."""
+        """Bytes (not copied), labels, faults, targets and extras of the samples ``indices``, int64 [B]."""
         numbers = indices.tolist()
         encoded: list[memoryview] = []
         labels: list[Any] = []
+        extras: list[Any] = []
         faults: list[Fault] = []
         for row, (number, item) in enumerate(zip(numbers, self._read(numbers, stale), strict=True)):
             if isinstance(item, Exception):
                 faults.append(Fault(row, "read", f"{type(item).__name__}: {item}"[:LONGEST_REASON]))
-                item = memoryview(b""), self._unread(number)
+                item = memoryview(b""), self._unread(number), None
             elif not len(item[0]):
                 faults.append(Fault(row, "read", "0 bytes"))
             encoded.append(item[0])
             labels.append(item[1])
+            extras.append(item[2])
+        extra = extras if any(each is not None for each in extras) else None
         if not self.targets and not any(isinstance(label, Target | Mapping) for label in labels):
-            return encoded, self._labels(labels, numbers, stale), tuple(faults), None
+            return encoded, self._labels(labels, numbers, stale), tuple(faults), None, extra
         from gpuaug.read.targets import as_target, collect  # runs without targets do not import it
 
         found = [as_target(label, number) for number, label in zip(numbers, labels, strict=True)]
@@ -276,7 +280,7 @@ class _Encode:
             encoded += masks
             faults += bad
         labels = [label if target is None else target.label for label, target in zip(labels, found, strict=True)]
-        return encoded, self._labels(labels, numbers, stale), tuple(faults), targets
+        return encoded, self._labels(labels, numbers, stale), tuple(faults), targets, extra
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read, if the source knows it."""
@@ -301,7 +305,7 @@ class _Encode:
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
-        """Per sample: its bytes and label, or the exception for its fault. Retries if that may help."""
+        """Per sample: its bytes, label and extra, or the exception for its fault. Retries if that may help."""
         items: list[Any] = [None] * len(numbers)
         rows, large = list(range(len(numbers))), 0  # bytes of large images
         for pause in PAUSES:
@@ -366,8 +370,14 @@ _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
 def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
-    """Copy into one memory block: offsets; labels, faults and targets; images and masks. Empties ``encoded``."""
-    rest = pickle.dumps(rest_of)
+    """Copy into one memory block: offsets; labels, faults, targets, extras; images and masks. Empties ``encoded``."""
+    try:
+        rest = pickle.dumps(rest_of if rest_of[-1] is not None else rest_of[:-1])
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        raise SourceError(
+            f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. Give text, "
+            "bytes, numbers, lists, dictionaries or numpy arrays."
+        ) from error
     offsets = _offsets(encoded)
     blob = _memory(offsets.nbytes + len(rest) + int(offsets[-1]))
     target, begin = blob.numpy().data, 0
@@ -384,13 +394,14 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
     """Fields of an EncodedBatch. All but the labels are views into the block and keep it alive."""
     begin = 8 * (rows + 1)
-    labels, faults, targets = pickle.loads(blob[begin : begin + size].numpy().tobytes())
+    labels, faults, targets, *extra = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {
         "data": blob[begin + size :],
         "offsets": blob[:begin].view(torch.int64),
         "labels": None if labels is None else torch.from_numpy(labels),
         "faults": faults,
         "targets": targets,
+        "extra": extra[0] if extra else None,
     }
 
 
@@ -399,6 +410,7 @@ def _views(
     labels: NDArray[Any] | None,
     faults: tuple[Fault, ...],
     targets: EncodedTargets | None,
+    extra: list[Any] | None,
 ) -> dict[str, Any]:
     """Fields of an EncodedBatch whose images stay in the memory of a source with ``zero_copy``."""
     return {
@@ -407,6 +419,7 @@ def _views(
         "labels": None if labels is None else torch.from_numpy(labels),
         "faults": faults,
         "targets": targets,
+        "extra": extra,
         "views": tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
     }
 
@@ -430,23 +443,23 @@ def _may_pass(item: Any) -> bool:
     return isinstance(item, OSError) and not isinstance(item, FINAL) and item.errno not in FINAL_ERRNO
 
 
-def _checked(item: Any, number: int) -> tuple[memoryview, Any]:
-    """Bytes and label of an item from a source; SourceError if the item is something else."""
+def _checked(item: Any, number: int) -> tuple[memoryview, Any, Any]:
+    """Bytes, label and extra (None: none) of an item from a source; SourceError if the item is something else."""
     kind = type(item).__name__
-    if isinstance(item, tuple | list) and len(item) == 2:
-        data, label = item
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        data, label, extra = (*item, None)[:3]
         if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.device.type == "cpu":
             data = data.numpy()
         try:
             view = memoryview(data)
             if view.ndim == 1 and view.itemsize == 1 and view.c_contiguous:
-                return view.cast("B") if len(view) else memoryview(b""), label
+                return view.cast("B") if len(view) else memoryview(b""), label, extra
         except (TypeError, ValueError):
             pass
-        kind = f"({type(data).__name__}, {type(label).__name__})"
+        kind = f"({', '.join(type(part).__name__ for part in item)})"
     raise SourceError(
-        f"`source[{number}]` must give (bytes, label) with the undecoded bytes of the file, because the loader decodes "
-        f"them. Found: {kind}."
+        f"`source[{number}]` must give (bytes, label) or (bytes, label, extra) with the undecoded bytes of the file, "
+        f"because the loader decodes them. Found: {kind}."
     )
 
 

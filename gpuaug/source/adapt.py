@@ -29,6 +29,9 @@ OPTIONAL = (
 class Source(Protocol):
     """The complete interface of a source. :func:`adapt` returns such a source, and the later stages use it.
 
+    A sample is ``(bytes, label)``, or ``(bytes, label, extra)``. The extra is any value that can be pickled, such as a
+    caption. ``batch.extra`` has it unchanged.
+
     Attributes:
         indices: int64 ``[len]``, ascending numbers of the active samples (those in use); None: 0 .. len - 1.
         labels: int64 ``[N]`` by sample number; None if there are no labels, or if a label is known only after reading.
@@ -37,8 +40,8 @@ class Source(Protocol):
     A source may also have these:
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. This label is used if a
             sample cannot be read. If a source has no ``label``, then ``labels`` or 0 is used instead.
-        read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of ``(bytes, label)``
-            or exceptions.
+        read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of samples or
+            exceptions.
         prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one will read these
             samples. The source may start to read them in the background.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that are in memory now because they were
@@ -64,8 +67,8 @@ class Source(Protocol):
         """Number of active samples."""
         ...
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Encoded bytes and label (int, float, floats, or None) of sample number ``index``.
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Encoded bytes, label (int, float, floats, or None) and perhaps an extra of sample number ``index``.
 
         An OSError or GpuaugError becomes a fault of this sample; any other exception ends the epoch.
         """
@@ -83,9 +86,10 @@ class Source(Protocol):
 class MapSource:
     """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
-    Uses the object's ``key``, ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and
-    ``num_classes`` if it has them. Without ``key`` a sample is named by its number. Without ``key`` and ``digest`` a
-    loader's state cannot distinguish two objects of the same length.
+    ``object[i]`` may also be ``(bytes, label, extra)``. Uses the object's ``key``, ``digest``, ``labels`` (or
+    torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes`` if it has them. Without ``key`` a
+    sample is named by its number. Without ``key`` and ``digest`` a loader's state cannot distinguish two objects of the
+    same length.
 
     Args:
         samples: the object.
@@ -113,7 +117,7 @@ class MapSource:
     def __len__(self) -> int:
         return len(self.samples) if self.indices is None else len(self.indices)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         """The object's item."""
         return self.samples[index]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpuaug.errors import SourceError
 from gpuaug.source.classes import class_mapping, encode, some
+from gpuaug.source.extra import Fields
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
 from gpuaug.source.paths import is_url, redact
@@ -44,6 +45,7 @@ class ListedSource:
     target_kinds: frozenset[str] = frozenset()
     num_keypoints: int | None = None
     flip_pairs: tuple[int, ...] | None = None
+    extra: Fields | None = None
     classes: list[str] | None = None
     class_to_idx: dict[str, int] | None = None
     _names: Names
@@ -56,8 +58,8 @@ class ListedSource:
     def __len__(self) -> int:
         return len(self._names) if self.indices is None else len(self.indices)
 
-    def __getitem__(self, index: int) -> tuple[bytes, Any]:
-        """Encoded bytes and label of the sample.
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Encoded bytes, label and, if the source has extras, the extra of the sample.
 
         Raises:
             OSError, GpuaugError: if the bytes cannot be read. This is a fault of this sample only.
@@ -68,7 +70,7 @@ class ListedSource:
             raise item
         return item
 
-    def __iter__(self) -> Iterator[tuple[bytes, Any]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return (self[i] for i in (range(len(self)) if self.indices is None else self.indices.tolist()))
 
     def __repr__(self) -> str:
@@ -90,7 +92,7 @@ class ListedSource:
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """``read_many(numbers)`` reads all at the same time: a list of ``(bytes, label)`` or exceptions.
+        """``read_many(numbers)`` reads all at the same time: a list of samples or exceptions.
 
         None for local files, which are read one by one.
         """

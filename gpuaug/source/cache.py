@@ -4,7 +4,7 @@ The memory is one unnamed file (memfd) as large as the limit. Its pages take mem
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
     index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus its writer's process id
-    records   length of the bytes, length of the label, bytes, label
+    records   length of the bytes, length of the rest, bytes, rest: pickled (label,) or (label, extra)
 
 A process writes the record first and its position last. So if the process is killed, the sample counts as not stored.
 Space is reserved under a lock. If the process that holds the lock ends, the kernel releases the lock.
@@ -102,8 +102,8 @@ class CachedSource(SourceView):
         size = _begin(numbers) + limit
         self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Bytes and label, from memory or from the source."""
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Bytes, label and extra if there is one, from memory or from the source."""
         item = self._get(index)
         if item is None:
             item = self._put(index, self.source[index])
@@ -185,20 +185,20 @@ class CachedSource(SourceView):
         os.ftruncate(empty, _begin(0))
         self._memory = _Memory(0, empty)
 
-    def _get(self, index: int) -> tuple[Any, Any] | None:
+    def _get(self, index: int) -> tuple[Any, ...] | None:
         if (record := self._memory.get(index)) is None:
             return None
-        data, label = record
-        if label is not None:
-            return data, pickle.loads(label)  # safe: only our own processes write to this memory
+        data, rest = record
+        if rest is not None:
+            return data, *pickle.loads(rest)  # safe: only our own processes write to this memory
         assert self.labels is not None
         return data, int(self.labels.numpy()[index])
 
     def _put(self, index: int, item: Any) -> Any:
-        """Return the item, and store it if it is ``(bytes, label)``. The reader reports other types."""
-        if not isinstance(item, tuple | list) or len(item) != 2:
+        """Return the item, and store it if it is ``(bytes, label[, extra])``. The reader reports other types."""
+        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             return item
-        data, label = item
+        data, label, *extra = item
         try:
             data = data.numpy().data if isinstance(data, Tensor) else memoryview(data)
         except (TypeError, ValueError):
@@ -207,7 +207,11 @@ class CachedSource(SourceView):
             if isinstance(label, Target) and isinstance(label.mask, memoryview):  # cannot be pickled
                 label = replace(label, mask=bytes(label.mask))
             known = self.labels is not None and type(label) is int and int(self.labels.numpy()[index]) == label
-            self._memory.put(index, data.cast("B"), None if known else pickle.dumps(label))
+            try:
+                rest = None if known and not extra else pickle.dumps((label, *extra))
+            except (TypeError, AttributeError, RecursionError, pickle.PicklingError):  # the reader reports it
+                return item
+            self._memory.put(index, data.cast("B"), rest)
         return item
 
     def _read_many(self, numbers: Sequence[int]) -> list[Any]:
@@ -260,19 +264,19 @@ class _Memory:
         return _received, (self.numbers, reduction.DupFd(self._fd))
 
     def get(self, index: int) -> tuple[memoryview, bytes | None] | None:
-        """A view of the bytes, and the pickled label (None if there is none); None if the sample is not stored."""
+        """A view of the bytes, and the pickled rest (None if there is none); None if the sample is not stored."""
         if not 0 <= index < self.numbers or (begin := int(self.index[index])) <= 0:
             return None
-        length, label = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
+        length, more = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
         end = begin + 16 + length
-        return self._records[begin + 16 : end], bytes(self._records[end : end + label]) if label else None
+        return self._records[begin + 16 : end], bytes(self._records[end : end + more]) if more else None
 
-    def put(self, index: int, data: memoryview, label: bytes | None) -> None:
+    def put(self, index: int, data: memoryview, rest: bytes | None) -> None:
         """Store a sample if there is room and no other process is storing it."""
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
-        lengths = np.array([len(data), len(label or b"")], dtype=np.int64).tobytes()
-        record = b"".join((lengths, data, label or b""))
+        lengths = np.array([len(data), len(rest or b"")], dtype=np.int64).tobytes()
+        record = b"".join((lengths, data, rest or b""))
         with self.locked():
             entry = int(self.index[index])
             if entry > 0 or (entry < 0 and os.path.exists(f"/proc/{-entry}")):

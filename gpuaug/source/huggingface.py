@@ -10,6 +10,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import label_column
+from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
 from gpuaug.source.object_columns import RowSource, is_objects
@@ -38,20 +39,24 @@ class DatasetSource(RowSource):
     Args:
         dataset: a Dataset.
         label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
-            With a mask or objects, ``auto`` may also mean no labels.
-        image: the image column; None: the only one besides the mask.
+            With a mask, objects or ``extra``, ``auto`` may also mean no labels.
+        image: the image column; None: the only one besides the mask and ``extra``.
         mask: the column of encoded masks; ``auto``: of two image columns, the one that is called ``annotation``,
             ``label``, ``mask`` or similar; ``none``: no masks.
         objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``: no
             objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
+        extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
+            extra is a dict. A sample is then ``(bytes, label, extra)``. None: no extras.
         classes: names or numbers of the objects' classes, as in :class:`FolderSource`.
 
     Raises:
         SourceError: if the image column or label column is missing, or the images are decoded.
 
     >>> dataset = datasets.load_dataset("food101", split="train")
-    >>> source = DatasetSource(dataset.cast_column("image", datasets.Image(decode=False)))
+    >>> dataset = dataset.cast_column("image", datasets.Image(decode=False))
+    >>> source = DatasetSource(dataset)
+    >>> source = DatasetSource(dataset, label="none", extra="label")
     """
 
     def __init__(
@@ -63,20 +68,23 @@ class DatasetSource(RowSource):
         mask: str | None = "auto",
         objects: str | None = "auto",
         box_format: BoxFormat = "xywh",
+        extra: Extra = None,
         classes: Classes = None,
     ) -> None:
         self.root = "datasets.Dataset"
         self._storage = Storage()
         checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         features = dataset.features
-        self._columns = _image_columns(features, image, mask)
+        self.extra = fields_of(extra, features, place="the Dataset")
+        more = () if self.extra is None else self.extra.names
+        self._columns = _image_columns(features, image, mask, besides=more)
         self._has_masks = len(self._columns) > 1
         dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
         columns = [name for name, feature in features.items() if not _is_image(feature)]
         has_label = label != "auto" or bool({"label", "labels"} & {*columns}) or len(named) == 1
         objects = _objects_column(features, objects, has_label=has_label)
-        if label == "auto" and (self._has_masks or objects) and not has_label:
+        if label == "auto" and (self._has_masks or objects or more) and not has_label:
             label = None
         remedy = "Name the column: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
         columns = [name for name in columns if name != objects]
@@ -95,7 +103,7 @@ class DatasetSource(RowSource):
         needed = [] if objects is None else [objects, *(name for name in ("height", "width") if name in features)]
         table = dataset.select_columns(needed).with_format("arrow")[:] if needed else None
         self._set_objects(table, objects, classes, box_format)
-        self._dataset = dataset.select_columns(self._columns)
+        self._dataset = dataset.select_columns(list(dict.fromkeys([*self._columns, *more])))
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         return [self._row(i) for i in numbers]
@@ -103,7 +111,8 @@ class DatasetSource(RowSource):
     def _row(self, index: int) -> Any:
         row = self._dataset[index]
         try:
-            return self._sample(index, *(self._bytes(row[column]) for column in self._columns))
+            more = () if self.extra is None else map(row.get, self.extra.names)
+            return self._sample(index, *(self._bytes(row[column]) for column in self._columns), *more)
         except (OSError, ReadError) as error:
             return error
 
@@ -115,12 +124,13 @@ class DatasetSource(RowSource):
         return data
 
 
-def _image_columns(features: Any, image: str | None, mask: str | None) -> list[str]:
-    """The column of images, and that of masks if there is one."""
+def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
+    """The column of images, and that of masks if there is one. Columns ``besides`` are chosen only by name."""
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):
             raise SourceError(f"`{key}` must be an image column of the Dataset. Found: {name!r}. Columns: {images}.")
+    images = [name for name in images if name not in besides]
     if mask == "auto":
         likely = [name for name in images if name in MASKS and name != image]
         mask = likely[0] if len(images) == 2 and len(likely) == 1 else None

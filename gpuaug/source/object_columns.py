@@ -77,7 +77,7 @@ def read_objects(
 class RowSource(ListedSource):
     """A source of rows with an image each. If rows also have masks or objects, a sample is ``(bytes, Target)``.
 
-    A subclass sets ``_has_masks``, and calls :meth:`_set_objects` and :meth:`_sample`.
+    A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
 
     _has_masks = False
@@ -97,14 +97,19 @@ class RowSource(ListedSource):
         if self._has_masks:
             self.target_kinds |= {"masks"}
 
-    def _sample(self, index: int, image: bytes | None, mask: bytes | None = None) -> Any:
-        """Bytes and label (or Target) of a sample. If the sample cannot be used, an error is returned instead."""
+    def _sample(self, index: int, image: bytes | None, *more: Any) -> Any:
+        """Bytes, label (or Target) and extra of a sample. If the sample cannot be used, an error is returned instead.
+
+        ``more``: the mask if the rows have masks, then the values of the extra fields.
+        """
+        mask = more[0] if self._has_masks else None
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
         if self._damaged is not None and (reason := self._damaged.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
         label = self._label_of(index)
-        return image, replace(label, mask=mask) if self._has_masks else label
+        label = replace(label, mask=mask) if self._has_masks else label
+        return (image, label) if self.extra is None else (image, label, self.extra.value(more[self._has_masks :]))
 
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)

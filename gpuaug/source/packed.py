@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import mmap
 import os
 import sys
@@ -43,6 +44,7 @@ class PackedSource(ListedSource):
     is ``num_workers=0``.
 
     If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``, in pixels of the packed image.
+    If it had extra values, a sample is ``(bytes, label, extra)``.
 
     Args:
         root: the folder, or its URL. A URL is not memory-mapped; only the needed byte ranges are read.
@@ -83,9 +85,8 @@ class PackedSource(ListedSource):
         self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that at least one epoch reads
         self.total = int(self.manifest["samples"])  # number of all samples, also of excluded ones
         self._first = bounds_of(self.manifest["shards"])
-        keys = self._array("index/keys.bin", np.uint8)
-        ends = self._array("index/keys.npy", np.int64, self.total + 1)
-        self._names = Names(share(torch.from_numpy(keys)), share(torch.from_numpy(ends)))
+        self._names = self._texts("keys")
+        self._extras = self._texts("extra") if "index/extra.npy" in self.manifest["files"] else None  # JSON
         self._begins, self._bytes = self._places("offsets", "lengths")
         self._opened: dict[tuple[Size, int], mmap.mmap] = {}
         self._take_labels(classes)
@@ -108,7 +109,7 @@ class PackedSource(ListedSource):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)`` reads all at the same time: a list of ``(bytes, label)`` or exceptions."""
+        """``read_many(numbers)`` reads all at the same time: a list of samples or exceptions."""
         return self._read
 
     @property
@@ -134,7 +135,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers) if self.size else []
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """``(bytes, label)`` for each of ``rows``, numbers of :class:`Rows`; an exception if it cannot be read."""
+        """The sample of each of ``rows``, numbers of :class:`Rows`; an exception if it cannot be read."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
@@ -161,15 +162,18 @@ class PackedSource(ListedSource):
             length = int(self._mask_begins[size].numpy()[number] + self._mask_bytes[size].numpy()[number]) - begin
         return size, shard, begin, length
 
-    def _sample(self, row: int, data: Any) -> tuple[Any, Any]:
-        """Bytes and label, from all bytes of a row."""
-        label = self._label_of(row)
+    def _sample(self, row: int, data: Any) -> Any:
+        """Bytes, label and extra, from all bytes of a row; an exception if the extra is damaged."""
+        label, (position, number) = self._label_of(row), divmod(row, self.total)
+        try:
+            extra = () if self._extras is None else (json.loads(self._extras[number]),)
+        except (ValueError, RecursionError) as error:
+            return SourceError(f"index/extra.bin in {redact(self.root)!r} is damaged at {number}: {error}. {_REPAIR}")
         if not self._mask_begins:
-            return data, label
-        position, number = divmod(row, self.total)
+            return data, label, *extra
         length, mask = int(self._bytes[self.used[position]].numpy()[number]), self._mask_bytes[self.used[position]]
         view = memoryview(data)
-        return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :])
+        return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :]), *extra
 
     def _label_of(self, row: int) -> Any:
         """Label or targets of ``row``, one of :class:`Rows`. Reads nothing."""
@@ -231,6 +235,13 @@ class PackedSource(ListedSource):
             return check_array(array, dtype, shape or array.shape)
         except NO_ARRAY as error:
             raise SourceError(f"{name} in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
+
+    def _texts(self, name: str) -> Names:
+        blob, ends = (
+            self._array(f"index/{name}.bin", np.uint8),
+            self._array(f"index/{name}.npy", np.int64, self.total + 1),
+        )
+        return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _shared(self, name: str, dtype: Any) -> Tensor:
         return share(torch.from_numpy(self._array(name, dtype, self.total)))
@@ -347,8 +358,8 @@ class Rows(SourceView):
     def __len__(self) -> int:
         return self.total * len(self.sizes)
 
-    def __getitem__(self, row: int) -> tuple[Any, Any]:
-        """Encoded bytes of the row's sample at the row's size, and its label."""
+    def __getitem__(self, row: int) -> tuple[Any, ...]:
+        """Encoded bytes of the row's sample at the row's size, its label, and its extra if it has one."""
         (item,) = self.read_many([row])
         if isinstance(item, Exception):
             raise item

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
@@ -19,6 +19,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.base import Classes, FileKeys
 from gpuaug.source.classes import label_column, some
+from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, bounds_of, locate
 from gpuaug.source.object_columns import RowSource, class_names, is_objects
@@ -52,13 +53,16 @@ class ParquetSource(RowSource):
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
         image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types,
-            besides ``mask``.
+            besides ``mask`` and ``extra``.
         label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
             only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata. With
-            ``mask`` or ``objects``, ``auto`` is ``label`` or ``labels`` if there is such a column.
+            ``mask``, ``objects`` or ``extra``, ``auto`` is ``label`` or ``labels`` if there is such a column.
         mask: column of the encoded masks, of the same types as images; None: no masks.
         objects: column of the objects; None: no objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
+        extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
+            extra is a dict. They are read together with the images. A sample is then ``(bytes, label, extra)``. None:
+            no extras.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
         row_groups: number of recently used row groups that each process keeps in memory.
@@ -80,6 +84,7 @@ class ParquetSource(RowSource):
         mask: str | None = None,
         objects: str | None = None,
         box_format: BoxFormat = "xywh",
+        extra: Extra = None,
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -101,17 +106,20 @@ class ParquetSource(RowSource):
             metadata = list(pool.map(partial(_metadata, storage=self._storage), files))
             schema = metadata[0].schema.to_arrow_schema()
             masks = None if mask is None else _image_column(schema, mask, place, key="source.mask")
-            self._columns = [_image_column(schema, image, place, besides=mask), *([masks] if masks else [])]
+            self.extra = fields_of(extra, schema.names, place=repr(place))
+            more = () if self.extra is None else self.extra.names
+            self._columns = [_image_column(schema, image, place, besides=(mask, *more)), *([masks] if masks else [])]
             columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
-            if (masks or objects) and label == "auto" and not {"label", "labels"} & {*columns}:
+            if (masks or objects or more) and label == "auto" and not {"label", "labels"} & {*columns}:
                 label = None
             named = [name for name in columns if class_names(schema, name)]
             remedy = "Set `source.label` to one of these, or to none for no labels."
             column = label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
             needed = _objects_columns(schema, objects, place)
+            used = [*(name.split(".")[0] for name in self._columns), *more, *([column] if column else []), *needed]
+            self._columns += more
             for file, meta in zip(files, metadata, strict=True):
-                own = [name.split(".")[0] for name in self._columns]
-                _check(file, meta, schema, [*own, *([column] if column else []), *needed])
+                _check(file, meta, schema, used)
             if objects is not None:
                 tables = list(pool.map(partial(_table, columns=needed, storage=self._storage), files, metadata))
             if column is not None:
@@ -150,7 +158,7 @@ class ParquetSource(RowSource):
 
     def _reset(self) -> None:
         self._footer = lru_cache(maxsize=OPEN_FILES)(partial(_metadata, storage=self._storage))
-        self._groups: OrderedDict[int, Any] = OrderedDict()  # images by row group
+        self._groups: OrderedDict[int, Any] = OrderedDict()  # columns by row group: images, masks, extras
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         starts, rows = self._starts.numpy(), dict[int, list[int]]()
@@ -169,12 +177,12 @@ class ParquetSource(RowSource):
         return items
 
     def group_bytes(self) -> int:
-        """Bytes of the images (and masks) in the largest of 16 evenly spread row groups."""
+        """Bytes of the images (and masks and extras) in the largest of 16 evenly spread row groups."""
         sizes = [0]
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
             parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
-            sizes += [part.total_uncompressed_size for part in parts if part.path_in_schema in self._columns]
+            sizes += [part.total_uncompressed_size for part in parts if any(_has(name, part) for name in self._columns)]
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
@@ -235,11 +243,12 @@ class ParquetSource(RowSource):
             meta = self._footer(file)
         except SourceError as error:  # only its samples fail: the file was readable at the start
             raise ReadError(str(error)) from error
-        return _Group(meta, file, inside, joined(_range(file, meta, inside, column) for column in self._columns))
+        parts = {part: None for column in self._columns for part in _ranges(file, meta, inside, column)}
+        return _Group(meta, file, inside, joined(parts))
 
 
 class _Group(NamedTuple):
-    """A row group: the file's footer, the file, the group's number in the file, the byte ranges of images and masks."""
+    """A row group: the file's footer, the file, the group's number in the file, the byte ranges of its columns."""
 
     meta: Any
     file: FileInfo
@@ -322,10 +331,10 @@ def _columns(schema: Any) -> str:
 
 
 def _image_column(
-    schema: Any, name: str | None, place: str, *, besides: str | None = None, key: str = "source.image"
+    schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image"
 ) -> str:
-    """Path of the image column, such as ``image.bytes``. It is not the column ``besides``."""
-    known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name != besides}
+    """Path of the image column, such as ``image.bytes``. It is none of the columns ``besides``."""
+    known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name not in besides}
     if name is None and len(known) != 1:
         text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
         raise SourceError(text)
@@ -391,22 +400,29 @@ def plain_values(column: Any, place: str) -> Any:
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
-def _range(file: FileInfo, meta: Any, group: int, column: str) -> Range:
-    """The byte range of the image column in a row group."""
-    inside = meta.row_group(group)
+def _has(column: str, part: Any) -> bool:
+    """Whether a part of a row group belongs to a column; a column of lists or structs has parts with longer paths."""
+    return f"{part.path_in_schema}.".startswith(f"{column}.")
+
+
+def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
+    """The byte ranges of a column in a row group."""
+    inside, ranges = meta.row_group(group), []
     for chunk in map(inside.column, range(inside.num_columns)):
-        if chunk.path_in_schema == column:
+        if _has(column, chunk):
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)
             if not 0 <= begin <= begin + chunk.total_compressed_size <= file.size:
                 raise ReadError(f"row group {group} of {redact(file.path)!r} lies outside the file")
-            return Range(file.path, begin, chunk.total_compressed_size, file.version)
-    raise ReadError(f"row group {group} of {redact(file.path)!r} has no column {column!r}")
+            ranges.append(Range(file.path, begin, chunk.total_compressed_size, file.version))
+    if not ranges:
+        raise ReadError(f"row group {group} of {redact(file.path)!r} has no column {column!r}")
+    return ranges
 
 
 def _images(place: _Group, column: str, data: _RangeFile) -> Any:
-    """The encoded images of a row group: an Arrow column of bytes."""
+    """The encoded images (or masks, or extra values) of a row group: an Arrow column."""
     images = _open(data, place.meta).read_row_group(place.number, columns=[column], use_threads=False).column(0)
     if len(images) != (rows := place.meta.row_group(place.number).num_rows):
         raise ReadError(f"it has {len(images)} of {rows} rows")

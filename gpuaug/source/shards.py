@@ -25,6 +25,7 @@ from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.extra import Extra, decoded, fields_of
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, bounds_of, locate, share
 from gpuaug.source.local import LARGE, read_file
@@ -69,6 +70,9 @@ class ShardSource(ListedSource):
         objects: extension of the member with the objects, such as ``json``; None: no objects.
         num_keypoints: number of keypoints of an object; None: keypoints are not read.
         box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
+        extra: extension of a member, such as ``txt``, that is the extra of each sample; or a list, then the extra is a
+            dict. ``.txt`` gives text, ``.json`` its content, others give bytes. A sample is then ``(bytes, label,
+            extra)``. If a sample lacks the member, the value is None. None: no extras.
         classes: as in :class:`FolderSource` for labels that are names. For labels that are numbers, only the number
             of classes is used. With ``objects``, these are the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
@@ -82,6 +86,7 @@ class ShardSource(ListedSource):
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
+    >>> source = ShardSource("data/laion-{000..099}.tar", labels="none", extra="txt")
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class ShardSource(ListedSource):
         objects: str | None = None,
         num_keypoints: int | None = None,
         box_format: BoxFormat = "xywh",
+        extra: Extra = None,
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -105,8 +111,8 @@ class ShardSource(ListedSource):
             raise ConfigError(f"`source.labels` must be an extension, such as cls or json, or none. Found: {labels!r}.")
         if not isinstance(label_key, str) or not label_key:
             raise ConfigError(f"`source.label_key` must be the name of a field. Found: {label_key!r}.")
-        self._set_kinds(masks, objects, num_keypoints, box_format)
-        endings = tuple(x for y in extensions_of(extensions) if (x := y[1:]) not in self._members)
+        self._set_kinds(masks, objects, extra, num_keypoints, box_format)
+        endings = tuple(x for y in extensions_of(extensions) if (x := y[1:]) not in (*self._members, *self._extras))
         if labels == "auto":
             labels = "none" if self._members else "cls"
         label = None if labels in (None, "none") else str(labels).lower().lstrip(".")
@@ -116,7 +122,7 @@ class ShardSource(ListedSource):
         self._storage = Storage(remote)
         shards = self._storage.expand(root, ending=".tar")
         self.root, names = common_folder([shard.path for shard in shards])
-        rule = _Rule(endings, label, self._members)
+        rule = _Rule(endings, label, self._members, self._extras)
         parts = _index(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, folder=index)
         self._offsets = share(torch.from_numpy(np.concatenate([part.offsets for part in parts])))  # int64 [N * members]
         self._sizes = share(torch.from_numpy(np.concatenate([part.sizes for part in parts])))  # int32 [N * members]
@@ -132,6 +138,7 @@ class ShardSource(ListedSource):
                 "source %s: %d samples without an image%s are left out: %s",
                 redact(self.root), count, "".join(f" or {x}" for x in rule.needed), some(left_out),
             )  # fmt: skip
+        self._check_extra(parts)
         if label is not None:
             values = [
                 _value(text, label, label_key, shard.path, part.keys, i)
@@ -143,8 +150,8 @@ class ShardSource(ListedSource):
             self._set_classes(class_mapping(classes))
         self._activate(subset, exclude, began=began)
 
-    def _set_kinds(self, masks: Any, objects: Any, num_keypoints: Any, box_format: Any) -> None:
-        """Set which members are targets, and declare their kinds."""
+    def _set_kinds(self, masks: Any, objects: Any, extra: Extra, num_keypoints: Any, box_format: Any) -> None:
+        """Set which members are targets and extras, and declare the kinds of targets."""
         self.masks, self.objects = (
             None if checks.text(f"source.{key}", value, optional=True) is None else value.lower().lstrip(".")
             for key, value in (("masks", masks), ("objects", objects))
@@ -159,6 +166,20 @@ class ShardSource(ListedSource):
         if self._members:
             kinds = {"masks": self.masks, "boxes": self.objects, "keypoints": self.num_keypoints}
             self.target_kinds = frozenset(name for name, value in kinds.items() if value is not None)
+        self.extra = fields_of(extra)
+        self._extras = tuple(name.lower().lstrip(".") for name in self.extra.names) if self.extra else ()
+        self._count = 1 + len(self._members) + len(self._extras)  # of members that are read
+
+    def _check_extra(self, parts: list[_Part]) -> None:
+        """Raise SourceError if no sample has the member of an extra."""
+        offsets = self._offsets.numpy().reshape(-1, self._count)[:, 1 + len(self._members) :]
+        for name, column in zip(self._extras, offsets.T, strict=True):
+            if not column.any():
+                other = sorted({extension for part in parts for extension in part.other})
+                raise SourceError(
+                    f"`source.extra` must name members of {redact(self.root)!r}. Found: {name!r}, which no sample has. "
+                    f"Extensions there: {some(other)}."
+                )
 
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)
@@ -166,45 +187,50 @@ class ShardSource(ListedSource):
 
     def _range(self, index: int) -> Range:
         shard = self._shards[locate(self._names.bounds, index)[0]]
-        at = index * (1 + len(self._members))
+        at = index * self._count
         begin, size = int(self._offsets.numpy()[at]), int(self._sizes.numpy()[at])
         return Range(shard.path, begin, size, shard.version, image=0)
 
-    def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int]]]:
-        """The ranges of a sample with several members, and for each member: its range's number, begin and end in it."""
+    def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int] | None]]:
+        """The ranges of a sample with several members, and for each member: its range's number, begin and end in it.
+
+        None for a missing extra. The range of an empty extra is -1.
+        """
         shard = self._shards[locate(self._names.bounds, index)[0]]
-        count = 1 + len(self._members)
-        rows = slice(index * count, (index + 1) * count)
+        rows = slice(index * self._count, (index + 1) * self._count)
         begins, sizes = self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist()
-        members = [Range(shard.path, *place, shard.version, image=0) for place in zip(begins, sizes, strict=True)]
-        parts = joined(members, most=LARGE)
-        places = []
+        found = dict.fromkeys(zip(begins, sizes, strict=True))  # one member may be an extra and the objects
+        parts = joined((Range(shard.path, *place, shard.version, image=0) for place in found if place[1]), most=LARGE)
+        places: list[tuple[int, int, int] | None] = []
         for begin, size in zip(begins, sizes, strict=True):
+            if not size:
+                places.append((-1, 0, 0) if begin else None)
+                continue
             k = next(k for k, x in enumerate(parts) if x.begin <= begin and begin + size <= x.begin + (x.size or 0))
             places.append((k, begin - parts[k].begin, begin - parts[k].begin + size))
         return parts, places
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        if not self._members:
+        if self._count == 1:
             return super()._ranges(numbers)
         return [part for i in numbers for part in self._parts(i)[0]]
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if not self._members:
+        if self._count == 1:
             return super()._read(numbers)
         samples = [self._parts(i) for i in numbers]
         pieces = iter(self._storage.read([part for parts, _ in samples for part in parts]))
         results: list[Any] = []
         for i, (parts, places) in zip(numbers, samples, strict=True):
-            data = [next(pieces) for _ in parts]
+            data: list[Any] = [*(next(pieces) for _ in parts), b""]
             failed = [piece for piece in data if isinstance(piece, Exception)]
-            members = [] if failed else [data[part][begin:end] for part, begin, end in places]  # type: ignore[index]
+            members: list[Any] = [] if failed else [place and data[place[0]][place[1] : place[2]] for place in places]
             results.append(failed[0] if failed else self._sample(i, *members))
         return results
 
-    def _sample(self, index: int, image: bytes, *members: bytes) -> Any:
-        """Bytes and target of a sample, or the error of its objects."""
-        by_kind = dict(zip(self._members, members, strict=True))
+    def _sample(self, index: int, image: bytes, *members: Any) -> Any:
+        """Bytes, label or target, and extra of a sample; or the error of its objects or extra."""
+        by_kind = dict(zip(self._members, members, strict=False))
         fields: dict[str, Any] = {}
         if self.objects is not None:
             try:
@@ -215,18 +241,26 @@ class ShardSource(ListedSource):
             except ValueError as error:
                 return GpuaugError(f"the {self.objects} of {self.key(index)!r} cannot be used: {error}")
         mask = None if self.masks is None else by_kind[self.masks]
-        return image, replace(self._label_of(index), mask=mask, **fields)
+        label = replace(self._label_of(index), mask=mask, **fields) if self._members else self._label_of(index)
+        if self.extra is None:
+            return image, label
+        try:
+            return image, label, self.extra.value(map(decoded, self._extras, members[len(self._members) :]))
+        except ValueError as error:
+            return GpuaugError(f"the extra of {self.key(index)!r} cannot be used: {error}")
 
 
 class _Rule(NamedTuple):
-    """The extensions of images, of the label, and of masks and objects that make a sample."""
+    """The extensions of images, of the label, and of masks and objects that make a sample, and those of its extras."""
 
     extensions: tuple[str, ...]
     label: str | None
     members: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # part of the index file's name. Without members it stays as in older files
         more = f", members={self.members!r}" if self.members else ""
+        more += f", extras={self.extras!r}" if self.extras else ""
         return f"_Rule(extensions={self.extensions!r}, label={self.label!r}{more})"
 
     @property
@@ -240,12 +274,12 @@ class _Part(NamedTuple):
 
     line: bytes  # this shard's line in the index file
     keys: Names
-    offsets: NDArray[np.int64]  # per sample: those of its image, its mask and its objects
+    offsets: NDArray[np.int64]  # per sample: those of its image, its mask, its objects and its extras; 0: no extra
     sizes: NDArray[np.int32]
     labels: Names
     dropped: int  # number of samples without image, label, mask or objects
     left_out: list[str]  # the first of these samples
-    other: list[str]  # extensions of the members of these samples
+    other: list[str]  # extensions of the members of these samples, and of samples without an extra
 
 
 # -- the index file: first a line with its checksum, then one line of JSON per shard
@@ -334,7 +368,8 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     # not shared: shared memory would need a file descriptor for each shard
     names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
     offsets, sizes = (np.array(column, dtype=np.int64) for column in numbers)
-    fits = len(offsets) == len(sizes) == len(keys) * (1 + len(rule.members)) and len(set(keys)) == len(keys)
+    count = len(keys) * (1 + len(rule.members) + len(rule.extras))
+    fits = len(offsets) == len(sizes) == count and len(set(keys)) == len(keys)
     if not fits or len(labels) != len(keys) * bool(rule.label):
         raise ValueError("its columns differ in length, or two samples have the same key")
     if ((offsets < 0) | (sizes < 0) | (sizes > LARGEST_FILE) | (offsets > size - sizes)).any():
@@ -362,11 +397,15 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
             other |= set(list(sample)[:20])
             entry["left_out"] += [os.fsdecode(key)] * (len(entry["left_out"]) < 5)
             continue
-        if max(x.size for x in wanted) > LARGEST_FILE or (label is not None and label.size > PIECE_BYTES):
-            raise SourceError(f"shard {place!r}: the image {image.name!r} or its label is too large.")
+        if None in (extras := [sample.get(extension) for extension in rule.extras]):
+            other |= set(list(sample)[:20]) if len(other) < 20 else set()
+        if max(x.size for x in [*wanted, *extras] if x) > LARGEST_FILE or (
+            label is not None and label.size > PIECE_BYTES
+        ):
+            raise SourceError(f"shard {place!r}: the image {image.name!r} or its label or extra is too large.")
         entry["keys"].append(os.fsdecode(_unique(image.name, times)))
-        entry["offsets"] += [member.offset for member in wanted]
-        entry["sizes"] += [member.size for member in wanted]
+        entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
+        entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
         if label is not None:  # mostly in the piece that was read for the headers
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:

@@ -17,6 +17,7 @@ from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import some
+from gpuaug.source.extra import Extra, ExtraTable, fields_of
 from gpuaug.source.files import Files, FileSource
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
@@ -40,6 +41,8 @@ class TableSource(FileSource):
         label: column of the labels, or a list of columns; ``none``: no labels.
         mask: column of the masks' paths, in the same form as image paths; None: no masks. With masks, a sample is
             ``(bytes, Target)``.
+        extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
+            extra is a dict. A sample is then ``(bytes, label, extra)``. CSV and TSV give text; None: no extras.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
@@ -47,6 +50,7 @@ class TableSource(FileSource):
         SourceError: if the table cannot be read, a column is missing, or a row has no valid path or label.
 
     >>> source = TableSource("data/train.csv", path="file", label="class")
+    >>> source = TableSource("data/captions.tsv", label="none", extra="caption")
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class TableSource(FileSource):
         path: str = "path",
         label: str | Sequence[str] | None = "label",
         mask: str | None = None,
+        extra: Extra = None,
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -73,17 +78,20 @@ class TableSource(FileSource):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
             raise ConfigError("`source.classes` needs exactly one label column. Remove `source.classes`.")
+        self.extra = fields_of(extra)
         masks = [] if checks.text("source.mask", mask, optional=True) is None else [str(mask)]
         began = time.monotonic()
         table = absolute(root)
         self._storage = Storage(remote)
         self.root, _ = split(table)
-        paths, *columns = _read(table, [path, *wanted, *masks], self._storage)
+        paths, *columns = _read(table, [path, *wanted, *masks], self.extra.names if self.extra else (), self._storage)
         place = redact(table)
         self._names = _names(paths, place)
         if not len(self._names):
             raise SourceError(f"no images in {place!r}: it has no rows.")
         self._files = Files(self.root, self._names, self._storage)
+        if self.extra is not None:
+            self._extras = ExtraTable(self.extra, [columns.pop() for _ in self.extra.names][::-1])
         if masks:
             self.target_kinds = frozenset({"masks"})
             self._mask_files = Files(self.root, _names(columns.pop(), place), self._storage)
@@ -98,9 +106,13 @@ class TableSource(FileSource):
         label = super()._label_of(index)
         return label if self._mask_files is None else Target(label=label)
 
+    def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
+        item = super()._sample(index, image, mask)
+        return item if self.extra is None or isinstance(item, Exception) else (*item, self._extras[index])
 
-def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
-    """Values of the named columns: lists, or arrays of numbers."""
+
+def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
+    """Values of the columns ``names``: lists, or arrays of numbers. Then the unchanged values of ``extra``."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
@@ -109,16 +121,19 @@ def _read(table: str, names: list[str], storage: Storage) -> list[Any]:
     table_error = import_pyarrow().ArrowException if kind == ".parquet" else csv.Error
     try:
         data = storage.read_file(table)
-        return _parquet(data, names, redact(table)) if kind == ".parquet" else _csv(data, names, kind, redact(table))
+        if kind == ".parquet":
+            return _parquet(data, names, extra, redact(table))
+        return _csv(data, names, extra, kind, redact(table))
     except (OSError, ReadError, table_error) as error:
         raise SourceError(f"the table {redact(table)!r} cannot be read: {error}.") from error
 
 
-def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
+def _csv(data: bytes, names: list[str], extra: Sequence[str], kind: str, place: str) -> list[Any]:
     text = io.StringIO(data.decode("utf-8-sig", errors="surrogateescape"), newline="")
     lines = csv.reader(text, delimiter="\t" if kind == ".tsv" else ",", strict=True)
     head = [name.strip() for name in next(lines, [])]
-    wanted = [_column(name, head, place) for name in names]
+    fields_of(list(extra) or None, head, place=repr(place))
+    wanted = [*(_column(name, head, place) for name in names), *map(head.index, extra)]
     rows = []
     for row in filter(None, lines):
         if len(row) != len(head):
@@ -126,8 +141,9 @@ def _csv(data: bytes, names: list[str], kind: str, place: str) -> list[Any]:
                 f"line {lines.line_num} of {place!r} has {len(row)} fields, but the first line has {len(head)}."
             )
         rows.append([row[at] for at in wanted])
-    paths, *columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    return [paths, *(_typed(column, name, place) for column, name in zip(columns, names[1:], strict=True))]
+    paths, *columns = zip(*rows, strict=True) if rows else [()] * len(wanted)
+    typed = [_typed(column, name, place) for column, name in zip(columns, names[1:], strict=False)]
+    return [paths, *typed, *columns[len(typed) :]]
 
 
 def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
@@ -142,13 +158,15 @@ def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
         return column
 
 
-def _parquet(data: bytes, names: list[str], place: str) -> list[Any]:
+def _parquet(data: bytes, names: list[str], extra: Sequence[str], place: str) -> list[Any]:
     pyarrow = import_pyarrow()
     file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
     for name in names:
         _column(name, file.schema_arrow.names, place)
-    columns = file.read(names, use_threads=False)
-    return [columns.column(names[0]).to_pylist(), *(plain_values(columns.column(name), place) for name in names[1:])]
+    fields_of(list(extra) or None, file.schema_arrow.names, place=repr(place))
+    columns = file.read(list(dict.fromkeys([*names, *extra])), use_threads=False)
+    typed = [plain_values(columns.column(name), place) for name in names[1:]]
+    return [columns.column(names[0]).to_pylist(), *typed, *(columns.column(name).to_pylist() for name in extra)]
 
 
 def _column(name: str, head: list[str], place: str) -> int:

@@ -369,6 +369,7 @@ class Writer:
         writing: Future[None] | None = None
         with ThreadPoolExecutor(1) as writer:  # hashes and writes a chunk while the next chunk is computed
             for batch in self.loader:
+                _refuse_extra(batch)
                 views, begin = [_stored(view, final=final) for view in _views(batch)], 0
                 while begin < len(batch) and position < end:
                     number, at = divmod(position, chunk)
@@ -425,6 +426,7 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
     loader.pipeline.stage.close()  # the loader that writes has its own decoder
     if not shown.valid.any():
         raise GpuaugError(f"the first check decodes {len(probed)} of {len(numbers)} samples, and all of them failed.")
+    _refuse_extra(shown)
     label = None
     if shown.labels is not None:
         label = {"dtype": str(shown.labels.dtype).removeprefix("torch."), "shape": [*shown.labels.shape[1:]]}
@@ -472,6 +474,16 @@ def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
         views = {v.name: v.augment for v in augment.views}
         return MultiView(views={name: one.replace(normalize=None) for name, one in views.items()})
     return augment.replace(normalize=None)
+
+
+def _refuse_extra(batch: Batch) -> None:
+    """Raise ConfigError if a sample has an extra value, because it would be lost."""
+    found = [value for value in batch.extra if value is not None]
+    if found:
+        raise ConfigError(
+            f"`source.extra` must be null, because `gpuaug materialize` stores images and labels only. Found: "
+            f"{found[0]!r:.100}. Remove `source.extra`, or prepare images and extra values with `gpuaug pack`."
+        )
 
 
 def _views(batch: Batch) -> list[Tensor]:

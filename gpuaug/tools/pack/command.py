@@ -4,6 +4,7 @@ takes: any source, and an output folder.
 does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
 gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
 ``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
+If samples have extra values, ``out/index/extra.bin`` holds them as JSON, and ``extra.npy`` where each begins.
 If the source has targets, each mask follows its image, as a tar member ``.seg.png``, and ``out/index/`` has the arrays
 of :func:`gpuaug.tools.pack.targets.index_arrays`.
 
@@ -273,6 +274,10 @@ def _write_index(job: Job) -> None:
     else:
         label_dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
         put("index/labels.npy", *npy(labels, label_dtype))
+    extra = [text.encode() for note in notes for text in note.get("extra", ["null"] * len(note["keys"]))]
+    if any(text != b"null" for text in extra):
+        put("index/extra.bin", b"".join(extra))
+        put("index/extra.npy", *npy(np.cumsum([0, *map(len, extra)]), np.int64))
     classes = None if job.source.classes is None else list(job.source.classes)
     fields = dict[str, Any](FIELDS)
     targets = None if job.targets is None else dict(job.targets)

@@ -9,7 +9,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +31,7 @@ from gpuaug.read.reader import Reader
 from gpuaug.source import runs
 from gpuaug.source.adapt import Source
 from gpuaug.source.base import parse_manifest
+from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
 from gpuaug.tools.pack.targets import TargetPacker
@@ -137,7 +138,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the written bytes, as JSON."""
-        source = self.source
+        source, extra = self.source, getattr(self.source, "extra", None)
         what = {**asdict(self.what), "sizes": self.what.names}
         del what["pixel_centers"]  # `targets` depends on it
         if self.what.format == "uint8":
@@ -149,6 +150,7 @@ class Job:
             "labels": _labels_digest(source),
             "classes": source.classes,
             **({} if self.targets is None else {"targets": self.targets}),
+            **({"extra": extra._asdict() | {"names": [*extra.names]}} if isinstance(extra, Fields) else {}),
             **what,
             "decode": {
                 "backend": self.decode.backend,
@@ -260,7 +262,7 @@ class Packer:
     def _write_samples(
         self, numbers: NDArray[np.int64], shards: list[_ShardFile], progress: Callable[[int], Any]
     ) -> dict[str, Any]:
-        note: dict[str, Any] = {"keys": [], "numbers": [], "labels": [], "faults": []}
+        note: dict[str, Any] = {"keys": [], "numbers": [], "labels": [], "extra": [], "faults": []}
         columns = []
         for first in range(0, len(numbers), _READ_SAMPLES):
             some = numbers[first : first + _READ_SAMPLES]
@@ -281,6 +283,10 @@ class Packer:
                 for shard, (data, shape), mask in zip(shards, encoded, masks, strict=True):
                     shard.add(int(some[row]), data, shape, label, mask)
                 note["labels"].append(label)
+            if batch.extra is not None:
+                note["extra"] += [_json(batch.extra[row], self.job.source.key(int(some[row]))) for row in kept]
+            else:
+                note["extra"] += ["null"] * len(kept)
             note["numbers"] += some[kept].tolist()
             note["keys"] += [self.job.source.key(number) for number in some[kept].tolist()]
             if targets is not None:
@@ -338,6 +344,17 @@ class Packer:
                 made = stream.getvalue()
             encoded.append((made, (height, width)))
         return encoded
+
+
+def _json(value: Any, key: str) -> str:
+    """An extra value as JSON; ConfigError if JSON would change it."""
+    with suppress(TypeError, ValueError, RecursionError):
+        if json.loads(text := json.dumps(value)) == value:
+            return text
+    raise ConfigError(
+        f"`source.extra` must give text, numbers, lists or dictionaries, because `gpuaug pack` stores the values as "
+        f"JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
+    )
 
 
 class _BadSampleError(Exception):

@@ -1,0 +1,88 @@
+"""Extra fields of samples, such as captions: which fields a source reads, and how it keeps them in memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from gpuaug.errors import ConfigError, SourceError
+from gpuaug.source.classes import some
+from gpuaug.source.index import Names
+
+Extra = str | Sequence[str] | None  # the argument `extra` of a source
+
+
+class Fields(NamedTuple):
+    """The names of the fields. With ``single`` an extra is the value of the only field, else a dict."""
+
+    names: tuple[str, ...]
+    single: bool
+
+    def value(self, values: Iterable[Any]) -> Any:
+        """The extra of a sample, from the values of its fields."""
+        made = dict(zip(self.names, values, strict=True))
+        return made[self.names[0]] if self.single else made
+
+
+def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str = "") -> Fields | None:
+    """Check the argument ``extra``; None: the source has no extra fields.
+
+    Args:
+        extra: one name, or a list of names.
+        columns: the columns that exist in ``place``; None: names are not compared.
+        place: name of the data, for error messages.
+
+    Raises:
+        ConfigError: if it is neither a name nor a list of different names.
+        SourceError: if a column does not exist.
+
+    >>> fields_of(["caption", "url"]).value(["a dog", "https://example.org/1.jpg"])
+    {'caption': 'a dog', 'url': 'https://example.org/1.jpg'}
+    """
+    if extra is None:
+        return None
+    single = isinstance(extra, str)
+    names = (extra,) if isinstance(extra, str) else tuple(extra) if isinstance(extra, Sequence) else ()
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise ConfigError(f"`source.extra` must be a name, a list of different names, or null. Found: {extra!r:.200}.")
+    known = names if columns is None else list(columns)
+    for name in names:
+        if known.count(name) != 1:
+            raise SourceError(
+                f"`source.extra` must name columns of {place}, each there once. Found: {name!r}. "
+                f"Columns: {some(known)}."
+            )
+    return Fields(names, single)
+
+
+def decoded(name: str, data: bytes | None) -> Any:
+    """The value of a member of a tar shard: ``.txt`` is text, ``.json`` is parsed, others are bytes; None: no member.
+
+    Raises ValueError if the text is not UTF-8, or is not JSON.
+
+    >>> decoded("txt", b"a dog"), decoded("meta.json", b'{"width": 640}'), decoded("npy", None)
+    ('a dog', {'width': 640}, None)
+    """
+    kind = name.rpartition(".")[2]
+    if data is None or kind not in ("txt", "json"):
+        return data
+    try:
+        return json.loads(data) if kind == "json" else data.decode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its {name} is not valid ({type(error).__name__}: {error})") from error
+
+
+class ExtraTable:
+    """The extras of all samples in tensors that workers share, because they would copy a list of Python objects.
+
+    ``columns`` has the values of each field, one per sample. They are pickled in memory only, never in a file.
+    """
+
+    def __init__(self, fields: Fields, columns: Iterable[Iterable[Any]]) -> None:
+        self._fields = fields
+        self._columns = [Names.of([[pickle.dumps(value) for value in column]]) for column in columns]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._fields.value(pickle.loads(column[index]) for column in self._columns)

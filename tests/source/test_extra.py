@@ -1,0 +1,379 @@
+"""Extra fields: every source gives the values that other libraries read, and `batch.extra` has them in order."""
+
+import csv
+import io
+import json
+import pickle
+import tarfile
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from common import loader, recipe
+from pictures import encode, photograph
+from servers import remote_copy
+from torch.utils.data import Subset
+
+import gpuaug
+from gpuaug.decode.decoder import Decode
+from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
+from gpuaug.read import reader
+from gpuaug.read.reader import Reader
+from gpuaug.source import DatasetSource, ParquetSource, ShardSource, TableSource, adapt
+from gpuaug.source.cache import RamCache
+from gpuaug.tools.pack.command import pack
+from gpuaug.tools.pack.job import Pack
+
+N = 11
+CAPTIONS = ["a dog", "eine Katze, größer", "犬\nと 'quotes\"", "", " space ", *(f"number {i}" for i in range(5, N))]
+META = [{"width": 10 * i, "tags": ["x"] * (i % 3), "score": i / 4, "note": None} for i in range(N)]
+IMAGES = [encode(photograph(size=(40 + i, 30)), quality=60) for i in range(N)]
+PILLOW = Decode(backend="pillow")  # starts at once
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+def tar(path, members):
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+def shards(place):
+    """Two shards; a sample is .jpg, .json, .txt, .cls and .npy."""
+    for k, numbers in enumerate((range(6), range(6, N))):
+        tar(place / f"{k}.tar", [
+            (f"{i:03}.{kind}", data)
+            for i in numbers
+            for kind, data in (("jpg", IMAGES[i]), ("json", json.dumps(META[i]).encode()),
+                               ("txt", CAPTIONS[i].encode()), ("cls", b"%d" % (i % 3)), ("npy", bytes([i, 0, 255])))
+        ])  # fmt: skip
+    return place
+
+
+def table(place, ending, *, captions=CAPTIONS):
+    place.mkdir(exist_ok=True)
+    for i, data in enumerate(IMAGES):
+        (place / f"{i}.jpg").write_bytes(data)
+    columns = {"path": [f"{i}.jpg" for i in range(N)], "label": [i % 3 for i in range(N)], "caption": captions}
+    columns["url"] = [f"https://example.org/{i}" for i in range(N)]
+    if ending == ".parquet":
+        pq.write_table(pa.table({**columns, "meta": META}), place / "t.parquet")
+    else:
+        with open(place / f"t{ending}", "w", newline="", encoding="utf-8") as file:
+            lines = csv.writer(file, delimiter="\t" if ending == ".tsv" else ",")
+            lines.writerows([list(columns), *zip(*columns.values(), strict=True)])
+    return place / f"t{ending}"
+
+
+def parquet(place):
+    """Two files with row groups of 4."""
+    place.mkdir(exist_ok=True)
+    for k, (begin, end) in enumerate(((0, 7), (7, N))):
+        rows = slice(begin, end)
+        image = pa.array([{"bytes": data, "path": None} for data in IMAGES[rows]])
+        columns = {
+            "image": image,
+            "caption": CAPTIONS[rows],
+            "meta": META[rows],
+            "raw": [b"%d" % i for i in range(N)][rows],
+        }
+        columns["label"] = [i % 3 for i in range(N)][rows]
+        pq.write_table(pa.table(columns), place / f"{k}.parquet", row_group_size=4)
+    return place
+
+
+def dataset():
+    columns = {"image": [{"bytes": data, "path": None} for data in IMAGES], "caption": CAPTIONS, "meta": META}
+    made = datasets.Dataset.from_dict({**columns, "label": [i % 3 for i in range(N)]})
+    return made.cast_column("image", datasets.Image(decode=False))
+
+
+class Plain:
+    """Samples with extras as a source of the user's own; ``act`` changes an item."""
+
+    def __init__(self, act=lambda i, item: item):
+        self.act = act
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.act(i, (IMAGES[i], i % 3, CAPTIONS[i]))
+
+
+MAKERS = {
+    "shards": lambda place: ShardSource(shards(place), extra="txt"),
+    "csv": lambda place: TableSource(table(place, ".csv"), extra="caption"),
+    "tsv": lambda place: TableSource(table(place, ".tsv"), extra="caption"),
+    "table": lambda place: TableSource(table(place, ".parquet"), extra="caption"),
+    "parquet": lambda place: ParquetSource(parquet(place), image="image", extra="caption"),
+    "dataset": lambda place: DatasetSource(dataset(), extra="caption"),
+    "plain": lambda place: adapt([(IMAGES[i], i % 3, CAPTIONS[i]) for i in range(N)]),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_source_gives_the_same_samples(name, tmp_path):
+    source = MAKERS[name](tmp_path / "data")
+    assert [source[i] for i in range(N)] == [(IMAGES[i], i % 3, CAPTIONS[i]) for i in range(N)]
+    assert pickle.loads(pickle.dumps(source))[4] == (IMAGES[4], 4 % 3, " space ")
+    with loader(source, decode=PILLOW, batch_size=4) as batches:
+        for batch in batches:
+            assert batch.extra == [CAPTIONS[i] for i in batch.indices.tolist()]
+
+
+def test_shards_are_read_as_webdataset_reads_them(tmp_path):
+    import webdataset
+
+    source = ShardSource(shards(tmp_path / "data"), labels="none", extra=["txt", "json", "npy"])
+    theirs = webdataset.WebDataset([str(tmp_path / f"data/{k}.tar") for k in range(2)], shardshuffle=False)
+    for i, sample in enumerate(theirs):
+        texts = {"txt": sample["txt"].decode(), "json": json.loads(sample["json"]), "npy": sample["npy"]}
+        assert source[i] == (sample["jpg"], None, texts)
+    assert source.digest() == ShardSource(tmp_path / "data").digest()
+    objects = {"objects": [{"bbox": [1, 2, 3, 4], "category_id": 1}]}
+    tar(tmp_path / "targets" / "a.tar", [("a.jpg", IMAGES[0]), ("a.json", json.dumps(objects).encode())])
+    image, target, extra = ShardSource(tmp_path / "targets", objects="json", extra="json")[0]  # one member, two uses
+    assert (image, extra) == (IMAGES[0], objects)
+    assert target.boxes.tolist() == [[1, 2, 4, 6]]
+
+
+def test_a_sample_without_the_member_has_none_and_keeps_its_number(tmp_path, caplog):
+    members = [("a.jpg", IMAGES[0]), ("a.txt", b"first"), ("b.jpg", IMAGES[1]), ("c.jpg", IMAGES[2]), ("c.txt", b"")]
+    tar(tmp_path / "data" / "a.tar", [*members, ("d.jpg", IMAGES[3]), ("d.txt", b"\xff"), ("d.json", b"[")])
+    source = ShardSource(tmp_path / "data", labels="none", extra="TXT")
+    assert [source[i] for i in range(3)] == [(IMAGES[0], None, "first"), (IMAGES[1], None, None), (IMAGES[2], None, "")]
+    assert not [r for r in caplog.records if "left out" in r.message]
+    with pytest.raises(gpuaug.GpuaugError, match=r"the extra of 'a\.tar/d\.jpg' cannot be used: its txt is not valid"):
+        source[3]
+    with pytest.raises(gpuaug.GpuaugError, match=r"its json is not valid"):
+        ShardSource(tmp_path / "data", labels="none", extra=["json"])[3]
+    with loader(source, decode=PILLOW, faults=gpuaug.Faults(policy="blank"), shuffle=False) as batches:
+        (batch,) = batches
+    assert batch.extra == ["first", None, "", None]
+    assert batch.valid.tolist() == [True, True, True, False]
+
+
+def test_several_names_make_a_dict_in_their_order(tmp_path):
+    names = ["url", "caption"]
+    wanted = [{"url": f"https://example.org/{i}", "caption": CAPTIONS[i]} for i in range(N)]
+    for ending in (".csv", ".parquet"):
+        source = TableSource(table(tmp_path / "data", ending), extra=names)
+        assert [item[2] for item in source] == wanted
+        assert list(source[0][2]) == names
+    assert TableSource(tmp_path / "data/t.parquet", extra=["meta"])[3][2] == {"meta": META[3]}
+    assert TableSource(tmp_path / "data/t.csv", label="none", extra="label")[4][1:] == (
+        None,
+        "1",
+    )  # text, as in the file
+    rows = ParquetSource(parquet(tmp_path / "rows"), image="image", extra=["meta", "raw", "label"])
+    assert [rows[i][2] for i in (10, 0, 5)] == [{"meta": META[i], "raw": b"%d" % i, "label": i % 3} for i in (10, 0, 5)]
+    assert ParquetSource(tmp_path / "rows", extra="raw")[9] == (IMAGES[9], 0, b"9")  # not taken for the image
+    assert DatasetSource(dataset(), extra=["meta", "caption"])[7][2] == {"meta": META[7], "caption": CAPTIONS[7]}
+    no_label = dataset().remove_columns("label")
+    assert DatasetSource(no_label, extra="caption")[1] == (IMAGES[1], None, CAPTIONS[1])
+
+
+def test_empty_values_stay_as_they_are(tmp_path):
+    captions = [None, *CAPTIONS[1:]]
+    assert TableSource(table(tmp_path / "data", ".parquet", captions=captions), extra="caption")[0][2] is None
+    assert TableSource(table(tmp_path / "data", ".csv"), extra="caption")[3][2] == ""
+
+
+@pytest.mark.parametrize("name", ["shards", "csv", "table", "parquet", "dataset"])
+def test_a_wrong_name_is_refused_with_the_names_that_exist(name, tmp_path):
+    make = {
+        "shards": lambda extra: ShardSource(tmp_path / "data", extra=extra),
+        "csv": lambda extra: TableSource(tmp_path / "data/t.csv", extra=extra),
+        "table": lambda extra: TableSource(tmp_path / "data/t.parquet", extra=extra),
+        "parquet": lambda extra: ParquetSource(tmp_path / "data", image="image", extra=extra),
+        "dataset": lambda extra: DatasetSource(dataset(), extra=extra),
+    }[name]
+    MAKERS[name](tmp_path / "data")
+    with pytest.raises(SourceError, match=r"`source\.extra` must name .*'captoin'.*(caption|txt)"):
+        make("captoin")
+    for bad in ("", [], [3], ["label", "label"], 3, {"a": 1}):
+        with pytest.raises(ConfigError, match=r"`source\.extra` must be a name, a list of different names, or null"):
+            make(bad)
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_remote_rows_and_shards(kind, tmp_path):
+    shards(tmp_path / "data")
+    parquet(tmp_path / "data")
+    with remote_copy(kind, tmp_path / "data", "extra") as (proxy, root, remote):
+        source = ShardSource(root + "/{0..1}.tar", extra=["txt", "npy"], remote=remote)
+        proxy.reset()
+        items = source.read_many(range(N))
+        assert [item[2] for item in items] == [{"txt": CAPTIONS[i], "npy": bytes([i, 0, 255])} for i in range(N)]
+        assert len(proxy.gets) == N  # neighbours are one request
+        rows = ParquetSource(root + "/{0..1}.parquet", image="image", extra=["meta", "caption"], remote=remote)
+        items = rows.read_many(range(N))
+        assert [item[2] for item in items] == [{"meta": META[i], "caption": CAPTIONS[i]} for i in range(N)]
+
+
+# -- reading and loading
+
+
+def orders(count, size):
+    for first in range(0, count, size):
+        numbers = torch.arange(first, min(first + size, count))
+        yield numbers, numbers * 0, numbers >= 0
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_workers_change_no_value(method, tmp_path):
+    source = ShardSource(shards(tmp_path / "data"), extra=["json", "npy", "txt"])
+    found = Reader(source, num_workers=2 if method else 0, start_method=method)
+    batches = list(found.batches(orders(N, 4)))
+    found.close()
+    assert [value for batch in batches for value in batch.extra] == [source[i][2] for i in range(N)]
+    assert [type(value["npy"]) for value in batches[0].extra] == [bytes] * 4
+
+
+def test_a_batch_without_extras_has_the_bytes_of_before():
+    data = [memoryview(b"abc"), memoryview(b"de")]
+    labels = np.array([1, 2])
+    rest = pickle.dumps((labels, (), None))
+    blob, rows, size = reader._pack(list(data), labels, (), None, None)
+    assert (rows, size) == (2, len(rest))
+    assert blob.numpy().tobytes() == np.array([0, 3, 5]).tobytes() + rest + b"abcde"
+    (batch,) = Reader([(b"x", 0), (b"y", 1, None)]).batches(orders(2, 2))
+    assert batch.extra is None
+    with loader([(IMAGES[0], 0), (IMAGES[1], 1)], decode=PILLOW) as batches:
+        (batch,) = batches
+    assert batch.extra == [None, None]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_values_that_cannot_be_sent_are_named(num_workers):
+    found = Reader(Plain(lambda i, item: (*item[:2], memoryview(b"x"))), num_workers=num_workers, start_method="fork")
+    with pytest.raises(SourceError, match=r"an extra, the third value of a sample, cannot be pickled.*memoryview"):
+        list(found.batches(orders(N, 4)))
+    found.close()
+    with pytest.raises(SourceError, match=r"\(bytes, label, extra\).*Found: tuple"):
+        list(Reader(Plain(lambda i, item: (*item, "more"))).batches(orders(N, 4)))
+
+
+def test_arrays_arrive_unchanged():
+    tokens = np.arange(7, dtype=np.int32).reshape(1, 7)
+    (batch,) = Reader(Plain(lambda i, item: (*item[:2], tokens + i))).batches(orders(3, 3))
+    for i, value in enumerate(batch.extra):
+        assert value.dtype == np.int32
+        np.testing.assert_array_equal(value, tokens + i)
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet", "plain"])
+def test_the_cache_keeps_them(name, tmp_path):
+    source = MAKERS[name](tmp_path / "data")
+    cached = RamCache(max_bytes="1MiB").open(source)
+    for _ in range(2):
+        for i in range(N):
+            data, label, extra = cached[i]
+            assert (bytes(data), label, extra) == (IMAGES[i], i % 3, CAPTIONS[i])
+    assert cached.samples == N
+    with loader(source, decode=PILLOW, cache=RamCache(max_bytes="1MiB", fill="ahead")) as batches:
+        for batch in batches:
+            assert batch.extra == [CAPTIONS[i] for i in batch.indices.tolist()]
+
+
+def test_bad_samples(tmp_path):
+    def act(i, item):
+        if i == 2:
+            raise ReadError("unreachable")
+        return (b"no image", *item[1:]) if i == 5 else item
+
+    settings = {"decode": PILLOW, "shuffle": False, "batch_size": N}
+    with loader(Plain(act), faults=gpuaug.Faults(policy="blank"), **settings) as batches:
+        (batch,) = batches
+    assert batch.valid.nonzero().flatten().tolist() == [i for i in range(N) if i not in (2, 5)]
+    assert batch.extra == [
+        None if i == 2 else text for i, text in enumerate(CAPTIONS)
+    ]  # it was read if only its image is bad
+    with loader(Plain(act), faults=gpuaug.Faults(policy="drop"), **settings) as batches:
+        (batch,) = batches
+    assert batch.extra == [CAPTIONS[i] for i in batch.indices.tolist()]
+    assert len(batch) == N - 2
+    with loader(Plain(act), **settings) as batches, pytest.raises(DataError):
+        list(batches)
+
+
+def test_extras_stay_with_their_sample(tmp_path):
+    """Views, mix, ranks with padding, subsets, a resume, `ahead`, `fetch` and `to`."""
+    source = ShardSource(shards(tmp_path / "data"), extra="txt")
+    views = gpuaug.MultiView(views={"a": recipe(), "b": recipe()})
+    mix = gpuaug.Mix(mixup_alpha=1.0)
+    usual = {"decode": PILLOW, "batch_size": 4}
+
+    def check(batches):
+        seen = []
+        for batch in batches:
+            assert batch.extra == [CAPTIONS[i] for i in batch.indices.tolist()]
+            seen.append(batch)
+        return seen
+
+    for settings in ({"augment": views}, {"mix": mix}, {"ahead": "1MiB"}, {"last": "pad", "rank": 1, "world_size": 2}):
+        with loader(source, **usual, **settings) as batches:
+            seen = check(batches)
+            assert len(seen) > 1
+    assert not seen[-1].valid.all()  # padding
+    with loader(Subset(source, [9, 1, 4]), **usual) as batches:
+        assert sorted(check(batches)[0].extra) == sorted(CAPTIONS[i] for i in (1, 4, 9))
+    with loader(source, **usual) as first, loader(ShardSource(tmp_path / "data", extra="npy"), **usual) as second:
+        running = iter(first)
+        next(running)
+        second.load_state_dict(first.state_dict())  # other extras do not change the samples
+        rest = [i for batch in running for i in batch.indices.tolist()]
+        assert [value for batch in second for value in batch.extra] == [bytes([i, 0, 255]) for i in rest]
+    with loader(source, **usual) as batches:
+        batch = batches.fetch([5, 0, 5])
+        assert batch.extra == batch.to("cpu").extra == [CAPTIONS[5], CAPTIONS[0], CAPTIONS[5]]
+
+
+# -- stored copies
+
+
+@pytest.mark.parametrize("form", ["uint8", "jpeg"])
+def test_pack_keeps_them(form, tmp_path):
+    source = ShardSource(shards(tmp_path / "data"), extra=["txt", "json"])
+    settings = {"decode": PILLOW, "faults": gpuaug.Faults(), "num_workers": 0}
+    pack(source, tmp_path / "out", what=Pack(format=form, sizes=[16, 24], samples=4), **settings)
+    packed = gpuaug.PackedSource(tmp_path / "out", size={0: 16, 1: 24})
+    with loader(packed, decode=PILLOW, batch_size=4) as batches:
+        for _ in range(2):
+            for batch in batches:
+                assert batch.extra == [{"txt": CAPTIONS[i], "json": META[i]} for i in batch.indices.tolist()]
+    with pytest.raises(ConfigError, match="extra"):
+        other = ShardSource(tmp_path / "data", extra="txt")
+        pack(other, tmp_path / "out", what=Pack(format=form, sizes=[16, 24], samples=4), **settings)
+    with pytest.raises(ConfigError, match=r"stores the values as JSON.*b'\\x00\\x00\\xff' of '0\.tar/000\.jpg'"):
+        pack(ShardSource(tmp_path / "data", extra="npy"), tmp_path / "raw", what=Pack(format=form), **settings)
+
+
+def test_a_damaged_packed_extra_is_a_fault(tmp_path):
+    source = ShardSource(shards(tmp_path / "data"), extra="txt")
+    pack(source, tmp_path / "out", what=Pack(), decode=PILLOW, faults=gpuaug.Faults(), num_workers=0)
+    file = tmp_path / "out" / "index" / "extra.bin"
+    file.write_bytes(b"?" + file.read_bytes()[1:])
+    packed = gpuaug.PackedSource(tmp_path / "out")
+    assert packed[1][2] == CAPTIONS[1]
+    with pytest.raises(SourceError, match=r"index/extra\.bin .* is damaged at 0"):
+        packed[0]
+
+
+def test_materialize_refuses_them(tmp_path):
+    source = ShardSource(shards(tmp_path / "data"), extra="txt")
+    wanted = r"`source\.extra` must be null, because `gpuaug materialize`.*'a dog'"
+    with loader(source, decode=PILLOW) as batches, pytest.raises(ConfigError, match=wanted):
+        gpuaug.Materialize(batches, out=tmp_path / "out")
