@@ -18,8 +18,8 @@ pytest.importorskip("sklearn")
 import scenes as made
 
 import gpuaug
+from gpuaug.display import sheet
 from gpuaug.source.coco_json import parse
-from gpuaug.tools import sheet
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import annotations as drawing
 from gpuaug.tools.preview import command as preview

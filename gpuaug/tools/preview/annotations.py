@@ -16,12 +16,12 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decoder
+from gpuaug.display.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import NO_DRAWS, LiveStage
 from gpuaug.read.reader import Reader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.rules import Targets
-from gpuaug.tools.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
 
 PALETTE = (
     (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
@@ -189,7 +189,7 @@ def drawn(
     *,
     crops: Iterable[tuple[Sequence[int], Color]] = (),
 ) -> Image.Image:
-    """The picture, scaled as :func:`gpuaug.tools.sheet.scaled` does, with its annotations on it.
+    """The picture, scaled as :func:`gpuaug.display.sheet.scaled` does, with its annotations on it.
 
     ``crops`` are boxes (x1, y1, x2, y2) of the picture, and their colors. They are dashed if there are annotations.
     """

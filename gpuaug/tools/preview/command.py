@@ -18,6 +18,7 @@ from gpuaug import checks
 from gpuaug.augment.recipe import View
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decode
+from gpuaug.display.sheet import Cell, Color, Row, check_pixels, page, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import LiveStage
@@ -27,7 +28,6 @@ from gpuaug.tools.preview import operations
 from gpuaug.tools.preview.annotations import Annotations, Style, drawn, read, upright_targets
 from gpuaug.tools.report import Report, png, save
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.sheet import Cell, Color, Row, check_pixels, page, sheet
 
 log = logging.getLogger("gpuaug")
 

@@ -1,4 +1,4 @@
-"""Drawing shared by commands: rows of captioned pictures as a PNG or HTML page, text fitting, image scaling."""
+"""Pages: rows of captioned pictures as a PNG or HTML page, text fitting, image scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from gpuaug.errors import ConfigError
-from gpuaug.tools.report import printable
 
 Color = tuple[int, int, int]
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
@@ -152,6 +151,11 @@ def check_pixels(count: int) -> None:
 def font(size: int) -> Any:
     """Pillow's built-in font, because pictures should look the same on every machine."""
     return ImageFont.load_default(size)
+
+
+def printable(text: str) -> str:
+    """Replace unprintable characters. File names may contain line breaks, escape codes, and bytes not in UTF-8."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
