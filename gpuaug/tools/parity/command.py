@@ -40,8 +40,8 @@ from gpuaug.tools.parity import targets
 from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, why
 from gpuaug.tools.parity.targets import TargetDifference
 from gpuaug.tools.peers import torchvision
-from gpuaug.tools.preview.annotations import read, upright_targets
 from gpuaug.tools.preview.command import chosen, indices_of
+from gpuaug.tools.preview.originals import read, upright_targets
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 

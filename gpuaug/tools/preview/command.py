@@ -18,6 +18,7 @@ from gpuaug import checks
 from gpuaug.augment.recipe import View
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decode
+from gpuaug.display.annotations import Annotations, Style, drawn
 from gpuaug.display.sheet import Cell, Color, Row, check_pixels, page, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
@@ -25,7 +26,7 @@ from gpuaug.loader.stages import LiveStage
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.preview import operations
-from gpuaug.tools.preview.annotations import Annotations, Style, drawn, read, upright_targets
+from gpuaug.tools.preview.originals import read, upright_targets
 from gpuaug.tools.report import Report, png, save
 from gpuaug.tools.request import Keys, Request
 
@@ -118,7 +119,7 @@ def _samples(
     check_pixels(len(indices) * pixels)  # an estimate, to fail early
     report.values |= {"epochs": list(epochs), "views": views}
     samples = samples_of(loader, decode, indices=indices, epochs=epochs)
-    style = None if loader.targets is None else Style.of(loader)
+    style = None if loader.targets is None else Style.of(loader.source, loader.targets)
     shown = [each for sample in samples for each in (*sample.annotations, sample.annotated) if each is not None]
     made = rows(samples, epochs=epochs, views=views, cell=None if is_page else cell, style=style)
     return made, [] if style is None else style.legend(shown)
