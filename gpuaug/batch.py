@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:  # workers do not need it
+    from PIL.Image import Image
 
 Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
@@ -196,6 +200,8 @@ class Batch:
         key_of: maps a sample number to its path or name; used by ``keys``.
         targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
             views; None if the run has no targets.
+        look: what ``show`` needs to know of the recipe and the source: normalization, names of views and classes.
+            None: pixels are shown as they are, from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=labels, indices=numbers, valid=numbers >= 0)
@@ -210,6 +216,7 @@ class Batch:
     valid: Tensor
     key_of: Callable[[int], str] = field(default=str, repr=False)
     targets: Any = None
+    look: Any = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
         yield self.images
@@ -227,6 +234,45 @@ class Batch:
     def keys(self) -> list[str]:
         """Relative paths or names of the samples."""
         return [self.key_of(i) for i in self.indices.tolist()]
+
+    def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
+        """Draw the first samples as a picture, which a notebook displays: a ``PIL.Image``.
+
+        Normalization is undone, and masks, boxes and keypoints are drawn. The views of a sample are side by side. Below
+        each sample are its number and its label, or its key. A sample with ``valid`` False is marked.
+
+        Args:
+            rows: largest number of rows; None: as many as 16 samples need.
+            columns: samples in a row; None: 8, or fewer if there are several views or targets.
+            size: longer side of the largest image, in pixels; None: 128, and 240 with targets.
+
+        >>> numbers = torch.tensor([0, 3])
+        >>> batch = Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
+        >>> batch.show(columns=2, size=64).mode
+        'RGB'
+        """
+        from gpuaug.display.batches import picture  # only those who look need Pillow
+
+        return picture(self, rows=rows, columns=columns, size=size)
+
+    def _repr_png_(self) -> bytes:
+        from gpuaug.display.batches import picture
+
+        stream = io.BytesIO()
+        picture(self, rows=None, columns=None, size=None, small=True).save(stream, "PNG")
+        return stream.getvalue()
+
+    def __repr__(self) -> str:
+        def text(x: Any) -> str:
+            if isinstance(x, list):
+                return f"[{', '.join(map(text, x))}]"
+            return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+        first = self.targets[0] if isinstance(self.targets, list) else self.targets
+        kinds = [k for k in ("masks", "boxes", "keypoints") if getattr(first, k, None) is not None]
+        parts = [f"images={text(self.images)}", f"labels={None if self.labels is None else text(self.labels)}"]
+        parts += [f"targets={'+'.join(kinds)}"] if kinds else []
+        return f"Batch({', '.join(parts)}, {int(self.valid.sum())} of {len(self)} valid)"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with images, labels and targets on ``device``; indices and valid stay on the CPU.

@@ -136,6 +136,13 @@ class Style:
         return name if name == str(label) else f"{label}: {name}"
 
 
+def counted(annotations: Annotations | None) -> str:
+    """The number of objects, for a caption; "" if there are only masks."""
+    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
+        return ""
+    return f"{len(annotations)} object{'s' * (len(annotations) != 1)}"
+
+
 def color_of(number: int) -> Color:
     """The color of an object or of a class of boxes. The first 18 differ clearly, all others at least a little."""
     if number < len(PALETTE):

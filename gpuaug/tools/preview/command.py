@@ -15,10 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpuaug import checks
+from gpuaug.augment.describe import lines as described
 from gpuaug.augment.recipe import View
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decode
-from gpuaug.display.annotations import Annotations, Style, drawn
+from gpuaug.display.annotations import Annotations, Style, counted, drawn
+from gpuaug.display.batches import label_text, name_of, pictures
 from gpuaug.display.sheet import Cell, Color, Row, check_pixels, page, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
@@ -103,12 +105,7 @@ def _samples(
     loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report, *, is_page: bool
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows, and the legend of their annotations."""
-    views = []
-    for view in loader.augment.at(
-        settings.epoch
-    ).views:  # captions: the view's name, and a number if it has several copies
-        several = view.augment.copies > 1
-        views.append(f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}")
+    views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
     wide, cell = (WIDE, CELL) if loader.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
     draws, cell = settings.draws or max(1, wide // len(views)), settings.cell or cell
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
@@ -148,17 +145,9 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
     """The recipe's operations in an epoch, one line per named view, then the seed and the source."""
-    lines = []
-    for view in loader.augment.at(epoch).views:
-        augment = view.augment
-        if not view.copy:
-            steps = [type(augment.crop).__name__] if augment.crop is not None else []
-            copies = f" ({augment.copies} views)" if augment.copies > 1 else ""
-            name = f"{view.name}{copies}: " if view.name or copies else ""
-            lines.append(f"{name}{', '.join([*steps, *augment.ops]) or 'nothing'}")
     root = getattr(loader.source, "root", None)
     of = "" if root is None else f" of {root}"
-    return [*lines, f"seed {loader.seed}; {count} of {len(loader.source)} samples{of}"]
+    return [*described(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples{of}"]
 
 
 @dataclass(frozen=True)
@@ -220,28 +209,16 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
         targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
         crops = stage.read_headers(encoded, epoch).windows if isinstance(stage, LiveStage) else [None] * len(images)
-        for n, (view, tensor, crop) in enumerate(zip(loader.augment.at(epoch).views, images, crops, strict=True)):
-            pixels = tensor.detach().float().cpu()
-            if (normalize := view.augment.normalize) is not None:
-                mean, std = (b.float().cpu().view(3, 1, 1) for b in (normalize.mean, normalize.std))
-                pixels = pixels * std + mean
-            pictures = pixels.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-            for row, (sample, picture) in enumerate(zip(samples, pictures, strict=True)):
-                sample.pictures.append(Image.fromarray(picture))
+        for n, (known, tensor, crop) in enumerate(zip(batch.look.normalize, images, crops, strict=True)):
+            for row, (sample, picture) in enumerate(zip(samples, pictures(tensor, known), strict=True)):
+                sample.pictures.append(picture)
                 if loader.targets is not None:
                     sample.annotations.append(Annotations.of(targets[n], row, loader.targets))
                 if crop is not None:
                     top, left, height, width = crop.window[row].tolist()
                     sample.boxes.append((left, top, left + width, top + height))
     labels = [None] * len(indices) if batch.labels is None else batch.labels.tolist()
-    return [replace(s, label=_label(source, v)) for s, v in zip(samples, labels, strict=True)]
-
-
-def _label(source: Any, value: Any) -> str | None:
-    if isinstance(value, int) and source.classes is not None:
-        return str(source.classes[value])
-    values = value if isinstance(value, list) else [value]
-    return None if value is None else f"label {', '.join(f'{v:.3g}' for v in values)}"
+    return [replace(s, label=label_text(v, source.classes)) for s, v in zip(samples, labels, strict=True)]
 
 
 def rows(
@@ -267,16 +244,9 @@ def rows(
         known: Sequence[Annotations | None] = sample.annotations or [None] * len(captions)
         for n, (picture, caption, shown) in enumerate(zip(sample.pictures, captions, known, strict=True)):
             picture = drawn(picture, scale, shown, own)
-            cells.append(Cell(picture, f"{caption}{_count(shown)}", COLORS[n % len(COLORS)]))
+            cells.append(Cell(picture, ", ".join(filter(None, (caption, counted(shown)))), COLORS[n % len(COLORS)]))
         made.append(Row(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
     return made
-
-
-def _count(annotations: Annotations | None) -> str:
-    """Number of objects, for a caption."""
-    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
-        return ""
-    return f", {len(annotations)} object{'s' * (len(annotations) != 1)}"
 
 
 def _original(sample: Sample, size: float, style: Style | None) -> Cell:
@@ -285,7 +255,7 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     scale = size / max(sample.original.size)
     crops = reversed(list(zip(sample.boxes, COLORS, strict=False)))  # the first epoch on top
     image = drawn(sample.original, scale, sample.annotated, style, crops=crops)
-    return Cell(image, f"original{_count(sample.annotated)}")
+    return Cell(image, ", ".join(filter(None, ("original", counted(sample.annotated)))))
 
 
 def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Sequence[int]) -> list[list[Tensor]]:
