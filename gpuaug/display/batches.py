@@ -32,7 +32,7 @@ class Look:
     """What a batch needs to show itself, as plain values.
 
     Attributes:
-        views: name of each view; "" if there is only one.
+        views: name of each view; "" if it has none.
         normalize: of each view (mean, std), three numbers each; None: pixels are in 0..1.
         style: how targets are drawn, and the names of the classes.
     """
@@ -48,7 +48,9 @@ class Look:
         known = [
             None if step is None else (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps
         ]
-        return cls(views=tuple(map(name_of, views)), normalize=tuple(known), style=style)
+        return cls(
+            views=tuple(name_of(view) if view.name else "" for view in views), normalize=tuple(known), style=style
+        )
 
 
 def name_of(view: View) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
-from gpuaug.loader.pipeline import Pipeline
+from gpuaug.loader.faults import Faults
 from gpuaug.read.reader import Reader
 
 if TYPE_CHECKING:
@@ -27,9 +27,18 @@ IS_THE_DATALOADER = (
 
 
 def fetch(
-    pipeline: Pipeline, source: Any, indices: Sequence[int], *, epoch: int, repeats: Sequence[int] | None, mix: bool
+    loader: Loader,
+    indices: Sequence[int],
+    *,
+    epoch: int,
+    repeats: Sequence[int] | None = None,
+    mix: bool = False,
+    faults: Faults | None = None,
 ) -> Batch:
-    """Make one batch, as :meth:`gpuaug.Loader.fetch` says."""
+    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``faults`` of None: the loader's."""
+    loader._resources.check_open()
+    loader.augment.check_unchanged()
+    source, pipeline = loader.source, loader.pipeline
     number = whole_numbers("indices", indices)
     repeat = torch.zeros_like(number) if repeats is None else whole_numbers("repeats", repeats)
     if not len(number) or len(repeat) != len(number):
@@ -44,7 +53,8 @@ def fetch(
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
-    encoded = next(iter(replace(pipeline, reader=reader).read([task], epoch)))
+    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults)
+    encoded = next(iter(pipeline.read([task], epoch)))
     ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
     if ready is None:
         raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")

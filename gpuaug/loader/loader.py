@@ -427,9 +427,7 @@ class Loader:
             GpuaugError: if policy ``drop`` removes all samples.
         """
         epoch = self._epoch if epoch is None else _check_epoch(epoch)
-        self._resources.check_open()
-        self.augment.check_unchanged()
-        return chosen.fetch(self.pipeline, self.source, indices, epoch=epoch, repeats=repeats, mix=mix)
+        return chosen.fetch(self, indices, epoch=epoch, repeats=repeats, mix=mix)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """One augmented sample of the current epoch, exactly as a batch has it: ``(image, label)``.

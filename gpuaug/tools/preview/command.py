@@ -23,6 +23,9 @@ from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.batches import label_text, name_of, pictures
 from gpuaug.display.sheet import Cell, Color, Row, check_pixels, page, sheet
 from gpuaug.errors import ConfigError
+from gpuaug.loader.arguments import whole_numbers
+from gpuaug.loader.chosen import fetch
+from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import LiveStage
 from gpuaug.source.materialized import MaterializedSource
@@ -68,8 +71,6 @@ def main(request: Request) -> int:
     out = png(settings.out, "out", also=PAGES)
     report = Report(file=settings.json)
     config = request.loader()
-    if config.get("faults") is not None and config.faults.get("policy") == "drop":
-        config.faults.policy = "blank"  # keep a row for each sample
     decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
     decode = replace(decode, num_threads=decode.num_threads or 1)  # only a few images are decoded whole
     if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):
@@ -83,7 +84,10 @@ def main(request: Request) -> int:
                 indices = [colorful(loader, decode, indices=indices)]
             made = _operations(loader, decode, indices, settings, report)
         else:
-            made, legend = _samples(loader, decode, indices, settings, report, is_page=is_page)
+            epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
+            made, legend = samples(loader, decode, indices, epochs=epochs, cell=cell)
+            views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
+            report.values |= {"epochs": list(epochs), "views": views}
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
@@ -101,24 +105,72 @@ def main(request: Request) -> int:
     return 0
 
 
-def _samples(
-    loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report, *, is_page: bool
-) -> tuple[list[Row], list[tuple[Color | None, str]]]:
-    """The rows, and the legend of their annotations."""
-    views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
-    wide, cell = (WIDE, CELL) if loader.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
-    draws, cell = settings.draws or max(1, wide // len(views)), settings.cell or cell
+def preview(
+    loader: Loader,
+    indices: Sequence[int] | int | None = None,
+    *,
+    epochs: int | Sequence[int] = 3,
+    size: int | None = None,
+) -> Image.Image:
+    """Draw samples of a loader as a picture, which a notebook displays: a ``PIL.Image``.
+
+    Each row is a sample: the original with its crops, then the augmented images of several epochs, as training sees
+    them, without mix. `gpuaug preview` writes the same picture from the command line.
+
+    Args:
+        loader: its source, recipe and seed are used. Its position does not change, and no worker starts.
+        indices: sample numbers in the source; None: five of them, evenly spread.
+        epochs: their numbers, or how many from the loader's current epoch on.
+        size: longer side of the largest augmented image, in pixels; None: 160, and 280 with targets.
+
+    Raises:
+        DataError: a sample cannot be decoded and the loader's ``faults.policy`` is ``raise``.
+
+    >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=recipe, num_workers=0, device="cpu")
+    >>> gpuaug.preview(loader, [0, 1], epochs=2, size=64).mode
+    'RGB'
+    """
+    checks.instance("loader", loader, Loader)
+    checks.whole_number("size", size, 16, optional=True)
+    if isinstance(epochs, int):
+        epochs = range(loader.epoch, loader.epoch + checks.whole_number("epochs", epochs, 1))
+    epochs = whole_numbers("epochs", list(epochs)).tolist()
+    if indices is not None:
+        indices = whole_numbers("indices", [indices] if isinstance(indices, int) else list(indices)).tolist()
+    numbers = chosen(loader.source, indices, count=SHOWN["samples"])
+    if not epochs or not numbers:
+        raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
+    decode = replace(loader.decode, num_threads=loader.decode.num_threads or 1)
+    made, legend = samples(loader, decode, numbers, epochs=epochs, cell=size or cell_of(loader))
+    lines = _lines(loader, len(numbers), epoch=epochs[0])
+    return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
+
+
+def cell_of(loader: Loader) -> int:
+    """Pixels of a picture, unless they are given."""
+    return CELL if loader.targets is None else CELL_WITH_TARGETS
+
+
+def _epochs(loader: Loader, settings: Settings) -> range:
+    wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
+    draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
-    epochs = range(settings.epoch, settings.epoch + draws)
+    return range(settings.epoch, settings.epoch + draws)
+
+
+def samples(
+    loader: Loader, decode: Decode, indices: list[int], *, epochs: Sequence[int], cell: int | None
+) -> tuple[list[Row], list[tuple[Color | None, str]]]:
+    """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
     crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
-    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else draws * len(views) * cell**2
+    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if cell is None else len(crops) * cell**2
     check_pixels(len(indices) * pixels)  # an estimate, to fail early
-    report.values |= {"epochs": list(epochs), "views": views}
-    samples = samples_of(loader, decode, indices=indices, epochs=epochs)
+    views = [name_of(view) for view in loader.augment.at(epochs[0]).views]
+    read = samples_of(loader, decode, indices=indices, epochs=epochs)
     style = None if loader.targets is None else Style.of(loader.source, loader.targets)
-    shown = [each for sample in samples for each in (*sample.annotations, sample.annotated) if each is not None]
-    made = rows(samples, epochs=epochs, views=views, cell=None if is_page else cell, style=style)
+    shown = [each for sample in read for each in (*sample.annotations, sample.annotated) if each is not None]
+    made = rows(read, epochs=epochs, views=views, cell=cell, style=style)
     return made, [] if style is None else style.legend(shown)
 
 
@@ -199,13 +251,14 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
+    faults = Faults(policy="blank") if loader.faults.policy == "drop" else None  # keep a row for each sample
     encoded = read(loader, indices)
     for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):
         picture = Image.fromarray(image) if image.size else None
         annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
         samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
-        batch = loader.fetch(list(indices), epoch=epoch)
+        batch = fetch(loader, indices, epoch=epoch, faults=faults)
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
         targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
         crops = stage.read_headers(encoded, epoch).windows if isinstance(stage, LiveStage) else [None] * len(images)
