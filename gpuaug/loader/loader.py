@@ -445,7 +445,7 @@ class Loader:
         return chosen.sample(self, index)
 
     def __getitems__(self, indices: Any) -> Any:
-        raise TypeError(chosen.IS_THE_DATALOADER)  # torch's DataLoader reads a dataset by this method
+        raise ConfigError(chosen.IS_THE_DATALOADER)  # torch's DataLoader reads a dataset by this method
 
     def __repr__(self) -> str:
         return describe.text(self)

@@ -92,6 +92,7 @@ def main(request: Request) -> int:
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
         lines = _lines(loader, len(indices), epoch=settings.epoch)
+        lines[-1] += "" if (root := getattr(loader.source, "root", None)) is None else f" of {root}"
     if is_page:
         text = page(made, heading=named[-1], lines=lines, legend=legend)
         save(out, "out", text)
@@ -196,10 +197,8 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
-    """The recipe's operations in an epoch, one line per named view, then the seed and the source."""
-    root = getattr(loader.source, "root", None)
-    of = "" if root is None else f" of {root}"
-    return [*described(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples{of}"]
+    """The recipe's steps in an epoch, one line per named view, then the seed and the number of samples."""
+    return [*described(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
 @dataclass(frozen=True)
