@@ -83,7 +83,8 @@ class Loader:
 
     Iterating yields the :class:`~gpuaug.Batch` objects of one epoch. The next pass is the next epoch, even after a
     ``break``. To continue inside an epoch, use ``load_state_dict`` or ``start_at``. To repeat an epoch, use
-    ``set_epoch``. If the loader itself fails, the next pass continues with the next sample.
+    ``set_epoch``. If the loader itself fails, the next pass continues with the next sample. ``loader[i]`` is one
+    augmented sample of the current epoch, and ``len(loader)`` the number of batches.
 
     Settings cannot be changed. :meth:`replace` makes a loader with other settings.
 
