@@ -89,6 +89,8 @@ def test_sizes_of_the_picture(photos: Path) -> None:
         batch.show(columns=0)
     with pytest.raises(gpuaug.ConfigError, match="at least one sample"):
         replace(batch, images=batch.images[:0]).show()
+    with pytest.raises(gpuaug.ConfigError, match="number of views. Found: 2 and 1"):
+        replace(batch, images=[batch.images] * 2).show()
 
 
 def test_bad_and_repeated_samples_are_marked(photos: Path, tmp_path: Path) -> None:

@@ -107,8 +107,13 @@ def picture(
                 "a batch shows images [B, 3, H, W] with at least one sample and one pixel. "
                 f"Found: {list(view.shape)}. Show another batch."
             )
-    count = min(len(batch), rows * columns)
     look: Look = batch.look or Look(views=("",) * len(views), normalize=(None,) * len(views))
+    if len(look.views) != len(views):
+        raise ConfigError(
+            f"`images` and `look` of a batch must have the same number of views. Found: {len(views)} and "
+            f"{len(look.views)}. Set `look=None`, and give images in 0..1."
+        )
+    count = min(len(batch), rows * columns)
     made = [pictures(view[:count], known) for view, known in zip(views, look.normalize, strict=True)]
     scale = size / max(max(view.shape[2:]) for view in views)
     texts, valid, shown = _captions(batch, count, look), batch.valid.tolist(), []
