@@ -138,7 +138,8 @@ def _captions(batch: Batch, count: int, look: Look) -> list[str]:
     """Number and label of each sample; its key if it has no label."""
     numbers = batch.indices[:count].tolist()
     if batch.labels is None or batch.targets is not None:
-        return [f"{index}: {batch.key_of(index)}" for index in numbers]
+        keys = [batch.key_of(index) for index in numbers]
+        return [key if key == str(index) else f"{index}: {key}" for index, key in zip(numbers, keys, strict=True)]
     labels = batch.labels[:count].tolist()
     return [f"{index}: {label_text(label, look.style.classes)}" for index, label in zip(numbers, labels, strict=True)]
 
