@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from common import MEAN, NORMALIZE, STD, loader, recipe
+from conftest import ROOT
 from PIL import Image
 
 import gpuaug
@@ -356,3 +359,9 @@ def test_preview_shows_originals_and_epochs(photos: Path, tmp_path: Path) -> Non
     with loader(tmp_path, augment=recipe(size=SIZE), faults=faults) as made:
         assert gpuaug.preview(made, [0, 1], size=SIZE).height > gpuaug.preview(made, [0], size=SIZE).height
         assert faults.count == 0  # looking is not training
+
+
+def test_drawing_needs_no_torch() -> None:
+    code = "import sys, gpuaug.display.batches, gpuaug.display.tables; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
