@@ -4,6 +4,7 @@
 
 A notebook is written only when all its cells ran without error and without a warning. What would name this machine is
 taken out: temporary folders become DIR, the repository's path a dot, and metadata name nothing but the kernel.
+A picture that Pillow gives both as PNG and as JPEG is kept as JPEG, which is many times smaller.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ def without_machine(text: str) -> str:
 
 
 def strip(notebook: nbformat.NotebookNode) -> None:
-    """Take out, in place, what names the machine."""
+    """Take out, in place, what names the machine, and second forms of pictures."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
         for output in cell.get("outputs", []):
             if "text" in output:
                 output.text = without_machine(output.text)
+            if "image/jpeg" in output.get("data", {}):
+                output.data.pop("image/png", None)
             for kind, value in output.get("data", {}).items():
                 if kind.startswith("text/"):
                     output.data[kind] = without_machine(value)

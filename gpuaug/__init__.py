@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.targets.rules import Masks as Masks
     from gpuaug.targets.rules import Targets as Targets
     from gpuaug.tools.materialize.command import Materialize as Materialize
+    from gpuaug.tools.preview.command import preview as preview
     from gpuaug.tools.preview.notebook import preview_widgets as preview_widgets
 
 _NAMES = {  # module: its public names
@@ -107,6 +108,7 @@ _NAMES = {  # module: its public names
     "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
     "gpuaug.tools.materialize.command": "Materialize",
     "gpuaug.tools.preview.notebook": "preview_widgets",
+    "gpuaug.tools.preview.command": "preview",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 

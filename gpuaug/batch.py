@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:  # workers do not need it
+    from PIL.Image import Image
 
 Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
@@ -201,6 +205,8 @@ class Batch:
         extra: B values, such as captions, as the source gave them (see ``extra`` of a source). None for a sample that
             has none or that could not be read. A batch of a loader always has B values. They are not collated, stay on
             the CPU, and ``mix`` does not mix them.
+        look: what ``show`` needs to know of the recipe and the source: normalization, names of views and classes.
+            None: pixels are shown as they are, from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> images = torch.zeros(2, 3, 8, 8)
@@ -217,6 +223,7 @@ class Batch:
     key_of: Callable[[int], str] = field(default=str, repr=False)
     targets: Any = None
     extra: list[Any] = field(default_factory=list)
+    look: Any = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
         yield self.images
@@ -249,6 +256,45 @@ class Batch:
         """
         values = dict(zip((images, labels), self, strict=True))
         return {name: value for name, value in values.items() if value is not None}
+
+    def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
+        """Draw the first samples as a picture, which a notebook displays: a ``PIL.Image``.
+
+        Normalization is undone, and masks, boxes and keypoints are drawn. The views of a sample are side by side. Below
+        each sample are its number and its label, or its key. A sample with ``valid`` False is marked.
+
+        Args:
+            rows: largest number of rows; None: as many as 16 samples need.
+            columns: samples in a row; None: 8, or fewer if there are several views or targets.
+            size: longer side of the largest image, in pixels; None: 128, and 240 with targets.
+
+        >>> numbers = torch.tensor([0, 3])
+        >>> batch = Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
+        >>> batch.show(columns=2, size=64).mode
+        'RGB'
+        """
+        from gpuaug.display.batches import picture  # only those who look need Pillow
+
+        return picture(self, rows=rows, columns=columns, size=size)
+
+    def _repr_png_(self) -> bytes:
+        from gpuaug.display.batches import picture
+
+        stream = io.BytesIO()
+        picture(self, rows=None, columns=None, size=None, small=True).save(stream, "PNG")
+        return stream.getvalue()
+
+    def __repr__(self) -> str:
+        def text(x: Any) -> str:
+            if isinstance(x, list):
+                return f"[{', '.join(map(text, x))}]"
+            return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+        first = self.targets[0] if isinstance(self.targets, list) else self.targets
+        kinds = [k for k in ("masks", "boxes", "keypoints") if getattr(first, k, None) is not None]
+        parts = [f"images={text(self.images)}", f"labels={None if self.labels is None else text(self.labels)}"]
+        parts += [f"targets={'+'.join(kinds)}"] if kinds else []
+        return f"Batch({', '.join(parts)}, {int(self.valid.sum())} of {len(self)} valid)"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.

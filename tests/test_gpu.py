@@ -505,3 +505,14 @@ def test_a_sample_that_fails_while_it_is_decoded(plain, tmp_path, policy, device
     assert all(not found[i].any() for i in bad & found.keys())
     named = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert {line["index"] for line in named} == bad
+
+
+@everywhere
+def test_batches_on_the_device_show_themselves(device, photos):
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(64), ops={"flip": K.RandomHorizontalFlip()})
+    settings = {"dtype": "bfloat16", "memory_format": "channels_last", "batch_size": 6, "num_workers": 0}
+    with gpuaug.Loader(gpuaug.FolderSource(photos), augment=augment, device=device, **settings) as loader:
+        batch = next(iter(loader))
+        assert batch.show().tobytes() == batch.to("cpu").show().tobytes()
+        image, _ = loader[int(batch.indices[4])]
+        assert torch.equal(image, batch.images[4])

@@ -56,6 +56,31 @@ class Normalize(nn.Module):
         mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
         return (images - mean).div_(std)
 
+    def inverse(self, images: Tensor) -> Tensor:
+        """Undo the normalization: ``images * std + mean``, as float32 on the device of ``images``.
+
+        The result is not clamped, because then ``normalize(normalize.inverse(x))`` is ``x`` again, up to rounding. Use
+        ``.clamp(0, 1)`` before you save it as a picture.
+
+        Args:
+            images: normalized images of any float dtype, [B, 3, H, W] or [3, H, W].
+
+        Returns:
+            float32 of the same shape.
+
+        >>> normalize = Normalize(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+        >>> normalize.inverse(torch.tensor([2.0, 0.0, -2.0]).view(3, 1, 1)).flatten()
+        tensor([1.0000, 0.5000, 0.0000])
+        """
+        if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[-3:-2] != (3,):
+            found = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+            raise ConfigError(
+                f"`images` must be a float tensor [B, 3, H, W] or [3, H, W]. Found: {found}. "
+                "If they come from several views, give each view alone."
+            )
+        mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
+        return images.float() * std + mean
+
     def extra_repr(self) -> str:
         """Mean and standard deviation."""
         return ", ".join(f"{k}={v}" for k, v in self.settings.items())

@@ -150,6 +150,11 @@ class _Recipe(ReadOnly):
             )
         )
 
+    def _repr_html_(self) -> str:
+        from gpuaug.augment.describe import as_table
+
+        return as_table(self)  # type: ignore[arg-type]
+
     @property
     def main_thread(self) -> bool:
         """Whether an operation uses torch's global generator. Such a recipe must run in the iterating thread."""

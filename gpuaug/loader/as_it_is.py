@@ -15,8 +15,8 @@ REMEDY = (
 class AsItIs:
     """Base of a loader: refuses to be a dataset of another DataLoader."""
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise ConfigError(f"a gpuaug.Loader is no dataset and has no item {index!r:.50}: {REMEDY}")
+    def __getitems__(self, indices: Any) -> NoReturn:  # torch's DataLoader reads a dataset by this method
+        raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(

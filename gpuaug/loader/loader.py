@@ -20,12 +20,12 @@ from gpuaug.batch import Batch
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
-from gpuaug.loader import arguments, distributed
+from gpuaug.loader import arguments, chosen, describe, distributed
 from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
-from gpuaug.loader.state import State, compare, plain
+from gpuaug.loader.state import State, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.order import EpochOrder, Last
@@ -85,7 +85,8 @@ class Loader(AsItIs):
 
     Iterating yields the :class:`~gpuaug.Batch` objects of one epoch. The next pass is the next epoch, even after a
     ``break``. To continue inside an epoch, use ``load_state_dict`` or ``start_at``. To repeat an epoch, use
-    ``set_epoch``. If the loader itself fails, the next pass continues with the next sample.
+    ``set_epoch``. If the loader itself fails, the next pass continues with the next sample. ``loader[i]`` is one
+    augmented sample of the current epoch, and ``len(loader)`` the number of batches.
 
     Settings cannot be changed. :meth:`replace` makes a loader with other settings.
 
@@ -219,6 +220,7 @@ class Loader(AsItIs):
             seed=self.seed,
             num_classes=self.num_classes,
             key_of=self.source.key,
+            look_at=describe.looks(self.augment, self.source, self.targets),
             numbers=None if rows is None else rows.numbers,
         )
 
@@ -383,7 +385,8 @@ class Loader(AsItIs):
                     f"`set_epoch({loaded.epoch + 1})`."
                 )
             log.warning("epoch %d starts from a state of another configuration: %s", loaded.epoch, different)
-        self.start_at(loaded.epoch, self._locate(loaded) if loaded.position else 0)
+        at = locate(loaded, self._ordered(loaded.epoch), self.order, self.seed) if loaded.position else 0
+        self.start_at(loaded.epoch, at)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that defines an epoch's content: source keys, seed, order, recipe and mix."""
@@ -421,30 +424,29 @@ class Loader(AsItIs):
             DataError, FaultBudgetError: depending on the loader's ``faults``.
             GpuaugError: if policy ``drop`` removes all samples.
         """
-        self._resources.check_open()
-        self.augment.check_unchanged()
         epoch = self._epoch if epoch is None else _check_epoch(epoch)
-        number = arguments.whole_numbers("indices", indices)
-        repeat = torch.zeros_like(number) if repeats is None else arguments.whole_numbers("repeats", repeats)
-        if not len(number) or len(repeat) != len(number):
-            raise ConfigError(
-                "`indices` must not be empty, and `repeats` must have the same length. "
-                f"Found lengths: {len(number)}, {len(repeat)}."
-            )
-        try:
-            for index in number.tolist():
-                self.source.key(index)
-        except IndexError as error:
-            raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
-        task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
-        pipeline = self.pipeline
-        reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
-        alone = replace(pipeline, reader=reader)
-        encoded = next(iter(alone.read([task], epoch)))
-        ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
-        if ready is None:
-            raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
-        return pipeline.hand_over(ready)
+        return chosen.fetch(self, indices, epoch=epoch, repeats=repeats, mix=mix)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """One augmented sample of the current epoch, exactly as a batch has it: ``(image, label)``.
+
+        ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a tensor
+        [K] (multi-label) or None. With targets it is a mask [H, W] (if masks are the only target), or the
+        :class:`~gpuaug.BatchTargets` of this one image; a list of them with several views.
+
+        Args:
+            index: number of the sample in the source; -1 is the last sample that the source does not leave out.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        return chosen.sample(self, index)
+
+    def __repr__(self) -> str:
+        return describe.text(self)
+
+    def _repr_html_(self) -> str:
+        return describe.html(self)
 
     def close(self) -> None:
         """Stop the workers and threads, and close the decoder. A closed loader cannot be opened again."""
@@ -477,32 +479,6 @@ class Loader(AsItIs):
                 indices = stored_order(self.order, self._stored, self.seed, epoch, self.source)
             self._cached_order = epoch, orders.Ordered(indices)
         return self._cached_order[1]
-
-    def _locate(self, state: State) -> int:
-        """Translate a state's position to this loader's order of that epoch."""
-        ordered = self._ordered(state.epoch)
-        if ordered.digest == state.order:
-            if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
-                raise StateError(
-                    f"the state is damaged: sample {state.after} is not at position {state.position} of epoch "
-                    f"{state.epoch}. Load another checkpoint."
-                )
-            return state.position
-        position = getattr(self.order, "position", None)
-        if position is None:
-            raise StateError(
-                f"this state was taken inside epoch {state.epoch} of another order: here {orders.describe(self.order)} "
-                "gives other samples. Restore source and order to finish the epoch, or start the next epoch with "
-                f"`set_epoch({state.epoch + 1})`."
-            )
-        assert state.after is not None
-        at = int(position(self.seed, state.epoch, ordered.indices, state.after))
-        log.warning(
-            "the set of samples changed since the state was saved (exclusions or subset): epoch %d continues after "
-            "sample %d, at position %d of %d",
-            state.epoch, state.after, at, len(ordered),
-        )  # fmt: skip
-        return at
 
     def _plan(self, start: int) -> EpochOrder:
         rank, world_size = distributed.rank_and_world(self._rank, self._world_size)

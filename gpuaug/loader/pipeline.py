@@ -89,6 +89,7 @@ class Pipeline:
     seed: int = 0
     num_classes: int | None = None  # of the source
     key_of: Callable[[int], str] = str  # maps a sample number to its path or name
+    look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to what a batch needs to show itself
     # numbers(epoch)(*task): the numbers to read from the source; None: the sample numbers
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
@@ -175,6 +176,7 @@ class Pipeline:
                 key_of=self.key_of,
                 targets=_one(targets),
                 extra=extra,
+                look=self.look_at(epoch),
             )
             return batch, None if stream is None else stream.record_event()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gpuaug.augment.fingerprint import differences as differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
+from gpuaug.read.order import Order, Ordered, describe
+
+log = logging.getLogger("gpuaug")
 
 VERSION = 2
 
@@ -77,3 +81,29 @@ def _short(value: Any) -> str:
 def plain(value: Any) -> Any:
     """Convert ``value`` to JSON and back (tuples become lists). Then equal descriptions compare equal."""
     return json.loads(json.dumps(value))
+
+
+def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
+    """Translate a state's position to ``ordered``, which ``order`` gives for that epoch."""
+    if ordered.digest == state.order:
+        if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
+            raise StateError(
+                f"the state is damaged: sample {state.after} is not at position {state.position} of epoch "
+                f"{state.epoch}. Load another checkpoint."
+            )
+        return state.position
+    position = getattr(order, "position", None)
+    if position is None:
+        raise StateError(
+            f"this state was taken inside epoch {state.epoch} of another order: here {describe(order)} "
+            "gives other samples. Restore source and order to finish the epoch, or start the next epoch with "
+            f"`set_epoch({state.epoch + 1})`."
+        )
+    assert state.after is not None
+    at = int(position(seed, state.epoch, ordered.indices, state.after))
+    log.warning(
+        "the set of samples changed since the state was saved (exclusions or subset): epoch %d continues after "
+        "sample %d, at position %d of %d",
+        state.epoch, state.after, at, len(ordered),
+    )  # fmt: skip
+    return at

@@ -46,11 +46,6 @@ def save(file: Path, key: str, data: bytes | str) -> None:
         files.write(file.resolve(), data)
 
 
-def printable(text: str) -> str:
-    """Replace unprintable characters. File names may contain line breaks, escape codes, and bytes not in UTF-8."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
     """``first`` and a paragraph, wrapped to the terminal's width and to ``width``; ``indent`` is for later lines.
 

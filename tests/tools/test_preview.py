@@ -21,8 +21,8 @@ pytest.importorskip("sklearn")
 import gpuaug
 from bench import photographs
 from gpuaug.augment.policy import OneOf, prepare
+from gpuaug.display import sheet
 from gpuaug.errors import ConfigError
-from gpuaug.tools import sheet
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import command as preview
 from gpuaug.tools.preview import operations

@@ -18,12 +18,12 @@ pytest.importorskip("sklearn")
 import scenes as made
 
 import gpuaug
+from gpuaug.display import annotations as drawing
+from gpuaug.display import sheet
+from gpuaug.display.annotations import Annotations, Style, color_of, drawn
 from gpuaug.source.coco_json import parse
-from gpuaug.tools import sheet
 from gpuaug.tools.main import main
-from gpuaug.tools.preview import annotations as drawing
 from gpuaug.tools.preview import command as preview
-from gpuaug.tools.preview.annotations import Annotations, Style, color_of, drawn
 
 SIZE = (150, 200)
 
@@ -269,7 +269,7 @@ def test_a_sample_with_damaged_targets_is_shown_without_them(scenes: Path, tmp_p
     settings = {"targets": SEGMENTATION, "augment": augment, "faults": faults, "num_workers": 0, "device": "cpu"}
     with gpuaug.Loader(source, **settings) as loader:
         bad, good = preview.samples_of(loader, gpuaug.Decode(num_threads=1), indices=[0, 1], epochs=[0])
-        rows = preview.rows([bad, good], epochs=[0], views=[""], cell=64, style=Style.of(loader))
+        rows = preview.rows([bad, good], epochs=[0], views=[""], cell=64, style=Style.of(loader.source, loader.targets))
     assert bad.annotated is None
     assert good.annotated is not None
     assert bad.original is not None

@@ -31,6 +31,7 @@ from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.batch import CropWindows, EncodedBatch
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
+from gpuaug.display.sheet import Cell, Row, printable, scaled, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
 from gpuaug.source.materialized import MaterializedSource
@@ -39,11 +40,10 @@ from gpuaug.tools.parity import targets
 from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, why
 from gpuaug.tools.parity.targets import TargetDifference
 from gpuaug.tools.peers import torchvision
-from gpuaug.tools.preview.annotations import read, upright_targets
 from gpuaug.tools.preview.command import chosen, indices_of
-from gpuaug.tools.report import Report, png, printable, written
+from gpuaug.tools.preview.originals import read, upright_targets
+from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.sheet import Cell, Row, scaled, sheet
 
 CELL = 280  # pixels of a picture's longer side
 HEADINGS = {

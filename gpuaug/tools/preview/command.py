@@ -15,19 +15,25 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gpuaug import checks
+from gpuaug.augment.describe import lines as described
 from gpuaug.augment.recipe import View
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decode
+from gpuaug.display.annotations import Annotations, Style, counted, drawn
+from gpuaug.display.batches import label_text, name_of, pictures
+from gpuaug.display.sheet import Cell, Color, Row, check_pixels, page, sheet
 from gpuaug.errors import ConfigError
+from gpuaug.loader.arguments import whole_numbers
+from gpuaug.loader.chosen import fetch
+from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import LiveStage
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.preview import operations
-from gpuaug.tools.preview.annotations import Annotations, Style, drawn, read, upright_targets
+from gpuaug.tools.preview.originals import read, upright_targets
 from gpuaug.tools.report import Report, png, save
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.sheet import Cell, Color, Row, check_pixels, page, sheet
 
 log = logging.getLogger("gpuaug")
 
@@ -125,36 +131,84 @@ def drawing(
                 indices = [colorful(loader, decode, indices=indices)]
             made = _operations(loader, decode, indices, settings, report)
         else:
-            made, legend = _samples(loader, decode, indices, settings, report, is_page=is_page)
+            epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
+            made, legend = samples(loader, decode, indices, epochs=epochs, cell=cell)
+            views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
+            report.values |= {"epochs": list(epochs), "views": views}
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
-        return Drawing(made, named[-1], _lines(loader, len(indices), epoch=settings.epoch), legend)
+        lines = _lines(loader, len(indices), epoch=settings.epoch)
+        lines[-1] += "" if (root := getattr(loader.source, "root", None)) is None else f" of {root}"
+        return Drawing(made, named[-1], lines, legend)
 
 
-def _samples(
-    loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report, *, is_page: bool
-) -> tuple[list[Row], list[tuple[Color | None, str]]]:
-    """The rows, and the legend of their annotations."""
-    views = []
-    for view in loader.augment.at(
-        settings.epoch
-    ).views:  # captions: the view's name, and a number if it has several copies
-        several = view.augment.copies > 1
-        views.append(f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}")
-    wide, cell = (WIDE, CELL) if loader.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
-    draws, cell = settings.draws or max(1, wide // len(views)), settings.cell or cell
+def preview(
+    loader: Loader,
+    indices: Sequence[int] | int | None = None,
+    *,
+    epochs: int | Sequence[int] = 3,
+    size: int | None = None,
+) -> Image.Image:
+    """Draw samples of a loader as a picture, which a notebook displays: a ``PIL.Image``.
+
+    Each row is a sample: the original with its crops, then the augmented images of several epochs, as training sees
+    them, without mix. `gpuaug preview` writes the same picture from the command line.
+
+    Args:
+        loader: its source, recipe and seed are used. Its position does not change, and no worker starts.
+        indices: sample numbers in the source; None: five of them, evenly spread.
+        epochs: their numbers, or how many from the loader's current epoch on.
+        size: longer side of the largest augmented image, in pixels; None: 160, and 280 with targets.
+
+    Raises:
+        DataError: a sample cannot be decoded and the loader's ``faults.policy`` is ``raise``.
+
+    >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=recipe, num_workers=0, device="cpu")
+    >>> gpuaug.preview(loader, [0, 1], epochs=2, size=64).mode
+    'RGB'
+    """
+    checks.instance("loader", loader, Loader)
+    checks.whole_number("size", size, 16, optional=True)
+    if isinstance(epochs, int):
+        epochs = range(loader.epoch, loader.epoch + checks.whole_number("epochs", epochs, 1))
+    epochs = whole_numbers("epochs", list(epochs)).tolist()
+    if indices is not None:
+        indices = whole_numbers("indices", [indices] if isinstance(indices, int) else list(indices)).tolist()
+    numbers = chosen(loader.source, indices, count=SHOWN["samples"])
+    if not epochs or not numbers:
+        raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
+    decode = replace(loader.decode, num_threads=loader.decode.num_threads or 1)
+    made, legend = samples(loader, decode, numbers, epochs=epochs, cell=size or cell_of(loader))
+    lines = _lines(loader, len(numbers), epoch=epochs[0])
+    return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
+
+
+def cell_of(loader: Loader) -> int:
+    """Pixels of a picture, unless they are given."""
+    return CELL if loader.targets is None else CELL_WITH_TARGETS
+
+
+def _epochs(loader: Loader, settings: Settings) -> range:
+    wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
+    draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
-    epochs = range(settings.epoch, settings.epoch + draws)
+    return range(settings.epoch, settings.epoch + draws)
+
+
+def samples(
+    loader: Loader, decode: Decode, indices: list[int], *, epochs: Sequence[int], cell: int | None
+) -> tuple[list[Row], list[tuple[Color | None, str]]]:
+    """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
     crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
-    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if is_page else draws * len(views) * cell**2
+    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if cell is None else len(crops) * cell**2
     check_pixels(len(indices) * pixels)  # an estimate, to fail early
-    report.values |= {"epochs": list(epochs), "views": views}
-    samples = samples_of(loader, decode, indices=indices, epochs=epochs)
-    style = None if loader.targets is None else Style.of(loader)
-    shown = [each for sample in samples for each in (*sample.annotations, sample.annotated) if each is not None]
-    made = rows(samples, epochs=epochs, views=views, cell=None if is_page else cell, style=style)
+    views = [name_of(view) for view in loader.augment.at(epochs[0]).views]
+    read = samples_of(loader, decode, indices=indices, epochs=epochs)
+    style = None if loader.targets is None else Style.of(loader.source, loader.targets)
+    shown = [each for sample in read for each in (*sample.annotations, sample.annotated) if each is not None]
+    made = rows(read, epochs=epochs, views=views, cell=cell, style=style)
     return made, [] if style is None else style.legend(shown)
 
 
@@ -180,18 +234,8 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
-    """The recipe's operations in an epoch, one line per named view, then the seed and the source."""
-    lines = []
-    for view in loader.augment.at(epoch).views:
-        augment = view.augment
-        if not view.copy:
-            steps = [type(augment.crop).__name__] if augment.crop is not None else []
-            copies = f" ({augment.copies} views)" if augment.copies > 1 else ""
-            name = f"{view.name}{copies}: " if view.name or copies else ""
-            lines.append(f"{name}{', '.join([*steps, *augment.ops]) or 'nothing'}")
-    root = getattr(loader.source, "root", None)
-    of = "" if root is None else f" of {root}"
-    return [*lines, f"seed {loader.seed}; {count} of {len(loader.source)} samples{of}"]
+    """The recipe's steps in an epoch, one line per named view, then the seed and the number of samples."""
+    return [*described(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
 @dataclass(frozen=True)
@@ -243,38 +287,27 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
+    faults = Faults(policy="blank") if loader.faults.policy == "drop" else None  # keep a row for each sample
     encoded = read(loader, indices)
     for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):
         picture = Image.fromarray(image) if image.size else None
         annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
         samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
-        batch = loader.fetch(list(indices), epoch=epoch)
+        batch = fetch(loader, indices, epoch=epoch, faults=faults)
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
         targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
         crops = stage.read_headers(encoded, epoch).windows if isinstance(stage, LiveStage) else [None] * len(images)
-        for n, (view, tensor, crop) in enumerate(zip(loader.augment.at(epoch).views, images, crops, strict=True)):
-            pixels = tensor.detach().float().cpu()
-            if (normalize := view.augment.normalize) is not None:
-                mean, std = (b.float().cpu().view(3, 1, 1) for b in (normalize.mean, normalize.std))
-                pixels = pixels * std + mean
-            pictures = pixels.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-            for row, (sample, picture) in enumerate(zip(samples, pictures, strict=True)):
-                sample.pictures.append(Image.fromarray(picture))
+        for n, (known, tensor, crop) in enumerate(zip(batch.look.normalize, images, crops, strict=True)):
+            for row, (sample, picture) in enumerate(zip(samples, pictures(tensor, known), strict=True)):
+                sample.pictures.append(picture)
                 if loader.targets is not None:
                     sample.annotations.append(Annotations.of(targets[n], row, loader.targets))
                 if crop is not None:
                     top, left, height, width = crop.window[row].tolist()
                     sample.boxes.append((left, top, left + width, top + height))
     labels = [None] * len(indices) if batch.labels is None else batch.labels.tolist()
-    return [replace(s, label=_label(source, v)) for s, v in zip(samples, labels, strict=True)]
-
-
-def _label(source: Any, value: Any) -> str | None:
-    if isinstance(value, int) and source.classes is not None:
-        return str(source.classes[value])
-    values = value if isinstance(value, list) else [value]
-    return None if value is None else f"label {', '.join(f'{v:.3g}' for v in values)}"
+    return [replace(s, label=label_text(v, source.classes)) for s, v in zip(samples, labels, strict=True)]
 
 
 def rows(
@@ -300,16 +333,9 @@ def rows(
         known: Sequence[Annotations | None] = sample.annotations or [None] * len(captions)
         for n, (picture, caption, shown) in enumerate(zip(sample.pictures, captions, known, strict=True)):
             picture = drawn(picture, scale, shown, own)
-            cells.append(Cell(picture, f"{caption}{_count(shown)}", COLORS[n % len(COLORS)]))
+            cells.append(Cell(picture, ", ".join(filter(None, (caption, counted(shown)))), COLORS[n % len(COLORS)]))
         made.append(Row(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
     return made
-
-
-def _count(annotations: Annotations | None) -> str:
-    """Number of objects, for a caption."""
-    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
-        return ""
-    return f", {len(annotations)} object{'s' * (len(annotations) != 1)}"
 
 
 def _original(sample: Sample, size: float, style: Style | None) -> Cell:
@@ -318,7 +344,7 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     scale = size / max(sample.original.size)
     crops = reversed(list(zip(sample.boxes, COLORS, strict=False)))  # the first epoch on top
     image = drawn(sample.original, scale, sample.annotated, style, crops=crops)
-    return Cell(image, f"original{_count(sample.annotated)}")
+    return Cell(image, ", ".join(filter(None, ("original", counted(sample.annotated)))))
 
 
 def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Sequence[int]) -> list[list[Tensor]]:

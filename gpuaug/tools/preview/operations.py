@@ -23,8 +23,8 @@ from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
 from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
-from gpuaug.tools.sheet import Cell, Row, scaled
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # numbered as in `order`

@@ -20,6 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks, machine
 from gpuaug.batch import Batch
+from gpuaug.display.sheet import PAPER, Cell, Row, sheet
 from gpuaug.loader.loader import Loader
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
@@ -28,7 +29,6 @@ from gpuaug.tools.profile.bottleneck import Change, Verdict
 from gpuaug.tools.profile.measure import Cost, Measured, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.sheet import PAPER, Cell, Row, sheet
 from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training

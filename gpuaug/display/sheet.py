@@ -1,4 +1,4 @@
-"""Drawing shared by commands: rows of captioned pictures as a PNG or HTML page, text fitting, image scaling."""
+"""Pages: rows of captioned pictures as a PNG or HTML page, text fitting, image scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from gpuaug.errors import ConfigError
-from gpuaug.tools.report import printable
 
 Color = tuple[int, int, int]
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
@@ -78,9 +77,7 @@ def sheet(
     pen = ImageDraw.Draw(page)
     pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
     pen.multiline_text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small, spacing=4)
-    for (color, name), (x, top) in zip(legend, chips, strict=True):
-        page.paste(_swatch(color), (x, top))
-        pen.text((x + SWATCH + 5, top + SWATCH / 2), fitting(name, small, width / 2), INK, small, anchor="lm")
+    _draw_legend(page, pen, legend, chips)
     for row, (notes, captions), height in zip(rows, texts, heights, strict=True):
         pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
         pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
@@ -92,13 +89,55 @@ def sheet(
     return page
 
 
-def _flowing(texts: Sequence[str], face: Any, y: int, width: int) -> tuple[list[tuple[int, int]], int]:
+def grid(
+    rows: Sequence[Sequence[Cell]], *, legend: Sequence[tuple[Color | None, str]] = (), groups: int = 1
+) -> Image.Image:
+    """Draw rows of pictures with their captions, without a heading, and a legend above them.
+
+    ``groups``: that many pictures belong together. The gap behind them is twice as wide.
+    """
+    small = font(12)
+    columns = zip_longest(*rows)
+    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    gaps = [GAP * (1 + (groups > 1 and n % groups == groups - 1)) for n in range(len(widths))]
+    starts = [*accumulate([GAP, *(map(sum, zip(widths, gaps, strict=True)))])]
+    width = starts[-1]
+    chips, top = _flowing([text for _, text in legend], small, GAP, width, left=GAP)
+    texts = [[wrapped(cell.caption, small, room) for cell, room in zip(row, widths, strict=False)] for row in rows]
+    heights = [
+        GAP + max(cell.picture.height + LINE * len(text) for cell, text in zip(row, below, strict=True))
+        for row, below in zip(rows, texts, strict=True)
+    ]
+    check_pixels(width * (top + sum(heights)))
+    page = Image.new("RGB", (width, top + sum(heights)), PAPER)
+    pen = ImageDraw.Draw(page)
+    _draw_legend(page, pen, legend, chips)
+    for row, below, y in zip(rows, texts, accumulate([top, *heights]), strict=False):
+        for cell, text, x in zip(row, below, starts, strict=False):
+            page.paste(cell.picture, (x, y))
+            pen.multiline_text((x, y + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
+    return page
+
+
+def _draw_legend(
+    page: Image.Image, pen: Any, legend: Sequence[tuple[Color | None, str]], places: Sequence[tuple[int, int]]
+) -> None:
+    """A swatch and a name at each place."""
+    small = font(12)
+    for (color, name), (x, top) in zip(legend, places, strict=True):
+        page.paste(_swatch(color), (x, top))
+        pen.text((x + SWATCH + 5, top + SWATCH / 2), fitting(name, small, page.width / 2), INK, small, anchor="lm")
+
+
+def _flowing(
+    texts: Sequence[str], face: Any, y: int, width: int, *, left: int = MARGIN
+) -> tuple[list[tuple[int, int]], int]:
     """Places for the entries of a legend in lines that start at ``y``, and the y below the last line."""
-    places, x = [], MARGIN
+    places, x = [], left
     for text in texts:
         needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
-        if x > MARGIN and x + needed > width - MARGIN:
-            x, y = MARGIN, y + SWATCH + 6
+        if x > left and x + needed > width - left:
+            x, y = left, y + SWATCH + 6
         places.append((x, y))
         x += needed
     return places, y + (SWATCH + 2 * GAP if texts else 0)
@@ -145,13 +184,18 @@ def check_pixels(count: int) -> None:
     if count > MOST_PIXELS:
         raise ConfigError(
             f"the picture would have {count / 1e6:,.0f} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
-            "Make `samples`, `draws` or `cell` smaller."
+            "Show fewer pictures, or smaller ones."
         )
 
 
 def font(size: int) -> Any:
     """Pillow's built-in font, because pictures should look the same on every machine."""
     return ImageFont.load_default(size)
+
+
+def printable(text: str) -> str:
+    """Replace unprintable characters. File names may contain line breaks, escape codes, and bytes not in UTF-8."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:

@@ -1,27 +1,21 @@
-"""Draws masks, boxes and keypoints on pictures, and reads the targets of original images."""
+"""Draws masks, boxes and keypoints on pictures."""
 
 from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
-from gpuaug.batch import EncodedBatch
-from gpuaug.decode.decoder import Decoder
-from gpuaug.loader.loader import Loader
-from gpuaug.loader.stages import NO_DRAWS, LiveStage
-from gpuaug.read.reader import Reader
-from gpuaug.targets.batch import BatchTargets
-from gpuaug.targets.rules import Targets
-from gpuaug.tools.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
+from gpuaug.display.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
+
+if TYPE_CHECKING:  # this folder is below these
+    from gpuaug.targets.batch import BatchTargets
+    from gpuaug.targets.rules import Targets
 
 PALETTE = (
     (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
@@ -59,14 +53,15 @@ class Annotations:
     ids: NDArray[np.int64]
 
     @classmethod
-    def of(cls, targets: BatchTargets, row: int, rules: Targets) -> Annotations:
-        """The annotations of one row of a batch."""
+    def of(cls, targets: BatchTargets, row: int, rules: Targets | None) -> Annotations:
+        """The annotations of one row of a batch. ``rules`` of None: those that are the default."""
         own = (targets.sample == row).cpu().numpy()
         boxes, keypoints = (None if x is None else x.cpu().numpy()[own] for x in (targets.boxes, targets.keypoints))
-        if keypoints is not None and rules.keypoints is not None and rules.keypoints.pixel_centers:
+        points = None if rules is None else rules.keypoints
+        if keypoints is not None and (points is None or points.pixel_centers):
             keypoints = keypoints + np.array([0.5, 0.5, 0], dtype=np.float32)
-        mask = None if targets.masks is None else targets.masks[row].to(torch.int32).cpu().numpy()
-        columns = (targets.labels.cpu().numpy(), targets.crowd.numpy(), targets.ids.numpy())
+        mask = None if targets.masks is None else targets.masks[row].int().cpu().numpy()
+        columns = (each.cpu().numpy() for each in (targets.labels, targets.crowd, targets.ids))
         return cls(mask, boxes, keypoints, *(column[own] for column in columns))
 
     def __len__(self) -> int:
@@ -74,65 +69,39 @@ class Annotations:
         return len(self.labels)
 
 
-def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTargets | None:
-    """The targets of a whole upright image, before the recipe, as a batch of one on the CPU.
-
-    None if the loader has no targets, or those of the sample cannot be used.
-    """
-    stage = loader.pipeline.stage
-    if not isinstance(stage, LiveStage) or stage.targets is None:
-        return None
-    encoded = read(loader, [index])
-    headers = decoder.read_headers(encoded)
-    if encoded.faults or headers.faults:
-        return None
-    recipe = Augment()  # no crop and no operations: the output is the whole image
-    whole = TargetStage(stage.targets.rules, recipe, panoptic=stage.targets.panoptic)
-    upright = whole.upright(encoded, headers, decoder)
-    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
-    if upright.faults or whole.decode(batch, encoded, headers, decoder):
-        return None
-    return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
-
-
-def read(loader: Loader, indices: Sequence[int]) -> EncodedBatch:
-    """The encoded images and targets of some samples."""
-    number = torch.tensor(list(indices))
-    reader = Reader(loader.source, targets=loader.pipeline.reader.targets)
-    return next(reader.batches([(number, number * 0, number == number)]))
-
-
 @dataclass(frozen=True)
 class Style:
     """How annotations are drawn: names of classes, and colors that are the same in all pictures of a sample."""
 
-    rules: Targets
+    rules: Targets | None = None
     classes: Sequence[str] | None = None
     skeleton: Sequence[tuple[int, int]] = ()  # keypoints that a line connects
     numbers: Mapping[int, int] | None = None  # color number of each annotation; None: colors show classes
 
     @classmethod
-    def of(cls, loader: Loader) -> Style:
-        """The style for a loader with targets."""
-        assert loader.targets is not None
-        source = loader.source
+    def of(cls, source: Any, rules: Targets | None) -> Style:
+        """The style for the samples of a source, with the rules of its targets; None: no targets are drawn."""
         lines = getattr(source, "skeleton", None) or (PERSON if getattr(source, "num_keypoints", None) == 17 else ())
-        return cls(loader.targets, source.classes, tuple(lines))
+        return cls(rules, source.classes, tuple(lines))
+
+    @property
+    def masks(self) -> Any:
+        """The rules of masks; None: there are none."""
+        return None if self.rules is None else self.rules.masks
 
     @property
     def by_object(self) -> bool:
         """Whether colors distinguish objects instead of classes."""
-        return self.rules.masks is not None and self.rules.masks.kind == "instances"
+        return self.masks is not None and self.masks.kind == "instances"
 
     def ignores(self, value: int) -> bool:
         """Whether a value of a mask is the one that losses ignore."""
-        return self.rules.masks is not None and value == self.rules.masks.fill != 0
+        return self.masks is not None and value == self.masks.fill != 0
 
-    def for_sample(self, original: Annotations | None) -> Style:
-        """Give each annotation of a sample its own color, if colors distinguish objects."""
-        if not self.by_object or original is None:
-            return self
-        return replace(self, numbers={k: n for n, k in enumerate(sorted(original.ids.tolist())) if k >= 0})
+    def for_sample(self, *shown: Annotations | None) -> Style:
+        """Give each annotation in the pictures of a sample its own color, if colors distinguish objects."""
+        ids = sorted({k for each in shown if each is not None for k in each.ids.tolist() if k >= 0})
+        return replace(self, numbers={k: n for n, k in enumerate(ids)}) if self.by_object and ids else self
 
     def name(self, label: int) -> str:
         """The class's name, or its number."""
@@ -151,11 +120,11 @@ class Style:
         shown = list(shown)
         masks = [np.unique(each.mask) for each in shown if each.mask is not None]
         values = np.unique(np.concatenate(masks)).tolist() if masks else []
-        fill = None if self.rules.masks is None else self.rules.masks.fill
+        fill = None if self.masks is None else self.masks.fill
         chips: list[tuple[Color | None, str]] = [
             (of_class(value), self._numbered(value)) for value in values if not self.ignores(value)
         ]
-        if self.rules.masks is None:
+        if not masks:
             labels = np.unique(np.concatenate([each.labels for each in shown])).tolist() if shown else []
             chips = [(color_of(label), self._numbered(label)) for label in labels]
         rest = [(None, f"{fill}: ignored")] if any(map(self.ignores, values)) else []
@@ -165,6 +134,13 @@ class Style:
     def _numbered(self, label: int) -> str:
         name = self.name(label)
         return name if name == str(label) else f"{label}: {name}"
+
+
+def counted(annotations: Annotations | None) -> str:
+    """The number of objects, for a caption; "" if there are only masks."""
+    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
+        return ""
+    return f"{len(annotations)} object{'s' * (len(annotations) != 1)}"
 
 
 def color_of(number: int) -> Color:
@@ -189,7 +165,7 @@ def drawn(
     *,
     crops: Iterable[tuple[Sequence[int], Color]] = (),
 ) -> Image.Image:
-    """The picture, scaled as :func:`gpuaug.tools.sheet.scaled` does, with its annotations on it.
+    """The picture, scaled as :func:`gpuaug.display.sheet.scaled` does, with its annotations on it.
 
     ``crops`` are boxes (x1, y1, x2, y2) of the picture, and their colors. They are dashed if there are annotations.
     """

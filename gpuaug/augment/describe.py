@@ -1,0 +1,69 @@
+"""Recipes as short texts and as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuaug.augment.progressive import Progressive, Recipe
+from gpuaug.augment.recipe import View
+from gpuaug.display.tables import table
+
+LONGEST = 300  # characters of an operation's settings
+_USUAL = {"keepdim": False, "same_on_batch": False, "p_batch": 1}  # Kornia's defaults, which nobody needs to read
+
+
+def lines(recipe: Recipe, epoch: int) -> list[str]:
+    """The steps of an epoch's recipe, one line per named view."""
+    made = []
+    for view in recipe.at(epoch).views:
+        augment = view.augment
+        if not view.copy:
+            crop = [] if augment.crop is None else [type(augment.crop).__name__]
+            copies = f"{augment.copies} views" if augment.copies > 1 else ""
+            name = f"{view.name} ({copies})" if view.name and copies else view.name or copies
+            steps = ", ".join([*crop, *augment.ops]) or "nothing"
+            made.append(f"{name}: {steps}" if name else steps)
+    return made
+
+
+def as_table(recipe: Recipe) -> str:
+    """An HTML table of all steps with their settings."""
+    rows = []
+    for first, stage in recipe.stages.items():
+        for view in stage.views:
+            if not view.copy:
+                where = [f"from epoch {first}"] if isinstance(recipe, Progressive) else []
+                where += [view.name] if view.name else []
+                where += [f"{view.augment.copies} views"] if view.augment.copies > 1 else []
+                rows += [(", ".join(where), *row) for row in _steps(view)]
+    if not any(where for where, *_ in rows):
+        return table([row[1:] for row in rows], head=("step", "operation", "settings"))
+    return table(rows, head=("view", "step", "operation", "settings"))
+
+
+def _steps(view: View) -> list[tuple[str, str, str]]:
+    made = view.augment._settings()
+    steps = {"crop": made["crop"], **made["ops"]}
+    known = [(name, *_text(step)) for name, step in steps.items() if step is not None]
+    if (normalize := made["normalize"]) is not None:
+        known.append(("normalize", "Normalize", _text({"class": "", **normalize})[1]))
+    return known or [("", "nothing", "")]
+
+
+def _text(step: dict[str, Any]) -> tuple[str, str]:
+    """The name of the class, and the settings that differ from what is usual."""
+    settings = {k.removesuffix("_sampler"): v for k, v in step.items() if k != "class"}
+    parts = [f"{k}={_value(v)}" for k, v in settings.items() if v is not None and _USUAL.get(k, step) != v]
+    text = ", ".join(parts)
+    return step["class"].rpartition(".")[2], text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        kind, text = _text({"class": "", **value})
+        return f"{kind or value.get('name', '')}({text})"
+    return str(value)

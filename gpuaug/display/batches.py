@@ -1,0 +1,152 @@
+"""Pictures of batches: normalization undone, views side by side, annotations drawn, invalid samples marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from gpuaug import checks
+from gpuaug.display.annotations import Annotations, Style, counted, drawn
+from gpuaug.display.sheet import INK, Cell, grid
+from gpuaug.errors import ConfigError
+
+if TYPE_CHECKING:  # this folder is below these
+    from gpuaug.augment.recipe import View
+    from gpuaug.batch import Batch
+
+Triple = tuple[float, ...]
+SAMPLES = 16  # shown, unless `rows` or `columns` is given
+WIDE, CELL = 8, 128  # pictures in a row, and pixels of one
+WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
+SMALL, ROWS = 0.6, 4  # a notebook shows a batch in cells of this share, and at most so many rows
+WRONG = (200, 30, 40)
+NAMED, LEAST = 3, 0.05  # of a soft label: number of classes with a name, smallest share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a batch needs to show itself, as plain values.
+
+    Attributes:
+        views: name of each view; "" if it has none.
+        normalize: of each view (mean, std), three numbers each; None: pixels are in 0..1.
+        style: how targets are drawn, and the names of the classes.
+    """
+
+    views: tuple[str, ...] = ("",)
+    normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)
+    style: Style = field(default_factory=Style)
+
+    @classmethod
+    def of(cls, views: Sequence[View], style: Style) -> Look:
+        """The look of batches that a recipe with these ``views`` makes."""
+        steps = [view.augment.normalize for view in views]
+        known = [
+            None if step is None else (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps
+        ]
+        return cls(
+            views=tuple(name_of(view) if view.name else "" for view in views), normalize=tuple(known), style=style
+        )
+
+
+def name_of(view: View) -> str:
+    """The view's name, and a number if it has several copies; "" if it is the only one."""
+    several = view.augment.copies > 1
+    return f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}"
+
+
+def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
+    """Images [n, 3, H, W] of any dtype on any device, as pictures. ``normalize``, (mean, std), is undone."""
+    pixels = images.detach().float().cpu().numpy()
+    if normalize is not None:
+        mean, std = (np.array(values, dtype=np.float32).reshape(3, 1, 1) for values in normalize)
+        pixels = pixels * std + mean
+    levels = np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    return [Image.fromarray(np.ascontiguousarray(each)) for each in levels]
+
+
+def label_text(value: Any, classes: Sequence[str] | None) -> str:
+    """A label as text: the class's name; of a soft label or several labels the largest, with their shares.
+
+    "" for None.
+    """
+
+    def name(number: int) -> str:
+        known = classes is not None and 0 <= number < len(classes)
+        return str(classes[number]) if known and classes is not None else f"label {number}"
+
+    if value is None or isinstance(value, int):
+        return "" if value is None else name(value)
+    values = value if isinstance(value, list) else [value]
+    if len(values) == 1 or not all(0 <= v <= 1 for v in values):
+        return f"label {', '.join(f'{v:.3g}' for v in values[: NAMED + 1])}{', ...' * (len(values) > NAMED + 1)}"
+    order = [k for k in sorted(range(len(values)), key=lambda k: -values[k]) if values[k] >= LEAST]
+    parts = [name(k) + (f" {values[k]:.2f}" if values[k] < 1 else "") for k in order[:NAMED]]
+    return ", ".join([*parts, *([f"{len(order) - NAMED} more"] if len(order) > NAMED else [])]) or "no label"
+
+
+def picture(
+    batch: Batch, *, rows: int | None, columns: int | None, size: int | None, small: bool = False
+) -> Image.Image:
+    """The picture of :meth:`gpuaug.Batch.show`; ``small``: with fewer and smaller images by default."""
+    views = batch.images if isinstance(batch.images, list) else [batch.images]
+    targets = batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(views)
+    wide, cell = (WIDE, CELL) if batch.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
+    columns = checks.whole_number("columns", columns, 1, optional=True) or max(1, wide // len(views))
+    rows = checks.whole_number("rows", rows, 1, optional=True) or min(
+        -(-SAMPLES // columns), ROWS if small else SAMPLES
+    )
+    size = checks.whole_number("size", size, 16, optional=True) or round(cell * (SMALL if small else 1))
+    for view in views:
+        if view.ndim != 4 or view.shape[1] != 3 or not view.numel():
+            raise ConfigError(
+                "a batch shows images [B, 3, H, W] with at least one sample and one pixel. "
+                f"Found: {list(view.shape)}. Show another batch."
+            )
+    look: Look = batch.look or Look(views=("",) * len(views), normalize=(None,) * len(views))
+    if len(look.views) != len(views):
+        raise ConfigError(
+            f"`images` and `look` of a batch must have the same number of views. Found: {len(views)} and "
+            f"{len(look.views)}. Set `look=None`, and give images in 0..1."
+        )
+    count = min(len(batch), rows * columns)
+    made = [pictures(view[:count], known) for view, known in zip(views, look.normalize, strict=True)]
+    scale = size / max(max(view.shape[2:]) for view in views)
+    texts, valid, shown = _captions(batch, count, look), batch.valid.tolist(), []
+    cells = []
+    for row in range(count):
+        known = [None if t is None else Annotations.of(t, row, look.style.rules) for t in targets]
+        style = look.style.for_sample(*known)
+        shown += [each for each in known if each is not None]
+        for n, (of_view, view, each) in enumerate(zip(made, views, known, strict=True)):
+            image = drawn(of_view[row], scale, each, style)
+            blank = not valid[row] and not view[row].any()
+            text = ", ".join(filter(None, (texts[row] if n == 0 else "", look.views[n], counted(each))))
+            if not valid[row] and n == 0:
+                text += " (not valid: cannot be read)" if blank else " (not valid: only fills the batch)"
+            cells.append(Cell(_crossed(image) if blank else image, text, INK if valid[row] else WRONG))
+    wide = columns * len(views)
+    legend = look.style.legend(shown) if shown else []
+    return grid([cells[k : k + wide] for k in range(0, len(cells), wide)], legend=legend, groups=len(views))
+
+
+def _captions(batch: Batch, count: int, look: Look) -> list[str]:
+    """Number and label of each sample; its key if it has no label."""
+    numbers = batch.indices[:count].tolist()
+    if batch.labels is None or batch.targets is not None:
+        keys = [batch.key_of(index) for index in numbers]
+        return [key if key == str(index) else f"{index}: {key}" for index, key in zip(numbers, keys, strict=True)]
+    labels = batch.labels[:count].tolist()
+    return [f"{index}: {label_text(label, look.style.classes)}" for index, label in zip(numbers, labels, strict=True)]
+
+
+def _crossed(image: Image.Image) -> Image.Image:
+    pen, (right, bottom) = ImageDraw.Draw(image), (image.width - 1, image.height - 1)
+    pen.rectangle((0, 0, right, bottom), outline=WRONG, width=2)
+    for line in ((0, 0, right, bottom), (0, bottom, right, 0)):
+        pen.line(line, fill=WRONG, width=2)
+    return image

@@ -1,0 +1,90 @@
+"""Batches and single samples of chosen numbers, outside of an epoch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gpuaug.batch import Batch
+from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.loader.arguments import whole_numbers
+from gpuaug.loader.faults import Faults
+from gpuaug.read.reader import Reader
+
+if TYPE_CHECKING:
+    from gpuaug.loader.loader import Loader
+
+
+def fetch(
+    loader: Loader,
+    indices: Sequence[int],
+    *,
+    epoch: int,
+    repeats: Sequence[int] | None = None,
+    mix: bool = False,
+    faults: Faults | None = None,
+) -> Batch:
+    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``faults`` of None: the loader's."""
+    loader._resources.check_open()
+    loader.augment.check_unchanged()
+    source, pipeline = loader.source, loader.pipeline
+    number = whole_numbers("indices", indices)
+    repeat = torch.zeros_like(number) if repeats is None else whole_numbers("repeats", repeats)
+    if not len(number) or len(repeat) != len(number):
+        raise ConfigError(
+            "`indices` must not be empty, and `repeats` must have the same length. "
+            f"Found lengths: {len(number)}, {len(repeat)}."
+        )
+    try:
+        for index in number.tolist():
+            source.key(index)
+    except IndexError as error:
+        raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
+    task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
+    reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
+    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults)
+    encoded = next(iter(pipeline.read([task], epoch)))
+    ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
+    if ready is None:
+        raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
+    return pipeline.hand_over(ready)
+
+
+def sample(loader: Loader, index: Any) -> tuple[Any, Any]:
+    """One sample, as ``loader[index]``."""
+    if isinstance(index, slice):
+        raise ConfigError(
+            f"`loader[{index.start}:{index.stop}]` is not possible, because a loader gives one sample at a time. "
+            f"Use `loader.fetch(range(...))` for a batch of chosen samples."
+        )
+    try:
+        number = operator.index(index)
+    except TypeError as error:
+        raise ConfigError(
+            f"`loader[index]` needs the number of one sample. Found: {index!r:.100}. "
+            "Use `loader.fetch([...])` for several."
+        ) from error
+    source = loader.source
+    count = len(source)
+    if not -count <= number < (count if source.indices is None else math.inf):
+        raise IndexError(f"the source has {count} samples. Found: number {number}. Use one from 0 to {count - 1}.")
+    if number < 0:
+        number = count + number if source.indices is None else int(source.indices[number])
+    source.key(number)  # IndexError if a source that leaves out samples has no such number
+    batch = loader.fetch([number])
+    images, second = batch
+    own: Any
+    if batch.targets is None:
+        label = batch.labels
+        own = None if label is None else label[0] if label.ndim > 1 or label.is_floating_point() else int(label[0])
+    elif isinstance(second, list):
+        own = [each[0] if isinstance(each, Tensor) else each for each in second]
+    else:
+        own = second[0] if isinstance(second, Tensor) else second
+    return ([view[0] for view in images] if isinstance(images, list) else images[0]), own

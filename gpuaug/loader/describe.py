@@ -1,0 +1,74 @@
+"""What a loader says of itself, and what its batches need to show themselves. Reads no sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gpuaug.augment import describe as recipes
+from gpuaug.augment.progressive import Recipe
+from gpuaug.display.annotations import Style
+from gpuaug.display.batches import Look
+from gpuaug.display.tables import table
+from gpuaug.read import order as orders
+
+if TYPE_CHECKING:
+    from gpuaug.loader.loader import Loader
+    from gpuaug.targets.rules import Targets
+
+LONGEST = 200  # characters of a source
+
+
+def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Look]:
+    """A function from an epoch to the look of its batches."""
+    style = Style.of(source, targets)
+    known = {first: Look.of(stage.views, style) for first, stage in recipe.stages.items()}
+    return lambda epoch: known[max(first for first in known if first <= epoch)]
+
+
+def facts(loader: Loader) -> dict[str, str]:
+    """Names and values: source, recipe, sizes, order, workers."""
+    source = loader.source
+    own = type(source).__repr__ is not object.__repr__
+    dtype = str(loader.dtype).removeprefix("torch.")
+    made = {
+        "source": repr(source)[:LONGEST] if own else f"{type(source).__name__}: {len(source)} samples",
+        "augment": "\n".join(recipes.lines(loader.augment, loader.epoch)),
+        "images": f"{dtype} {_sizes(loader)} on {loader.device}",
+        "batches": f"{loader.batch_size} samples, {orders.describe(loader.order)}, seed {loader.seed}, "
+        f"epoch {loader.epoch}",
+        "workers": f"{loader.num_workers}, prefetch {loader.prefetch}",
+    }
+    if loader.targets is not None:
+        made["targets"] = ", ".join(loader.targets.names)
+    if loader.mix is not None:
+        made["mix"] = repr(loader.mix)
+    return made
+
+
+def _sizes(loader: Loader) -> str:
+    """Shapes of the images of each view in the current epoch."""
+    shapes: list[tuple[int, str]] = []
+    for view in loader.augment.at(loader.epoch).views:
+        crop = view.augment.crop
+        shape = f"[{loader.batch_size}, 3, {'H, W' if crop is None else ', '.join(map(str, crop.size))}]"
+        if shapes and shapes[-1][1] == shape:
+            shapes[-1] = shapes[-1][0] + 1, shape
+        else:
+            shapes.append((1, shape))
+    return ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in shapes)
+
+
+def text(loader: Loader) -> str:
+    """The facts, one per line."""
+    made = facts(loader)
+    width = max(map(len, made)) + 2
+    lines = [
+        f"  {name + ':':{width}}{value.replace(chr(10), chr(10) + ' ' * (width + 2))}" for name, value in made.items()
+    ]
+    return "\n".join(["Loader(", *lines, ")"])
+
+
+def html(loader: Loader) -> str:
+    """The facts as a table."""
+    return table(list(facts(loader).items()))

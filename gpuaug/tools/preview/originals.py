@@ -1,0 +1,44 @@
+"""Reads original images' bytes and targets, as a loader's source has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpuaug.augment.recipe import Augment
+from gpuaug.augment.target_stage import TargetStage
+from gpuaug.batch import EncodedBatch
+from gpuaug.decode.decoder import Decoder
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.stages import NO_DRAWS, LiveStage
+from gpuaug.read.reader import Reader
+from gpuaug.targets.batch import BatchTargets
+
+
+def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTargets | None:
+    """The targets of a whole upright image, before the recipe, as a batch of one on the CPU.
+
+    None if the loader has no targets, or those of the sample cannot be used.
+    """
+    stage = loader.pipeline.stage
+    if not isinstance(stage, LiveStage) or stage.targets is None:
+        return None
+    encoded = read(loader, [index])
+    headers = decoder.read_headers(encoded)
+    if encoded.faults or headers.faults:
+        return None
+    recipe = Augment()  # no crop and no operations: the output is the whole image
+    whole = TargetStage(stage.targets.rules, recipe, panoptic=stage.targets.panoptic)
+    upright = whole.upright(encoded, headers, decoder)
+    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
+    if upright.faults or whole.decode(batch, encoded, headers, decoder):
+        return None
+    return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
+
+
+def read(loader: Loader, indices: Sequence[int]) -> EncodedBatch:
+    """The encoded images and targets of some samples."""
+    number = torch.tensor(list(indices))
+    reader = Reader(loader.source, targets=loader.pipeline.reader.targets)
+    return next(reader.batches([(number, number * 0, number == number)]))
