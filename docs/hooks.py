@@ -1,4 +1,4 @@
-"""What the site needs besides mkdocs: the layout of the repository, pages made from files, and docstrings as Markdown."""
+"""What the site needs besides mkdocs: the repository's layout, pages made from files, docstrings as Markdown."""
 
 from __future__ import annotations
 
