@@ -326,7 +326,7 @@ def test_the_layout_in_contributing_is_that_of_the_package() -> None:
     assert folders <= named
 
 
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md"])
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md", "docs/migrate.md"])
 def test_links_and_files_that_are_named_are_there(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     folder = (ROOT / file).parent
