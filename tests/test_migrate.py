@@ -171,10 +171,9 @@ def change(images: Any, photo: np.ndarray) -> tuple[float, float, float]:
 
 
 def our_change(entry: str, photo: np.ndarray) -> tuple[float, float, float]:
+    # the box is filled with the mean, which the normalization makes 0; on the other side it is filled with 0
+    entry = entry.replace('mode="const"', 'mode="const", mean=(0.0, 0.0, 0.0)')
     ops = eval(f"{{{entry}}}", {"gpuaug": gpuaug, "K": K})
-    if "erase" in ops:  # it runs before the normalization: with these, the fill value is 0, as on the other side
-        ops["erase"] = type(ops["erase"])(p=ops["erase"].p, scale=ops["erase"].scale, ratio=ops["erase"].ratio,
-                                          mode=ops["erase"].mode, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # fmt: skip
     batch = torch.from_numpy(photo).permute(2, 0, 1).expand(COUNT, -1, -1, -1).contiguous()
     made = gpuaug.Augment(ops=ops)(batch, seed=1, indices=range(COUNT))
     return change(made.permute(0, 2, 3, 1) * 255, photo)

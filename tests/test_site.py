@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zlib
 from pathlib import Path
 
@@ -83,3 +84,27 @@ def test_every_configuration_file_is_in_the_site(site: Path) -> None:
         )
         assert listed, f"{name}.yaml is missing. Add a link to docs/reference/configuration.md."
         assert (site / name / "index.html").exists()
+
+
+def test_the_workflow_runs_what_the_makefile_has() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow["jobs"].items()}
+    assert runs["lint"] == ["make lint"]
+    assert runs["test"] == ["make test"]
+    assert runs["docs"] == ["make docs"]
+    assert runs["build"][1:] == ["python -m build", "python -m twine check --strict dist/*"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [
+        c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language :: Python :: 3.")
+    ]
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == named
+
+
+def test_the_citation_and_the_issue_forms_are_valid() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == gpuaug.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()  # the format's required keys
+    for name in ("bug", "question"):
+        form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= form.keys()
+        assert any("gpuaug doctor" in part["attributes"]["label"] for part in form["body"])
