@@ -51,6 +51,11 @@ def on_page_read_source(page: Any, config: Any) -> str | None:
     return f"# {path.as_posix()}\n\n{fenced(text, {'.py': 'python'}.get(path.suffix, 'yaml'))}\n"
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let a list begin below a bold line, as on GitHub."""
+    return re.sub(r"^(\*\*.+\*\*)\n- ", r"\1\n\n- ", markdown, flags=re.MULTILINE)
+
+
 def fenced(text: str, language: str = "") -> str:
     """A block of code."""
     return f"````{language}\n{text.rstrip()}\n````"

@@ -29,7 +29,7 @@ from gpuaug.tools.main import main
 TEXT = (ROOT / "docs/migrate.md").read_text(encoding="utf-8")
 BASE = {"timm": ["augment=timm"], "solo-learn": ["augment=simclr"]}  # the recipe that the overrides change
 SMALL = ["batch_size=4", "num_workers=0", "device=cpu"]
-COUNT = 300  # draws of each operation
+COUNT = 200  # draws of each operation
 
 
 def sections() -> dict[str, str]:

@@ -68,6 +68,12 @@ def test_the_site_shows_no_markup_of_docstrings(site: Path) -> None:
         assert "<blockquote>" not in html  # `>>>` outside a block of code
 
 
+def test_lists_and_tables_are_rendered(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(pre|script)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert re.findall(r"^(?:<p>)?(?:- |\|).*", text, re.MULTILINE) == [], page
+
+
 def test_pages_load_nothing_from_other_servers(site: Path) -> None:
     for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
