@@ -124,15 +124,17 @@ def test_lines_of_gpuaug_run(
     return None
 
 
-def test_programs_of_torchvision_timm_and_dali_run(v2: ModuleType, data: Path) -> None:
-    for section in ("torchvision", "timm", "DALI"):
-        code = here(blocks(section)[section], data)
-        if section == "timm":
-            on_cpu = 'num_workers=0, persistent_workers=False, device=__import__("torch").device("cpu")'
-            code = code.replace("num_workers=0", on_cpu)
-        names: dict[str, Any] = {}
-        exec(compile(code, section, "exec"), names)
-        assert names["images"].shape[1:] == (3, 224, 224)
+@pytest.mark.parametrize("section", ["torchvision", "timm", "DALI"])
+def test_programs_of_libraries_that_are_installed_run(section: str, v2: ModuleType, data: Path) -> None:
+    if section == "DALI":
+        pytest.importorskip("nvidia.dali")
+    code = here(blocks(section)[section], data)
+    if section == "timm":
+        on_cpu = 'num_workers=0, persistent_workers=False, device=__import__("torch").device("cpu")'
+        code = code.replace("num_workers=0", on_cpu)
+    names: dict[str, Any] = {}
+    exec(compile(code, section, "exec"), names)
+    assert names["images"].shape[1:] == (3, 224, 224)
 
 
 @pytest.mark.parametrize("section", ["Albumentations", "FFCV", "solo-learn"])
@@ -180,8 +182,8 @@ def our_change(entry: str, photo: np.ndarray) -> tuple[float, float, float]:
 
 
 def same(theirs: tuple[float, float, float], ours: tuple[float, float, float]) -> bool:
-    """Shares within three standard errors; levels within these and 5 %, or half a level."""
-    tolerance = max(0.05 * theirs[1], 0.5) + 3 * np.hypot(theirs[2], ours[2])
+    """Shares within three standard errors; levels within these and half a level."""
+    tolerance = 0.5 + 3 * np.hypot(theirs[2], ours[2])
     return bool(abs(theirs[0] - ours[0]) < 3 * np.sqrt(0.5 / COUNT) and abs(theirs[1] - ours[1]) < tolerance)
 
 
@@ -202,6 +204,7 @@ def test_operations_change_pixels_as_torchvisions(
 
 
 def test_operations_change_pixels_as_dalis(photo: np.ndarray) -> None:
+    pytest.importorskip("nvidia.dali")
     from nvidia.dali import fn, pipeline_def
 
     lines = ENTRIES["DALI"]
