@@ -10,7 +10,7 @@ PHOTOS := demo/photographs
 # What timm imports otherwise (huggingface_hub, safetensors, yaml) comes with accelerate.
 TORCHVISION := .venv/torchvision
 
-.PHONY: demo test test-long fuzz notebooks lint clean
+.PHONY: demo test test-long fuzz notebooks docs lint clean
 
 demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all into demo/
 	$(BIN)/python bench/photographs.py $(PHOTOS)
@@ -32,6 +32,9 @@ fuzz: $(READY)  ## hostile images for ten minutes, tars, and epochs with bad fil
 
 notebooks: $(READY)  ## execute all of them where they lie, with the seconds of each; on a machine that does nothing else
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python bench/notebooks.py
+
+docs: $(READY)  ## the guides, the notebooks and the reference as a site in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -119,6 +119,14 @@ class EncodedBatch:
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
         targets: annotations of the samples; None if the run has no targets.
         extra: B extra values, as the source gave them; None if no sample of the batch has one.
+
+    >>> data, offsets = torch.arange(9, dtype=torch.uint8), torch.tensor([0, 4, 9])  # images of 4 and 5 bytes
+    >>> rows = torch.arange(2)
+    >>> batch = EncodedBatch(
+    ...     data=data, offsets=offsets, labels=None, indices=rows, repeats=rows * 0, valid=rows >= 0
+    ... )
+    >>> batch.encoded(1)
+    tensor([4, 5, 6, 7, 8], dtype=torch.uint8)
     """
 
     data: Tensor

@@ -62,6 +62,11 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
     Raises:
         ConfigError: names the full key, the expected and the given value, and the nearest valid name.
+
+    >>> import gpuaug
+    >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment=simclr", "augment.crop.size=96"])
+    >>> cfg.augment.copies, cfg.augment.crop.size
+    (2, 96)
     """
     import hydra
     from hydra.errors import HydraException
@@ -272,6 +277,15 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
     Raises:
         ConfigError: names the full key, the expected and the given value, and the nearest valid name. If a constructor
             failed, its error is the ``__cause__``.
+
+    >>> import gpuaug
+    >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment.crop.size=32", "batch_size=8"])
+    >>> with gpuaug.build(cfg) as loader:
+    ...     images, labels = next(iter(loader))
+    >>> images.shape
+    torch.Size([8, 3, 32, 32])
+    >>> gpuaug.build(cfg.augment).crop.size  # a part of it
+    (32, 32)
     """
     trusted = [trust] if isinstance(trust, str) else list(trust)
     for prefix in trusted:

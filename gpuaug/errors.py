@@ -4,11 +4,26 @@ from __future__ import annotations
 
 
 class GpuaugError(Exception):
-    """Base class of all gpuaug errors."""
+    """Base class of all gpuaug errors.
+
+    >>> import gpuaug
+    >>> try:
+    ...     source = gpuaug.FolderSource("data/missing")
+    ... except gpuaug.GpuaugError as error:
+    ...     print(type(error).__name__)
+    SourceError
+    """
 
 
 class ConfigError(GpuaugError, ValueError):
-    """An invalid configuration, or an invalid argument of a constructor or method. Names the full key."""
+    """An invalid configuration, or an invalid argument of a constructor or method. Names the full key.
+
+    >>> import gpuaug
+    >>> gpuaug.RandomResizedCrop(224, scale=(1.2, 0.5))
+    Traceback (most recent call last):
+    ...
+    gpuaug.errors.ConfigError: `scale` must satisfy 0 < min <= max <= 1. Found: (1.2, 0.5).
+    """
 
 
 class ReadOnlyError(ConfigError, AttributeError):
@@ -16,15 +31,45 @@ class ReadOnlyError(ConfigError, AttributeError):
 
 
 class SourceError(GpuaugError, ValueError):
-    """The whole source cannot be used: missing root, no images, or a class mapping that does not match."""
+    """The whole source cannot be used: missing root, no images, or a class mapping that does not match.
+
+    >>> import gpuaug
+    >>> try:
+    ...     gpuaug.FolderSource("data/missing")
+    ... except gpuaug.SourceError as error:
+    ...     print(str(error).partition(":")[0])
+    `source.root` does not exist
+    """
 
 
 class StateError(GpuaugError, ValueError):
-    """A loader state that does not belong to this loader."""
+    """A loader state that does not belong to this loader.
+
+    >>> import gpuaug
+    >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=gpuaug.Augment(crop=gpuaug.Resize((8, 8))))
+    >>> try:
+    ...     loader.load_state_dict({})
+    ... except gpuaug.StateError as error:
+    ...     print(error)
+    not a loader state: expected version, epoch, position and fingerprint. Found: '{}'.
+    """
 
 
 class ReadError(GpuaugError, RuntimeError):
-    """A reading worker died or did not answer in time. Says what to change."""
+    """A reading worker died or did not answer in time. Says what to change.
+
+    >>> import gpuaug
+    >>> recipe = gpuaug.Augment(crop=gpuaug.Resize((8, 8)))
+    >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=recipe, num_workers=1, timeout=60)
+    >>> while loader.epoch < 1:
+    ...     try:
+    ...         for images, labels in loader:
+    ...             pass
+    ...         break
+    ...     except gpuaug.ReadError as error:
+    ...         print(error)  # the next pass continues with the next sample
+    >>> loader.close()
+    """
 
 
 class DataError(GpuaugError, RuntimeError):
@@ -35,6 +80,14 @@ class DataError(GpuaugError, RuntimeError):
         index: its number in the source.
         stage: ``read`` or ``decode``.
         reason: the cause of the failure.
+
+    >>> import gpuaug
+    >>> recipe = gpuaug.Augment(crop=gpuaug.Resize((8, 8)))
+    >>> try:
+    ...     next(iter(gpuaug.Loader([(b"no image", 0)], augment=recipe, num_workers=0)))
+    ... except gpuaug.DataError as error:
+    ...     print(error.index, error.stage)
+    0 decode
     """
 
     REMEDY = (
@@ -51,4 +104,15 @@ class DataError(GpuaugError, RuntimeError):
 
 
 class FaultBudgetError(GpuaugError, RuntimeError):
-    """There were more bad samples than `faults.max` allows."""
+    """There were more bad samples than `faults.max` allows.
+
+    >>> import gpuaug
+    >>> recipe = gpuaug.Augment(crop=gpuaug.Resize((8, 8)))
+    >>> faults = gpuaug.Faults(policy="drop", max=1)
+    >>> loader = gpuaug.Loader([(b"no image", 0), (b"none", 1)], augment=recipe, faults=faults, num_workers=0)
+    >>> try:
+    ...     batches = list(loader)
+    ... except gpuaug.FaultBudgetError as error:
+    ...     print(str(error).partition(";")[0])
+    2 bad samples could not be read or decoded
+    """

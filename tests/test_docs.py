@@ -12,19 +12,28 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import scenes
+import test_mask_folder
+import test_parquet_targets
+import test_voc
+import test_yolo
 import torch
 from common import recipe
 from conftest import ROOT
+from pictures import encode, photograph
 
 import gpuaug
 from gpuaug.tools.main import COMMANDS
+from gpuaug.tools.pack.command import pack
+from gpuaug.tools.pack.job import Pack
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -134,17 +143,53 @@ def test_every_unit_is_of_a_quantity() -> None:
     assert {"Batch", "Augment.forward"} <= {name for name, thing in PUBLIC.items() if arrays(thing)}
 
 
-# their examples open files that are made in other tests
-OF_FILES = {
-    "CocoSource", "MaskFolderSource", "MaterializedSource", "PackedSource", "ParquetSource", "ShardSource",
-    "TableSource", "VocSource", "YoloSource",
-}  # fmt: skip
+@pytest.fixture(scope="module")
+def data(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``data/``, which has every data set that an example opens, under the name that it has there."""
+    folder = tmp_path_factory.mktemp("examples")
+    root = folder / "data"
+    root.mkdir()
+    (root / "train").symlink_to(photos)
+    write_coco(root)
+    test_mask_folder.write(root / "ade20k", "images/training", "annotations/training")
+    test_voc.write(root / "VOCdevkit", split="trainval")
+    test_yolo.write(root / "coco8", {"a": "1 0.5 0.25 0.5 0.1"}, split="val")
+    (root / "train.csv").write_text("".join(["file,class\n", *(f"train/chelsea/00{k}.jpg,cat\n" for k in range(3))]))
+    pyarrow.parquet.write_table(test_parquet_targets.table(4).drop_columns("mask"), root / "train-0.parquet")
+    image = encode(photograph(size=(40, 30)))
+    for k in range(100):
+        mask, objects = encode(photograph(size=(40, 30)).convert("L"), "PNG"), b'{"objects": []}'
+        write_tar(root / f"train-{k:03d}.tar", {"a.jpg": image, "a.json": b'{"category": 3}'})
+        write_tar(root / f"scenes-{k:03d}.tar", {"a.jpg": image, "a.seg.png": mask, "a.json": objects})
+    source = gpuaug.FolderSource(photos, subset=8)
+    pack(source, root / "packed", what=Pack(sizes=(128, 160)), decode=gpuaug.Decode(), num_workers=0)
+    with gpuaug.Loader(source, augment=recipe(), seed=0, num_workers=0, device="cpu") as loader:
+        gpuaug.Materialize(loader, out=root / "epochs").run()
+    return folder
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in OF_FILES and ">>>" in docstring(name)])
-def test_examples_of_docstrings_run(name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("name", gpuaug.__all__)
+def test_every_public_name_has_an_example(name: str) -> None:
+    module = gpuaug._WHERE[name].replace(".", "/")
+    assert ">>>" in docstring(name), (
+        f"gpuaug.{name} has no example. Add lines with `>>>` to its docstring in {module}.py"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if ">>>" in docstring(name)])
+def test_examples_of_docstrings_run(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/train").symlink_to(photos)
+    for path in (data / "data").iterdir():
+        if name != "Materialize" or path.name != "epochs":  # the example writes this folder
+            (tmp_path / "data" / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     module = sys.modules[PUBLIC[name].__module__]
     known = {**vars(module), "gpuaug": gpuaug, "recipe": recipe()}
@@ -205,7 +250,7 @@ def test_type_checkers_see_the_names_that_are_imported_lazily() -> None:
     assert sorted(seen) == gpuaug.__all__
 
 
-def coco(root: Path) -> None:
+def write_coco(root: Path) -> None:
     """``root/coco`` as COCO lays its files out, and ``root/voc`` with images and masks."""
     scenes.write(root / "voc", count=2, size=(96, 128))
     (root / "coco/annotations").mkdir(parents=True)
@@ -228,7 +273,7 @@ def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_
     names: dict[str, Any] = {"images_uint8": photo_batch, "indices": range(len(photo_batch))}
     programs = [text for language, text in BLOCKS if language == "python" and not text.startswith("# app.py")]
     assert len(programs) == 3
-    coco(tmp_path)
+    write_coco(tmp_path)
     for text in programs:
         for name, instead in (("/data/train", photos), ("/data/coco", tmp_path / "coco"), ("90)", "1)")):
             text = text.replace(name, str(instead))
@@ -244,7 +289,7 @@ def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[:2]))
 def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Path) -> None:
     """As they are written, on other images, fewer of them and on the CPU."""
-    coco(tmp_path)
+    write_coco(tmp_path)
     words = [re.sub(r"/data/(train|val)\b", str(photos), word) for word in words]
     words = [word.replace("/data/", f"{tmp_path}/") for word in words]
     (tmp_path / "conf" / "gpuaug" / "augment").mkdir(parents=True)
@@ -281,7 +326,7 @@ def test_the_layout_in_contributing_is_that_of_the_package() -> None:
     assert folders <= named
 
 
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md"])
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md", "docs/migrate.md"])
 def test_links_and_files_that_are_named_are_there(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     folder = (ROOT / file).parent

@@ -1,15 +1,21 @@
-"""A Hydra application in another folder composes our groups after an installation, from the wheel and editable."""
+"""What is built can be uploaded, and what the README shows runs from it, in an environment with nothing else of ours.
+
+The environment is new, but it imports gpuaug's dependencies from the environment of the tests: to install torch again
+takes minutes.
+"""
 
 import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_docs import BLOCKS, write_coco
 
 import gpuaug
 
@@ -68,11 +74,33 @@ def run(*command: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
-    (made,) = folder.glob("*.whl")
+def built(tmp_path_factory) -> Path:
+    """The folder with the source distribution and the wheel that is made from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (made,) = built.glob("*.whl")
     return made
+
+
+def test_what_is_built_can_be_uploaded(built):
+    files = sorted(str(path) for path in built.iterdir())
+    assert len(files) == 2
+    run(sys.executable, "-m", "twine", "check", "--strict", *files)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_the_source_distribution_is_the_repository(built):
+    (made,) = built.glob("*.tar.gz")
+    with tarfile.open(made) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {name for name in listed if not name.startswith(".ci/")} - names == set()
 
 
 def test_wheel_holds_package_configuration_and_plugin(wheel):
@@ -117,3 +145,57 @@ def environment(folder: Path) -> str:
     # a path file and not PYTHONPATH, which would come before the environment's own packages
     Path(sysconfig.get_path("purelib", vars=base), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return str(folder / "bin" / "python")
+
+
+WAYS = [  # language and first words of the README's blocks
+    ("", "gpuaug train"),
+    ("", "python app.py"),
+    ("python", "import gpuaug\n\nloader ="),
+    ("python", "import kornia"),
+    ("", "gpuaug preview source=masks"),
+    ("python", "source = gpuaug.Coco"),
+]
+
+
+@pytest.mark.long
+def test_what_the_readme_shows_runs_from_the_wheel(wheel, photos, tmp_path):
+    """Word for word, except for the folder of the data and the number of epochs of the loop."""
+    python = environment(tmp_path / "env")
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet", str(wheel))
+    torchrun = Path(python).with_name("torchrun")  # pip would write it with torch
+    torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train").symlink_to(photos)
+    (data / "val").symlink_to(photos)
+    write_coco(data)
+    folder = tmp_path / "work"
+    (folder / "conf").mkdir(parents=True)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    clean |= {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+
+    def sh(*command: str) -> str:
+        done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    blocks = [(language, text.replace("/data/", f"{data}/").replace("90)", "2)")) for language, text in BLOCKS]
+    for name in ("conf/app.yaml", "app.py"):
+        (text,) = [text for _, text in blocks if text.startswith(f"# {name}\n")]
+        (folder / name).write_text(text, encoding="utf-8")
+    program = (
+        "import torch\n"
+        "images_uint8, indices = torch.zeros((4, 3, 50, 60), dtype=torch.uint8), range(4)\n"
+        "detector = lambda images, targets: [target['boxes'] for target in targets]\n"
+    )
+    for language, begin in WAYS:
+        (text,) = [text for kind, text in blocks if kind == language and text.startswith(begin)]
+        if language == "python":
+            program += text
+        else:
+            for line in text.splitlines():
+                sh("bash", "-c", line)
+    printed = sh(python, "-c", f"{program}\nassert images.shape[1:] == (3, 640, 640)\nprint(gpuaug.__file__)")
+    assert str(tmp_path / "env") in printed
+    assert {path.name for path in folder.glob("*.png")} == {"simclr.png", "masks.png", "boxes.png"}

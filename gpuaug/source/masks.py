@@ -28,15 +28,12 @@ class MaskFolderSource(FileSource):
     :class:`FolderSource`. An image without a mask is an error. Masks without an image are ignored and counted in the
     log. A sample is ``(bytes, Target(mask=bytes))``.
 
-    ==================  ================================  ==============================  ==============================
-    data set            images                            masks                           other arguments
-    ==================  ================================  ==============================  ==============================
-    ADE20K              images/training                   annotations/training
-    Cityscapes          leftImg8bit/train                 gtFine/train                    image_suffix="_leftImg8bit",
-                                                                                          mask_suffix="_gtFine_labelIds"
-    Pascal VOC          JPEGImages                        SegmentationClass               list="ImageSets/Segmentation/
-                                                                                          train.txt"
-    ==================  ================================  ==============================  ==============================
+    The other arguments for well-known data sets:
+
+    - ADE20K: ``images="images/training", masks="annotations/training"``
+    - Cityscapes: ``images="leftImg8bit/train", masks="gtFine/train", image_suffix="_leftImg8bit",
+      mask_suffix="_gtFine_labelIds"``
+    - Pascal VOC: ``images="JPEGImages", masks="SegmentationClass", list="ImageSets/Segmentation/train.txt"``
 
     Args:
         root: folder or URL that contains the two folders; None: ``images`` and ``masks`` are paths or URLs.

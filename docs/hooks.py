@@ -1,0 +1,132 @@
+"""What the site needs besides mkdocs: the repository's layout, pages made from files, docstrings as Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    "*.md", "docs/**/*.md", "bench/README.md", "bench/*.py", "examples/*.py", "conf/gpuaug/**/*.yaml",
+    "notebooks/*.ipynb",
+)  # fmt: skip
+FILES = ("assets/*",)
+GENERATED = "docs/recipes.md"
+
+
+class Page(File):
+    """A page, also if its file is no Markdown."""
+
+    def is_documentation_page(self) -> bool:
+        """Always."""
+        return True
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Replace the files of docs/ by those of the repository, under the paths that they have there."""
+    made = {
+        path.relative_to(ROOT).as_posix(): (kind, str(path))
+        for kind, patterns in ((Page, PAGES), (File, FILES))
+        for pattern in patterns
+        for path in sorted(ROOT.glob(pattern))
+    }
+    listed = [kind.generated(config, name, abs_src_path=path) for name, (kind, path) in made.items()]
+    return Files([*listed, Page.generated(config, GENERATED, content=recipes())])
+
+
+def on_page_read_source(page: Any, config: Any) -> str | None:
+    """Markdown of a page whose file is a program, YAML or a notebook; None for Markdown."""
+    path = Path(page.file.src_uri)
+    if path.suffix == ".md":
+        return None
+    text = page.file.content_string
+    if path.suffix == ".ipynb":
+        return notebook(json.loads(text))
+    return f"# {path.as_posix()}\n\n{fenced(text, {'.py': 'python'}.get(path.suffix, 'yaml'))}\n"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let a list begin below a bold line, as on GitHub."""
+    return re.sub(r"^(\*\*.+\*\*)\n- ", r"\1\n\n- ", markdown, flags=re.MULTILINE)
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code."""
+    return f"````{language}\n{text.rstrip()}\n````"
+
+
+def notebook(content: dict[str, Any]) -> str:
+    """The cells of a notebook with their text and pictures."""
+    parts = []
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else fenced(source, "python"))
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            picture = next((kind for kind in data if kind.startswith("image/")), None)
+            if picture:
+                encoded = "".join(data[picture]).replace("\n", "")
+                parts.append(f'<img alt="output of the code above" src="data:{picture};base64,{encoded}">')
+            else:
+                parts.append(fenced("".join(output.get("text") or data.get("text/plain", ""))))
+    return "\n\n".join(parts)
+
+
+def recipes() -> str:
+    """A page with every recipe: what its first lines say, and the file."""
+    parts = ["# Recipes\n\nEvery file of `conf/gpuaug/augment`. Select one with `augment=NAME`."]
+    for path in sorted((ROOT / "conf/gpuaug/augment").glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        first = next(k for k, line in enumerate(lines) if not line.startswith("#"))
+        said = " ".join(line.lstrip("# ") for line in lines[:first])
+        said = re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", said)
+        body = "\n".join(f"    {line}".rstrip() for line in fenced("\n".join(lines[first:]), "yaml").splitlines())
+        parts.append(f'## {path.stem}\n\n{said}\n\n??? note "{path.stem}.yaml"\n\n{body}')
+    return "\n\n".join(parts) + "\n"
+
+
+class Docstrings(Extension):
+    """Turns what docstrings have for readers of the code into Markdown: roles, shared entries, examples."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        """Rewrite the docstring before it is parsed."""
+        if obj.docstring:
+            obj.docstring.value = markdown(obj.docstring.value)
+
+
+def markdown(text: str) -> str:
+    """A docstring with links for roles, one entry per argument, and its examples as a section."""
+    text = re.sub(r":(?:class|meth|func|mod|attr|data):`~?([^`]+)`", link, text)
+    text = re.sub(r"::\n\n", ":\n\n", text)  # before indented code
+    # one entry for several names, such as ``rank, world_size: ...``, becomes one for each
+    entry = re.compile(r"^( +)(\w+), (\w+(?:, \w+)*): (.*(?:\n\1 +.*)*)", re.MULTILINE)
+    while found := entry.search(text):
+        indent, first, others, said = found.groups()
+        text = text[: found.start()] + f"{indent}{first}: {said}\n{indent}{others}: {said}" + text[found.end() :]
+    return re.sub(r"(?:^(?:>>>|\.\.\.) ?.*\n?(?:^(?!>>>)\S.*\n?)*)+", examples, text, flags=re.MULTILINE)
+
+
+def link(found: re.Match[str]) -> str:
+    """A role as a link, or as code if it names something that the reference does not have."""
+    name = re.sub(r"^gpuaug\.(errors\.|batch\.)?", "", found.group(1))
+    return f"[`{name}`][gpuaug.{name}]" if name.partition(".")[0] in documented() else f"`{found.group(1)}`"
+
+
+@cache
+def documented() -> set[str]:
+    """The public names that the pages of the reference list."""
+    pages = (ROOT / "docs/reference").glob("*.md")
+    return {
+        name for page in pages for name in re.findall(r"^::: gpuaug\.(\w+)$", page.read_text("utf-8"), re.MULTILINE)
+    }
+
+
+def examples(found: re.Match[str]) -> str:
+    """A block of prompts, with the heading that the parser knows."""
+    return "Examples:\n" + "".join(f"    {line}\n" for line in found.group().rstrip().splitlines())
