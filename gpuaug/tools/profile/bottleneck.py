@@ -288,14 +288,10 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage == "decode" and trials.reducible:
         text = "large JPEGs are decoded at a part of their size; `gpuaug parity` shows how far the pixels change"
         propose(trials.with_decoder(current, reduced=True), (_key(at, "decode.reduced=true"),), text)
-    if stage == "masks":
-        if (small := trials.with_small_masks(current)) is not None:
-            text = "if no class number is above 255; `masks.long()` on the device gives the int64 that losses need"
-            propose(small, (_key(at, "targets.masks.dtype=uint8"),), text)
-        if trials.packed() is None and (stored := trials.with_runs(current)) is not None:
-            text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "
-            text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
-            propose(replace(stored, decode=FREE), (), text)
+    if stage == "masks" and trials.packed() is None and (stored := trials.with_runs(current)) is not None:
+        text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "
+        text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+        propose(replace(stored, decode=FREE), (), text)
     if stage in ("decode", "masks", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
         side, fewer = packed  # the times of decoding and copying are proportional to pixels and bytes
         decode = current.decode.scaled(fewer, fewer)
