@@ -19,6 +19,7 @@ HEADINGS = {  # by stage, in the order of the table
     "all": "everything, from the bytes to the normalized view",
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
+EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
 EQUAL, LEVEL = 0.05, 1.001  # levels: float32 compared with float64; one level plus float32 rounding
 CLOSE = 4.0  # levels: truncation to uint8 loses half a level per step, and recipes have up to eight steps
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels: float32 compared with float64

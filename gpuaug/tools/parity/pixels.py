@@ -31,13 +31,12 @@ from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.parity import targets
 from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, why
-from gpuaug.tools.parity.differences import HEADINGS, Image, Parity
+from gpuaug.tools.parity.differences import EPOCHS, HEADINGS, Image, Parity
 from gpuaug.tools.peers import torchvision
 from gpuaug.tools.preview.annotations import read, upright_targets
 
 FLOAT, UINT8 = REFERENCES = ("torchvision, float", "torchvision, uint8")
 BARE, WHOLE = "everything but the operations", "everything"
-EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
 DECODE = "the two decoders round differently in the inverse DCT and the color conversion"
 DEEP = "Pillow clips 16-bit gray at 255, so nearly all pixels become white; gpuaug scales 16-bit gray to 8 bits"
 RESIZE = (

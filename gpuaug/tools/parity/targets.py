@@ -24,11 +24,10 @@ from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.rules import Boxes, Masks, Targets
 from gpuaug.tools.parity.counterpart import Call, calls_of, why
-from gpuaug.tools.parity.differences import Difference, Parity
+from gpuaug.tools.parity.differences import EPOCHS, Difference, Parity
 from gpuaug.tools.peers import torchvision
 
 TORCHVISION, PILLOW = "torchvision", "Pillow"
-EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
 MOVES = ("horizontal_flip", "vertical_flip", "rotate", "affine", "perspective", "elastic")  # torchvision's
 FILLED = MOVES[2:]  # take a fill value
 _OLD_NEAREST = (
