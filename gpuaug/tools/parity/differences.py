@@ -109,18 +109,23 @@ class Difference:
     def add_targets(self, gaps: NDArray[Any], key: str) -> None:
         """Add one image: for each box its largest difference in pixels, or for each mask pixel whether it differs."""
         gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
-        off, largest = (float((gaps > NEAR_BOX).mean()), float(gaps.max())) if len(gaps) else (0.0, 0.0)
-        if off > self.off if self.kind == "masks" else largest > self.largest:
+        if not len(gaps):
+            self.images += 1
+            return
+        off, mean = float((gaps > NEAR_BOX).mean()), float(gaps.mean())
+        if self.kind == "boxes" and gaps.max() > self.largest:
+            self.largest, self.worst = float(gaps.max()), key
+        if self.kind == "masks" and off > self.largest_mean:
             self.worst = key
-        self._average(len(gaps), off=off, **({} if self.kind == "masks" or not len(gaps) else {"mean": gaps.mean()}))
-        self.largest = max(self.largest, 0.0 if self.kind == "masks" else largest)
+        self.largest_mean = max(self.largest_mean, mean)
+        self._average(len(gaps), off=off, mean=mean)
 
     def _average(self, count: int, **means: float) -> None:
         """Include the means over ``count`` pixels or boxes of one more image."""
         self.images, self.count = self.images + 1, self.count + count
         for name, mean in means.items():
             before = getattr(self, name)
-            setattr(self, name, before + (float(mean) - before) * count / max(1, self.count))
+            setattr(self, name, before + (mean - before) * count / self.count)
 
     def plain(self) -> dict[str, Any]:
         """Everything but the pixels, for JSON."""
