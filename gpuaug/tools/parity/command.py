@@ -65,8 +65,8 @@ def main(request: Request) -> int:
         report.add("picture", str(out), f"{out} ({picture.width} x {picture.height})")
     print(f"\n{textwrap.fill(summary(parity), 110)}", flush=True)
     report.values |= {"indices": indices, **vars(parity), "summary": summary(parity)}
-    for key, chosen_ones in (("differences", False), ("targets", True)):
-        report.values[key] = [d.plain() for d in parity.differences if (d.stage == "targets") == chosen_ones]
+    lists = {"differences": [d for d in parity.differences if d.stage != "targets"], "targets": parity.targets}
+    report.values |= {name: [d.plain() for d in differences] for name, differences in lists.items()}
     report.write()
     if not parity.samples:
         raise ConfigError(f"no sample can be decoded. Tried: {indices[:5]}. Choose other samples with `indices`.")
