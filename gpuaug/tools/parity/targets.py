@@ -99,8 +99,9 @@ def compare(
                     applied += comparer.compare(op.name, alone, sample, now)
         if not applied:
             parity.note(f"`{op.name}` moved no target of these images in {EPOCHS} epochs")
+    everything = comparer.recipe()
     for sample in originals if moving else ():
-        comparer.compare("everything", comparer.recipe(), sample, epoch)
+        comparer.compare("everything", everything, sample, epoch)
 
 
 def summary(differences: Sequence[Difference]) -> str:
