@@ -557,8 +557,8 @@ def test_overrides_of_the_loader_have_no_effect_and_are_checked(
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("timeout=0", "`timeout` must be a number of seconds above 0"),
-        ("timeout=soon", "`timeout` must be a number of seconds above 0"),
+        ("timeout=0", "`timeout` must be a number in [0.001, 86400]. Found: 0"),
+        ("timeout=soon", "`timeout` must be a number in [0.001, 86400]. Found: 'soon'"),
         ("fresh=maybe", "`fresh` must be true or false"),
         ("json=/proc/none/d.json", "`json` must be the path of a file"),
     ],

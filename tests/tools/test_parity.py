@@ -22,8 +22,10 @@ from bench import photographs
 from gpuaug.augment.policy import prepare
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import command
-from gpuaug.tools.parity.command import Difference, Parity, Sample, compare, summary
+from gpuaug.tools.parity.command import summary
 from gpuaug.tools.parity.counterpart import counterpart
+from gpuaug.tools.parity.differences import Difference, Parity
+from gpuaug.tools.parity.pixels import compare
 from gpuaug.tools.peers import torchvision
 
 
@@ -41,7 +43,7 @@ def measured(photos: Path, ops: dict, *, count: int = 3, **more: object) -> Pari
     more = {"crop": gpuaug.RandomResizedCrop(48), **more}
     augment = gpuaug.Augment(ops=ops, **more)
     with gpuaug.Loader(gpuaug.FolderSource(photos), augment=augment, num_workers=0, prefetch=0, device="cpu") as loader:
-        return compare(loader, gpuaug.Decode(num_threads=2), indices=range(0, 7 * count, 7))
+        return compare(loader, indices=range(0, 7 * count, 7))
 
 
 def found(parity: Parity, name: str, kind: str = ", float") -> Difference:
@@ -153,7 +155,7 @@ def test_mix_is_torchvisions(name: str, photos: Path) -> None:
             device="cpu",
             seed=seed,
         ) as loader:
-            parity = compare(loader, gpuaug.Decode(num_threads=1), indices=range(0, 50, 10))
+            parity = compare(loader, indices=range(0, 50, 10))
         mixed = [d for d in parity.differences if d.stage == "mix"]
         kinds = ["mixup", "cutmix"] if name == "both" else [name]
         assert [(d.name, d.view) for d in mixed] == [(k, v) for k in kinds for v in views]
@@ -176,7 +178,7 @@ def test_another_mix_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch) -> N
     source = gpuaug.FolderSource(photos)
     mix = gpuaug.Mix(cutmix_alpha=1.0)
     with gpuaug.Loader(source, augment=augment, mix=mix, num_workers=0, device="cpu", seed=1) as loader:
-        parity = compare(loader, gpuaug.Decode(num_threads=1), indices=[0, 20, 40])
+        parity = compare(loader, indices=[0, 20, 40])
     (mixed,) = [d for d in parity.differences if d.stage == "mix"]
     assert mixed.verdict != "equal"
 
@@ -192,7 +194,7 @@ def test_mix_of_one_image_is_not_compared(photos: Path) -> None:
     augment = gpuaug.Augment(crop=gpuaug.Resize((32, 32)))
     source, mix = gpuaug.FolderSource(photos), gpuaug.Mix(mixup_alpha=1.0)
     with gpuaug.Loader(source, augment=augment, mix=mix, num_workers=0, device="cpu") as loader:
-        parity = compare(loader, gpuaug.Decode(num_threads=1), indices=[3])
+        parity = compare(loader, indices=[3])
     assert not [d for d in parity.differences if d.stage == "mix"]
     assert any(note.startswith("mix is not compared") for note in parity.notes)
 
@@ -202,14 +204,14 @@ def test_reduced_decoding_is_compared_with_full_decoding(photos: Path) -> None:
     decode = gpuaug.Decode(num_threads=1, reduced=True)
     source = gpuaug.FolderSource(photos)
     with gpuaug.Loader(source, augment=augment, decode=decode, num_workers=0, device="cpu") as loader:
-        parity = compare(loader, decode, indices=range(0, 40, 5))
+        parity = compare(loader, indices=range(0, 40, 5))
     full = {d.name: d for d in parity.differences if d.stage in ("decode", "resize")}
     assert all(d.verdict in ("equal", "rounding") for d in full.values())
     (reduced,) = [d for d in parity.differences if d.stage == "reduced"]
     assert 0.05 < reduced.mean <= reduced.largest_mean < 3.5
     assert reduced.images == parity.samples
     assert any(f"largest mean difference of an image is {reduced.largest_mean:.2f}" in note for note in parity.notes)
-    assert any("decode.reduced" in line for line in command.table(parity))
+    assert any("decode.reduced" in line for line in parity.lines())
 
 
 def test_policies_are_compared_by_what_they_choose(photos: Path) -> None:
@@ -257,7 +259,7 @@ def test_orientation_and_faults_are_noted(tmp_path: Path) -> None:
     (folder / "1.jpg").write_bytes(b"\xff\xd8 no image")
     augment = gpuaug.Augment(crop=gpuaug.Resize((20, 20)))
     with gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=augment, num_workers=0, device="cpu") as loader:
-        parity = compare(loader, gpuaug.Decode(), indices=[0, 1])
+        parity = compare(loader, indices=[0, 1])
     assert parity.samples == 1
     assert any("1 of 1 images have an EXIF orientation" in note for note in parity.notes)
     assert any("a/1.jpg) is left out" in note for note in parity.notes)
@@ -269,7 +271,7 @@ def test_numbers_are_those_of_the_definition() -> None:
     pairs = [(rng.uniform(0, 255, (9, w, 3)), rng.uniform(0, 255, (9, w, 3))) for w in (5, 8)]
     difference = Difference("operation", "op", "another")
     for n, (ours, theirs) in enumerate(pairs):
-        difference.add(ours, theirs, sample=Sample(n, str(n)))
+        difference.add(ours, theirs, index=n, key=str(n))
     gap = np.concatenate([(a - b).reshape(-1, 3) for a, b in pairs])
     assert difference.largest == pytest.approx(np.abs(gap).max(), rel=1e-6)
     assert difference.mean == pytest.approx(np.abs(gap).mean(), rel=1e-6)
@@ -327,8 +329,8 @@ def test_the_picture_shows_both_and_the_difference() -> None:
     theirs = ours.copy()
     theirs[20, 5] = 110
     difference = Difference("operation", "op", "another", why="planted")
-    difference.add(ours, theirs, sample=Sample(0, "a.jpg"), what="planted")
-    (worst,) = command.worst_cases(Parity([difference], [], 1, "0"), 5)
+    difference.add(ours, theirs, index=0, key="a.jpg", what="planted")
+    (worst,) = command.worst_cases(Parity("0", 1, [difference]), 5)
     assert worst.worst is not None
     assert (worst.worst.y, worst.worst.x) == (20, 5)
     cells = command.row(worst).cells
@@ -345,7 +347,7 @@ def test_sixteen_bits_of_gray_are_told_apart_from_what_pillow_makes_of_them(tmp_
     Image.fromarray((ramp >> 8).astype(np.uint8)).save(tmp_path / "a" / "plain.png")
     words = [f"source.root={tmp_path}", "num_workers=0", "augment=none", "augment.crop.size=32"]
     with gpuaug.build(gpuaug.compose("train", words)) as loader:
-        parity = compare(loader, gpuaug.Decode(), indices=[0, 1], epoch=0)
+        parity = compare(loader, indices=[0, 1], epoch=0)
     (difference,) = [d for d in parity.differences if d.stage == "decode"]
     assert (difference.images, difference.largest <= 1) == (1, True)
     assert any("deep.png" in note and "is left out" in note and "white" in note for note in parity.notes)

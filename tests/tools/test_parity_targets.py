@@ -1,4 +1,4 @@
-"""`gpuaug parity` with targets: masks and boxes equal torchvision's and Kornia's, and a planted difference is seen."""
+"""`gpuaug parity` with targets: masks and boxes equal torchvision's, and a planted difference is seen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import scenes as made
 import gpuaug
 from gpuaug.tools.main import main
 from gpuaug.tools.parity import targets as parity_targets
-from gpuaug.tools.parity.command import Parity, compare, table
-from gpuaug.tools.parity.targets import TargetDifference
+from gpuaug.tools.parity.differences import Difference, Parity
+from gpuaug.tools.parity.pixels import compare
 from gpuaug.tools.peers import torchvision
 
 
@@ -45,10 +45,10 @@ def measured(scenes: Path, targets: gpuaug.Targets, augment: Any, count: int = 3
         masks = "instances" if targets.masks is not None else None
         source = gpuaug.CocoSource(scenes / "images", annotations=scenes / "instances.json", masks=masks)
     with gpuaug.Loader(source, targets=targets, augment=augment, num_workers=0, prefetch=0, device="cpu") as loader:
-        return compare(loader, gpuaug.Decode(num_threads=1), indices=range(count))
+        return compare(loader, indices=range(count))
 
 
-def found(parity: Parity, name: str, kind: str, reference: str = "torchvision") -> TargetDifference:
+def found(parity: Parity, name: str, kind: str, reference: str = "torchvision") -> Difference:
     (one,) = [d for d in parity.targets if (d.name, d.kind, d.reference) == (name, kind, reference)]
     return one
 
@@ -70,14 +70,13 @@ def following(scenes: Path) -> Parity:
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_operations_move_boxes_and_masks_as_torchvision_and_kornia(name: str, following: Parity) -> None:
+def test_operations_move_boxes_and_masks_as_torchvision(name: str, following: Parity) -> None:
     boxes = found(following, name, "boxes")
     assert (boxes.images, boxes.verdict) == (3, "equal")
     assert boxes.largest < 1e-3
-    for reference in ("torchvision", "Kornia"):
-        masks = found(following, name, "masks", reference)
-        assert masks.verdict in ("equal", "rounding")
-        assert (masks.images, masks.count) == (3, 3 * 96 * 120)
+    masks = found(following, name, "masks")
+    assert masks.verdict in ("equal", "rounding")
+    assert (masks.images, masks.count) == (3, 3 * 96 * 120)
 
 
 def test_several_warps_differ_for_reasons_that_are_told(following: Parity) -> None:
@@ -85,7 +84,7 @@ def test_several_warps_differ_for_reasons_that_are_told(following: Parity) -> No
     assert boxes.verdict == "other"
     assert "torchvision's boxes are larger" in boxes.why
     assert "samples a mask in every operation" in masks.why
-    printed = " ".join(" ".join(table(following)).split())
+    printed = " ".join(" ".join(following.lines()).split())
     assert boxes.why in printed
     assert f"{boxes.largest:.3f}" in printed
 
@@ -131,7 +130,6 @@ def test_elastic_masks_and_policies_are_compared(scenes: Path) -> None:
     parity = measured(scenes, MASKS, gpuaug.Augment(crop=gpuaug.Resize((64, 80)), ops=ops), count=4)
     assert found(parity, "elastic", "masks").verdict in ("equal", "rounding")
     assert found(parity, "rand", "masks").images > 0
-    assert not [d for d in parity.targets if (d.name, d.reference) == ("elastic", "Kornia")]  # it is Kornia's
 
 
 def identity(real: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -177,10 +175,10 @@ def test_views_are_compared_with_their_own_numbers(scenes: Path) -> None:
 
 
 def test_numbers_are_those_of_the_definition() -> None:
-    boxes, masks = TargetDifference("x", "boxes", "y"), TargetDifference("x", "masks", "y")
+    boxes, masks = (Difference("targets", "x", "y", kind=kind) for kind in ("boxes", "masks"))
     for gaps in ([0.0, 1.0, 0.25], [], [0.75]):
-        boxes.add(np.array(gaps), "a.jpg")
-        masks.add(np.array([[gap > 0 for gap in gaps]]), "a.jpg")
+        boxes.add_targets(np.array(gaps), "a.jpg")
+        masks.add_targets(np.array([[gap > 0 for gap in gaps]]), "a.jpg")
     assert (boxes.images, boxes.count, boxes.largest) == (3, 4, 1.0)
     assert (boxes.mean, boxes.off) == (0.5, 0.5)
     assert (masks.count, masks.off, masks.largest) == (4, 0.75, 0.0)

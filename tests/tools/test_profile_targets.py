@@ -109,9 +109,6 @@ class Paper:
         factor = self.threads / num_threads
         return replace(m, decode=m.decode.scaled(factor, 1), masks=m.masks.scaled(factor, 1))
 
-    def with_small_masks(self, m: Measured) -> Measured:
-        return replace(m, finish=FREE)
-
     def with_runs(self, m: Measured) -> Measured:
         return replace(m, masks=FREE)
 
@@ -123,10 +120,6 @@ def test_advice_for_masks() -> None:
     verdict = diagnose(Paper(), measured())  # type: ignore[arg-type]
     assert verdict.bottleneck == "masks"
     assert verdict.overrides == ["decode.num_threads=8"]
-    finishing = measured(finish=cost(9))
-    (small, *_) = diagnose(Paper(), finishing, at="data").others  # type: ignore[arg-type]
-    assert small.overrides == ("data.targets.masks.dtype=uint8",)
-    assert not small.same
     one = Paper()
     one.threads = 8  # as many as cores: nothing is left but to prepare the masks
     (pack,) = diagnose(one, measured()).others  # type: ignore[arg-type]
@@ -155,8 +148,7 @@ def test_a_loader_with_targets_is_measured_and_stays_the_same(scenes: Path, more
             assert found.host_parts["targets"] > 0
             assert profiler.faults == 0
             diagnose(profiler, found)
-            for other in (profiler.with_small_masks(found), profiler.with_runs(found),
-                          profiler.with_decoder(found, num_threads=1)):  # fmt: skip
+            for other in (profiler.with_runs(found), profiler.with_decoder(found, num_threads=1)):
                 assert other is not None
                 assert other.masks is not None
         for (a, b), (c, d) in zip(before, pixels(loader), strict=True):
@@ -164,7 +156,7 @@ def test_a_loader_with_targets_is_measured_and_stays_the_same(scenes: Path, more
             assert torch.equal(b, d)
 
 
-def test_other_forms_of_masks_hold_the_same_values(scenes: Path) -> None:
+def test_masks_as_runs_hold_the_same_values(scenes: Path) -> None:
     with build(scenes, "num_workers=0", "order=sequential") as loader, Profiler(loader, repeats=1, seconds=0.01) as p:
         stage, batch = p.stage, p.encoded[0]
         changed = targets.as_runs(batch, stage)
@@ -172,12 +164,6 @@ def test_other_forms_of_masks_hold_the_same_values(scenes: Path) -> None:
             assert (a == b).all()
             values = [masks.decode(x.tobytes(), stored=(64, 96), exif=1, max_pixels=10**6) for x in (c, d)]
             assert (values[0] == values[1]).all()
-        small = targets.with_dtype(stage, "uint8")
-        assert small is not None
-        (one,), (other,) = (p._finished(p.decoded[0], x) for x in (stage, small))
-        assert other.masks.dtype == torch.uint8
-        assert torch.equal(one.masks, other.masks.long())
-        assert targets.with_dtype(small, "uint8") is None
 
 
 @pytest.mark.parametrize("kind", ["segmentation", "detection"])

@@ -255,8 +255,8 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
     momentum = copy.deepcopy(whole["optimizer"])
     momentum["state"][0]["momentum_buffer"] = torch.zeros(3)
     for changed, said in (
-        ({"model": 3}, "`model` of a checkpoint must be a mapping. Found: `model` = '3'"),
-        ({"ema": 3}, "`ema` of a checkpoint must be a mapping or null"),
+        ({"model": 3}, "is damaged: `model` is '3'. Resume from another checkpoint"),
+        ({"ema": 3}, "`ema` is '3'"),
         ({"ema": {}}, "was trained with averaged weights. Set `ema` to the value of that run."),
         ({"optimizer": [1]}, "`optimizer`"),
         ({"scaler": 3}, "`scaler`"),
@@ -264,9 +264,9 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         ({"loader": "x"}, "`loader`"),
         ({"classes": 7}, "`classes`"),
         ({"classes": [3]}, "`classes`"),
-        ({"sums": [1.0, 2.0]}, "`sums` of a checkpoint must be three numbers"),
+        ({"sums": [1.0, 2.0]}, "`sums` is"),
         ({"sums": [1.0, 2.0, "x"]}, "`sums`"),
-        ({"steps": "a"}, "`steps` of a checkpoint must be a whole number >= 0. Found: `steps` = 'a'"),
+        ({"steps": "a"}, "`steps` is 'a'"),
         ({"steps": -1}, "`steps`"),
         ({"steps": True}, "`steps`"),
         ({"history": 3}, "`history`"),

@@ -6,14 +6,11 @@ the tests in :data:`gpuaug.machine.VERDICTS` are stored for this machine and the
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
-import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpuaug import files, machine
-from gpuaug.errors import ConfigError
+from gpuaug import checks, files, machine
 from gpuaug.files import format_bytes
+from gpuaug.tools import child
 from gpuaug.tools.report import Report, folded
 from gpuaug.tools.request import Keys, Request
 
@@ -74,9 +71,7 @@ class Settings(Keys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
-        if not is_number or not 0 < self.timeout < math.inf:
-            raise ConfigError(f"`timeout` must be a number of seconds above 0. Found: {self.timeout!r}.")
+        checks.number("timeout", self.timeout, 0.001, 86400.0)
 
 
 def main(request: Request) -> int:
@@ -95,7 +90,11 @@ def main(request: Request) -> int:
         "devices": devices(cuda),
         "decoding and augmentation": decoding(settings, cuda=bool(cuda.good)),
         "workers and limits": workers(settings),
-        "machine": limits(),
+        "machine": [
+            cpus(machine.cpus(), machine.cgroup_cpus()),
+            memory(machine.memory(), machine.cgroup_memory()),
+            cache_folder(),
+        ],
     }.items():
         print(f"\n{heading}:", flush=True)
         for finding in part:
@@ -115,8 +114,7 @@ def main(request: Request) -> int:
 def versions() -> Iterator[Finding]:
     """Versions of Python, gpuaug and its requirements, compared with the version ranges that gpuaug supports."""
     python = platform.python_version()
-    bad = BROKEN if sys.version_info < (3, 11) else None
-    yield judged("python", python, bad=bad, advice="gpuaug needs Python 3.11 or newer.", value=python)
+    yield Finding(name="python", status=OK, text=python, value=python)
     version = machine.package_version("gpuaug")
     yield Finding(name="gpuaug", status=OK, text=version or "not installed, imported from a folder", value=version)
     ranges = required_ranges()
@@ -241,13 +239,6 @@ def workers(settings: Settings) -> Iterator[Finding]:
     )
     yield shared_memory(machine.shared_memory())
     yield open_files(machine.limit("NOFILE"))
-
-
-def limits() -> Iterator[Finding]:
-    """CPUs, memory, control groups, and the cache folder."""
-    yield cpus(machine.cpus(), machine.cgroup_cpus())
-    yield memory(machine.memory(), machine.cgroup_memory())
-    yield cache_folder()
 
 
 # What the machine should have. Open files: torch uses one open file for every batch that travels between processes.
@@ -416,49 +407,24 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
-    """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result.
-
-    The last line of the output is the result, as JSON. After ``timeout`` seconds, process and children are killed.
-    """
+    """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result."""
     # sys.path.append instead of PYTHONPATH, which would come before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()
-    process = subprocess.Popen(
-        list(command or (sys.executable, "-c", start, name)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was killed", seconds=timeout)
-    finally:  # children may still use the device; a process that hangs in the driver ignores SIGKILL
-        with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=10)
+    ended = child.run(command or (sys.executable, "-c", start, name), timeout=timeout)
     seconds = round(time.perf_counter() - began, 2)
-    if process.returncode == 0 and (answer := _answer(out)) is not None:
-        return Verdict(name=name, good=answer["good"], text=answer["text"], value=answer.get("value"), seconds=seconds)
-    if process.returncode < 0:
-        number = -process.returncode
+    if ended.status is None:
+        return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was killed", seconds=timeout)
+    answer = ended.answer
+    known = isinstance(answer, dict) and isinstance(answer.get("text"), str)
+    if ended.status == 0 and known and isinstance(answer.get("good", ""), bool | None):
+        return Verdict(name=name, seconds=seconds, **answer)
+    if ended.status < 0:
+        number = -ended.status
         named = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         text = f"crashed: killed by {named}{' (perhaps out of memory)' if number == signal.SIGKILL else ''}"
     else:
-        last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "no output on stderr")
-        text = f"failed with exit status {process.returncode}: {last[:300]}"
+        lines = [line.strip() for line in ended.errors.splitlines() if line.strip()]
+        text = f"failed with exit status {ended.status}: {lines[-1][:300] if lines else 'no output on stderr'}"
     return Verdict(name=name, good=False, text=text, seconds=seconds)
-
-
-def _answer(out: str) -> dict[str, Any] | None:
-    """The result in the last line of output; None if that line is no result."""
-    try:
-        answer = json.loads(out.strip().splitlines()[-1])
-        known = isinstance(answer["text"], str) and (answer["good"] is None or isinstance(answer["good"], bool))
-    except (ValueError, LookupError, TypeError):
-        return None
-    return answer if known else None

@@ -93,20 +93,13 @@ def _truth(data: bytes) -> Any:
 
 
 def _batch(encoded: Sequence[bytes]) -> Any:
-    import numpy as np
+    """A batch of images as the loader's workers make it."""
     import torch
 
-    from gpuaug.batch import EncodedBatch
+    from gpuaug.read.reader import Reader
 
-    count = len(encoded)
-    return EncodedBatch(
-        data=torch.from_numpy(np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()),
-        offsets=torch.tensor([0, *np.cumsum([len(data) for data in encoded]).tolist()]),
-        labels=None,
-        indices=torch.arange(count),
-        repeats=torch.zeros(count, dtype=torch.int64),
-        valid=torch.ones(count, dtype=torch.bool),
-    )
+    numbers = torch.arange(len(encoded))
+    return next(Reader([(data, 0) for data in encoded], num_workers=0).batches([(numbers, numbers * 0, numbers >= 0)]))
 
 
 def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, kind: str = "") -> Answer:
@@ -248,16 +241,6 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
 # --- workers
 
 
-class _Few:
-    """A source of four small samples."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        return bytes([index]) * 100_000, index
-
-
 def workers() -> Answer:
     """Read with the loader's own workers, with every start method."""
     import multiprocessing
@@ -268,9 +251,9 @@ def workers() -> Answer:
 
     default, failures = multiprocessing.get_start_method(), {}
     methods = multiprocessing.get_all_start_methods()
-    numbers = torch.arange(4)
+    numbers, samples = torch.arange(4), [(bytes([index]) * 100_000, index) for index in range(4)]
     for method in methods:
-        reader = Reader(_Few(), num_workers=1, timeout=60.0, start_method=method)
+        reader = Reader(samples, num_workers=1, timeout=60.0, start_method=method)
         try:
             (batch,) = reader.batches([(numbers, numbers * 0, numbers >= 0)])
             if len(batch.data) != 400_000 or batch.faults:

@@ -189,28 +189,7 @@ class Materialize:
             raise ConfigError(f"`start_epoch` and `epochs` must end below 2**32. Found: {start_epoch} and {epochs}.")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out) or "\0" in str(out):
             raise ConfigError(f"`out` must be the path of a folder. Found: {out!r:.200}.")
-        if getattr(loader.source, "stored", None) is not None:
-            raise ConfigError("`source` must hold images. Found: epochs that are already materialized.")
-        if loader.targets is not None:
-            raise ConfigError(
-                "`targets` must be null, because `gpuaug materialize` stores images and labels only. Set "
-                "targets=none, or prepare images and targets with `gpuaug pack`."
-            )
-        if isinstance(loader.augment, Progressive):
-            raise ConfigError(
-                "`augment` must be one recipe for all epochs, because stored samples have one size. Found: a "
-                "gpuaug.Progressive. Materialize one of its stages, or train without `gpuaug materialize`."
-            )
-        if loader.decode.reduced:
-            raise ConfigError(
-                "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: "
-                "true. Set decode.reduced=false."
-            )
-        if loader.limit_batches is not None:
-            raise ConfigError(
-                f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "
-                "store fewer samples, set `source.subset`."
-            )
+        _check(loader)
         self.out, self.on = Path(os.path.abspath(Path(out).expanduser())), on
         self._loader, source = loader, loader.source
         before = _earlier(self.out)
@@ -415,6 +394,32 @@ class Noted(Faults):
         fault = self._noted[index]
         reason = {"stage": fault.stage, "reason": fault.reason, "size": fault.size, "head": fault.head.hex()}
         return {"row": row, **reason}
+
+
+def _check(loader: Loader) -> None:
+    """Raise ConfigError if a loader's epochs cannot be stored."""
+    if getattr(loader.source, "stored", None) is not None:
+        raise ConfigError("`source` must hold images. Found: epochs that are already materialized.")
+    if loader.targets is not None:
+        raise ConfigError(
+            "`targets` must be null, because `gpuaug materialize` stores images and labels only. Set "
+            "targets=none, or prepare images and targets with `gpuaug pack`."
+        )
+    if isinstance(loader.augment, Progressive):
+        raise ConfigError(
+            "`augment` must be one recipe for all epochs, because stored samples have one size. Found: a "
+            "gpuaug.Progressive. Materialize one of its stages, or train without `gpuaug materialize`."
+        )
+    if loader.decode.reduced:
+        raise ConfigError(
+            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: "
+            "true. Set decode.reduced=false."
+        )
+    if loader.limit_batches is not None:
+        raise ConfigError(
+            f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "
+            "store fewer samples, set `source.subset`."
+        )
 
 
 def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compares masks and boxes with torchvision's (masks also with Pillow's and Kornia's), for the crop and each operation.
+"""Compares masks and boxes with torchvision's (cropped masks also with Pillow's), for the crop and each operation.
 
 Both sides get the same upright masks and boxes and the same random parameters. Boxes are compared before any rule drops
 some of them. Differences of boxes are in pixels of the output.
@@ -6,10 +6,8 @@ some of them. Differences of boxes are in pixels of the output.
 
 from __future__ import annotations
 
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuaug.augment.ops import entry_of
-from gpuaug.augment.ops.kornia_private import forget
-from gpuaug.augment.parameters import Chosen, Prepared, tensors
+from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Augment, MultiView, View
 from gpuaug.augment.target_stage import Given, augment_targets
 from gpuaug.batch import CropWindows
@@ -27,12 +24,10 @@ from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.rules import Boxes, Masks, Targets
 from gpuaug.tools.parity.counterpart import Call, calls_of, why
+from gpuaug.tools.parity.differences import EPOCHS, Difference, Parity
 from gpuaug.tools.peers import torchvision
 
-TORCHVISION, PILLOW, KORNIA = "torchvision", "Pillow", "Kornia"
-EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
-EQUAL, NEAR = 0.01, 0.5  # pixels; float32 compared with float64
-TIES = 0.002  # share of mask pixels: two pixels are equally near, or an edge falls on the other side in float32
+TORCHVISION, PILLOW = "torchvision", "Pillow"
 MOVES = ("horizontal_flip", "vertical_flip", "rotate", "affine", "perspective", "elastic")  # torchvision's
 FILLED = MOVES[2:]  # take a fill value
 _OLD_NEAREST = (
@@ -46,54 +41,7 @@ _HULLS = (
 )
 _SAMPLED = "torchvision samples a mask in every operation, gpuaug once for all of them"
 
-
-@dataclass(eq=False)
-class TargetDifference:
-    """One comparison of masks or boxes over all images."""
-
-    name: str  # crop, an operation's key in the recipe, or everything
-    kind: str  # masks or boxes
-    reference: str
-    view: str = ""
-    why: str = ""
-    images: int = 0
-    count: int = 0  # pixels or boxes
-    largest: float = 0.0  # of boxes: pixels between two edges
-    mean: float = 0.0  # of boxes: pixels, of the largest difference of each box
-    off: float = 0.0  # share of mask pixels that differ, or of boxes that differ by more than half a pixel
-    worst: str = ""  # key of the sample with the largest difference
-
-    @property
-    def verdict(self) -> str:
-        """``equal``, ``rounding``, ``close`` (half a pixel; one mask pixel in 100) or ``other``."""
-        if self.kind == "boxes":
-            return "equal" if self.largest <= EQUAL else "close" if self.largest <= NEAR else "other"
-        limits = (("equal", 0.0), ("rounding", TIES), ("close", 0.01))
-        return next((name for name, limit in limits if self.off <= limit), "other")
-
-    @property
-    def title(self) -> str:
-        """Step, view and kind."""
-        return ", ".join(filter(None, (self.name, self.view, self.kind)))
-
-    def add(self, gaps: NDArray[Any], key: str) -> None:
-        """Add one image: for each box its largest difference in pixels, or for each mask pixel whether it differs."""
-        gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
-        self.images += 1
-        if not len(gaps):
-            return
-        part = len(gaps) / (self.count + len(gaps))
-        share, largest = float((gaps > NEAR).mean()), float(gaps.max())
-        if largest > self.largest or (self.kind == "masks" and share > self.off):
-            self.worst = key
-        self.count += len(gaps)
-        self.off += (share - self.off) * part
-        if self.kind == "boxes":
-            self.largest, self.mean = max(largest, self.largest), self.mean + (float(gaps.mean()) - self.mean) * part
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**vars(self), "verdict": self.verdict}
+Sample = tuple[int, str, "_Placed"]  # number, key, upright or cropped targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,72 +54,57 @@ class _Placed:
     size: tuple[int, int]
 
 
-@dataclass(eq=False)
-class _Step:
-    """One crop, operation or pipeline, on both sides."""
-
-    name: str
-    recipe: Augment | MultiView
-    differences: dict[tuple[str, str], TargetDifference] = field(default_factory=dict)
-
-    def at(self, kind: str, reference: str, reason: str, view: str) -> TargetDifference:
-        new = TargetDifference(self.name, kind, reference, view, reason)
-        return self.differences.setdefault((kind, reference), new)
-
-
 def compare(
-    loader: Loader,
-    view: View,
-    samples: Sequence[tuple[int, str, BatchTargets]],
-    *,
-    epoch: int,
-    note: Callable[[str], None],
-) -> list[TargetDifference]:
+    parity: Parity, loader: Loader, view: View, samples: Sequence[tuple[int, str, BatchTargets]], *, epoch: int
+) -> None:
     """Compare crop, operations and both together for one view.
 
     Args:
+        parity: gets the results.
         loader: it has targets.
         view: one of its views.
         samples: number, key and upright targets of each sample.
         epoch: its random parameters are used. If an operation is not applied in it, later epochs are searched.
-        note: called with what is not compared, and why.
     """
-    assert loader.targets is not None
     asked = loader.targets
+    assert asked is not None
     rules = Targets(
         masks=None if asked.masks is None else Masks(fill=asked.masks.fill, dtype="int32"),
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        note("keypoints are not compared: torchvision's are up to a pixel off; ours move by the boxes' matrices")
-    originals = [(index, key, _placed(targets, rules)) for index, key, targets in samples]
-    crop = _Step("crop", _recipe(view, view.augment.replace(ops=None, copies=1, normalize=None)))
-    everything = _Step("everything", _recipe(view, view.augment.replace(copies=1, normalize=None)))
-    steps = [crop, *_operations(loader, view, crop, originals, rules, epoch=epoch, note=note), everything]
-    for index, key, original in originals:
-        for step in (crop, everything):
-            _compare(step, loader, view, (index, key, original), rules, epoch=epoch, note=note)
+        parity.note("keypoints are not compared: torchvision's are up to a pixel off; ours move by the boxes' matrices")
     if getattr(view.augment.crop, "centres", False):
-        note("boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop says")
-    return [d for step in steps for d in step.differences.values() if step is not everything or len(steps) > 2]
+        parity.note(
+            "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop says"
+        )
+    originals = [(index, key, _placed(targets, rules)) for index, key, targets in samples]
+    comparer = _Comparer(parity, loader.seed, view, rules)
+    crop = comparer.recipe(ops=None)
+    for sample in originals:
+        comparer.compare("crop", crop, sample, epoch)
+    cropped = []
+    for index, key, original in originals:
+        made, _, _ = comparer.ours(crop, index, original, epoch)
+        # numbered again, because each step looks up its boxes in its own input
+        cropped.append((index, key, replace(made, numbers=np.arange(len(made.numbers)))))
+    moving = [op for op in view.augment.prepared if any(_moves(m) for modules in op.slots for m in modules)]
+    if still := [f"`{op.name}`" for op in view.augment.prepared if op not in moving]:
+        parity.note(f"{', '.join(still)}: only pixel values change, so masks and boxes stay the same")
+    for op in moving:
+        alone, applied = comparer.recipe(crop=None, ops={op.name: op.op}), 0
+        for now in range(epoch, epoch + EPOCHS):
+            for sample in cropped:
+                if applied < len(cropped):
+                    applied += comparer.compare(op.name, alone, sample, now)
+        if not applied:
+            parity.note(f"`{op.name}` moved no target of these images in {EPOCHS} epochs")
+    everything = comparer.recipe()
+    for sample in originals if moving else ():
+        comparer.compare("everything", everything, sample, epoch)
 
 
-def table(differences: Sequence[TargetDifference]) -> list[str]:
-    """The lines to print."""
-    wide = max(24, *(len(d.title) for d in differences))
-    lines = ["", "masks and boxes, from the same input; boxes in pixels:"]
-    lines.append(f"  {'':{wide}}  {'against':11}  {'largest':>8} {'mean':>8} {'differ':>9}  verdict")
-    for d in differences:
-        sizes = f"{d.largest:8.3f} {d.mean:8.3f}" if d.kind == "boxes" else f"{'':8} {'':8}"
-        verdict = "DIFFERENT" if d.verdict == "other" else d.verdict
-        lines.append(f"  {d.title:{wide}}  {d.reference:11}  {sizes} {d.off:9.3%}  {verdict}")
-    for reason in dict.fromkeys(d.why for d in differences if d.why):
-        names = dict.fromkeys(d.title for d in differences if d.why == reason)
-        lines += textwrap.wrap(f"{'; '.join(names)}: {reason}.", 112, initial_indent="    ", subsequent_indent="    ")
-    return lines
-
-
-def summary(differences: Sequence[TargetDifference]) -> str:
+def summary(differences: Sequence[Difference]) -> str:
     """One sentence for each kind of target; "" without targets."""
     text = ""
     boxes = [d for d in differences if d.kind == "boxes" and d.count]
@@ -185,120 +118,84 @@ def summary(differences: Sequence[TargetDifference]) -> str:
     return text
 
 
-def _recipe(view: View, augment: Augment) -> Augment | MultiView:
-    """A recipe that draws the random numbers of the view."""
-    return MultiView(views={view.name: augment}) if view.name else augment
-
-
 def _placed(targets: BatchTargets, rules: Targets) -> _Placed:
     mask = None if targets.masks is None or rules.masks is None else targets.masks[0].to(torch.int32).cpu().numpy()
     boxes = None if targets.boxes is None or rules.boxes is None else targets.boxes.cpu().numpy()
     return _Placed(mask, boxes, np.arange(0 if boxes is None else len(boxes)), targets.size)
 
 
-def _operations(
-    loader: Loader,
-    view: View,
-    crop: _Step,
-    originals: Sequence[tuple[int, str, _Placed]],
-    rules: Targets,
-    *,
-    epoch: int,
-    note: Callable[[str], None],
-) -> list[_Step]:
-    """Compare each operation alone, on cropped targets."""
-    moving = [op for op in view.augment.prepared if any(_moves(m) for modules in op.slots for m in modules)]
-    if still := [f"`{op.name}`" for op in view.augment.prepared if op not in moving]:
-        note(f"{', '.join(still)}: only pixel values change, so masks and boxes stay the same")
-    cropped = []
-    for index, key, original in originals:
-        made, _, _ = _ours(crop.recipe, loader, index, original, rules, epoch=epoch)
-        # numbered again, because each step looks up its boxes in its own input
-        cropped.append((index, key, replace(made, numbers=np.arange(len(made.numbers)))))
-    steps, applied = [], Counter[str]()
-    for op in moving:
-        augment = view.augment.replace(crop=None, ops={op.name: op.op}, copies=1, normalize=None)
-        steps.append(_Step(op.name, _recipe(view, augment)))
-        for now in range(epoch, epoch + EPOCHS):
-            for sample in cropped:
-                if applied[op.name] < len(cropped):
-                    applied[op.name] += _compare(steps[-1], loader, view, sample, rules, epoch=now, note=note)
-        if not applied[op.name]:
-            note(f"`{op.name}` moved no target of these images in {EPOCHS} epochs")
-    return steps
+class _Comparer:
+    """Compares steps of one view: a crop, an operation, or the whole recipe."""
 
+    def __init__(self, parity: Parity, seed: int, view: View, rules: Targets) -> None:
+        self.parity, self.seed, self.view, self.rules = parity, seed, view, rules
+        self.fill = 0 if rules.masks is None else rules.masks.fill
 
-def _compare(
-    step: _Step,
-    loader: Loader,
-    view: View,
-    sample: tuple[int, str, _Placed],
-    rules: Targets,
-    *,
-    epoch: int,
-    note: Callable[[str], None],
-) -> bool:
-    """Compare a step on one sample. Return whether it changes the sample; for crops, True."""
-    index, key, given = sample
-    ours, window, chosen = _ours(step.recipe, loader, index, given, rules, epoch=epoch)
-    (now,) = (each.augment for each in step.recipe.views)
-    taken = [(op, c, _slots(op, c)) for op, c in zip(now.prepared, chosen, strict=True)]
-    if now.crop is None and not any(slots for _, _, slots in taken):
-        return False
-    calls: list[Call] = []
-    kinds: set[str] = set()
-    for op, c, slots in taken:
-        found, names = calls_of(op, c, slots, ours.size)
-        if isinstance(found, str):
-            note(f"masks and boxes: `{op.name}` is not compared, so neither is `everything`: {found}")
-            return True
-        calls += [call for call in found if call[0] in MOVES]
-        kinds |= names
-    fill = 0 if rules.masks is None else rules.masks.fill
-    resized = bool((window.resized[0] != window.window[0, 2:]).any())
-    reasons = [why(kinds & {"RandomPerspective"}, "float")]  # torchvision's perspective uses pixel centers
-    several = sum(name in FILLED for name, _ in calls) > 1
-    if given.boxes is not None and ours.boxes is not None:
-        theirs, dropped = _boxes(given, window, calls)
-        reason = "; ".join(filter(None, [*reasons, _HULLS * several]))
-        kept = np.isin(given.numbers, ours.numbers)
-        gaps = np.zeros(len(theirs))
-        gaps[kept] = np.abs(theirs[kept] - ours.boxes).max(axis=1, initial=0)
-        gaps[~kept] = np.where(dropped, 0, (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf))[~kept]
-        step.at("boxes", TORCHVISION, reason, view.name).add(
-            gaps[kept] if getattr(now.crop, "centres", False) else gaps, key
+    def recipe(self, **changes: Any) -> Augment | MultiView:
+        """The view's recipe with changes. It draws the random numbers of the view."""
+        augment = self.view.augment.replace(**changes, copies=1, normalize=None)
+        return MultiView(views={self.view.name: augment}) if self.view.name else augment
+
+    def compare(self, name: str, recipe: Augment | MultiView, sample: Sample, epoch: int) -> bool:
+        """Compare a step on one sample. Return whether it changes the sample; for crops, True."""
+        index, key, given = sample
+        ours, window, chosen = self.ours(recipe, index, given, epoch)
+        (now,) = (each.augment for each in recipe.views)
+        taken = [(op, c, _slots(op, c)) for op, c in zip(now.prepared, chosen, strict=True)]
+        if now.crop is None and not any(slots for _, _, slots in taken):
+            return False
+        calls: list[Call] = []
+        kinds: set[str] = set()
+        for op, c, slots in taken:
+            found, names = calls_of(op, c, slots, ours.size)
+            if isinstance(found, str):
+                self.parity.note(f"masks and boxes: `{op.name}` is not compared, so neither is `everything`: {found}")
+                return True
+            calls += [call for call in found if call[0] in MOVES]
+            kinds |= names
+        resized = bool((window.resized[0] != window.window[0, 2:]).any())
+        several = sum(name in FILLED for name, _ in calls) > 1
+        centers = why(kinds & {"RandomPerspective"}, "float")  # torchvision's perspective uses pixel centers
+        if given.boxes is not None and ours.boxes is not None:
+            theirs, dropped = _boxes(given, window, calls)
+            kept = np.isin(given.numbers, ours.numbers)
+            gaps = np.zeros(len(theirs))  # of a box that only torchvision keeps: its shorter side
+            gaps[kept] = np.abs(theirs[kept] - ours.boxes).max(axis=1, initial=0)
+            gaps[~kept] = np.where(dropped, 0, (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf))[~kept]
+            only_kept = getattr(now.crop, "centres", False)
+            reason = "; ".join(filter(None, [centers, _HULLS * several]))
+            self._at(name, "boxes", TORCHVISION, reason).add_targets(gaps[kept] if only_kept else gaps, key)
+        if given.mask is not None and ours.mask is not None:
+            reason = "; ".join(filter(None, [centers, _OLD_NEAREST * resized, _SAMPLED * several])) or _TIES
+            theirs = _mask(given.mask, window, calls, self.fill)
+            self._at(name, "masks", TORCHVISION, reason).add_targets(theirs != ours.mask, key)
+            if now.crop is not None and not now.prepared:
+                theirs = _by_pillow(given.mask, window, self.fill)
+                self._at(name, "masks", PILLOW, _TIES).add_targets(theirs != ours.mask, key)
+        return True
+
+    def _at(self, name: str, kind: str, reference: str, reason: str) -> Difference:
+        return self.parity.at("targets", name, reference, reason, view=self.view.name, kind=kind)
+
+    def ours(
+        self, recipe: Augment | MultiView, index: int, given: _Placed, epoch: int
+    ) -> tuple[_Placed, CropWindows, list[Chosen]]:
+        """Masks and boxes after the recipe, its crop window, and the choices of its operations."""
+        asked = Given(
+            masks=None if given.mask is None else torch.from_numpy(given.mask)[None],
+            boxes=None if given.boxes is None else [given.boxes],
+            labels=None if given.boxes is None else [given.numbers],
+            keypoints=None,
+            targets=self.rules,
         )
-    if given.mask is not None and ours.mask is not None:
-        reason = "; ".join(filter(None, [*reasons, _OLD_NEAREST * resized, _SAMPLED * several])) or _TIES
-        differs = _mask(given.mask, window, calls, fill) != ours.mask
-        step.at("masks", TORCHVISION, reason, view.name).add(differs, key)
-        if now.crop is not None and not now.prepared:
-            step.at("masks", PILLOW, _TIES, view.name).add(_by_pillow(given.mask, window, fill) != ours.mask, key)
-        if now.crop is None and (by_kornia := _by_kornia(given.mask, taken, fill)) is not None:
-            step.at("masks", KORNIA, _TIES, view.name).add(by_kornia != ours.mask, key)
-    return True
-
-
-def _ours(
-    recipe: Augment | MultiView, loader: Loader, index: int, given: _Placed, rules: Targets, *, epoch: int
-) -> tuple[_Placed, CropWindows, list[Chosen]]:
-    """Masks and boxes after the recipe, its crop window, and the choices of its operations."""
-    asked = Given(
-        masks=None if given.mask is None else torch.from_numpy(given.mask)[None],
-        boxes=None if given.boxes is None else [given.boxes],
-        labels=None if given.boxes is None else [given.numbers],
-        keypoints=None,
-        targets=rules,
-    )
-    drawn = recipe.draw(seed=loader.seed, epoch=epoch, indices=[index])
-    indices = np.array([index], dtype=np.int64)
-    device = torch.device("cpu")
-    (window,), (chosen,), (made,) = augment_targets(
-        recipe, drawn, asked, size=given.size, indices=indices, device=device
-    )
-    boxes = None if made.boxes is None else made.boxes.numpy()
-    mask = None if made.masks is None else made.masks[0].numpy()
-    return _Placed(mask, boxes, made.labels.numpy(), window.size), window, chosen
+        drawn = recipe.draw(seed=self.seed, epoch=epoch, indices=[index])
+        indices, device = np.array([index], dtype=np.int64), torch.device("cpu")
+        (window,), (chosen,), (made,) = augment_targets(
+            recipe, drawn, asked, size=given.size, indices=indices, device=device
+        )
+        boxes = None if made.boxes is None else made.boxes.numpy()
+        mask = None if made.masks is None else made.masks[0].numpy()
+        return _Placed(mask, boxes, made.labels.numpy(), window.size), window, chosen
 
 
 def _moves(module: Any) -> bool:
@@ -361,25 +258,3 @@ def _by_pillow(mask: NDArray[np.int32], window: CropWindows, fill: int) -> NDArr
     canvas = Image.new("I", window.size[::-1], fill)
     canvas.paste(part.resize((w, h), Image.Resampling.NEAREST), (x, y))
     return np.asarray(canvas)
-
-
-def _by_kornia(
-    mask: NDArray[np.int32], taken: Sequence[tuple[Prepared, Chosen, list[int]]], fill: int
-) -> NDArray[Any] | None:
-    """A mask by Kornia's own module with nearest sampling. None unless exactly one module with a matrix is applied."""
-    from kornia.constants import Resample
-
-    applied = [(op, c, slot) for op, c, slots in taken for slot in slots]
-    if len(applied) != 1:
-        return None
-    ((op, c, slot),) = applied
-    choice = int(c.choice[0, slot])
-    module, params = op.slots[slot][choice], c.params[slot][choice]
-    entry = entry_of(module)
-    if entry is None or entry.matrix is None:
-        return None
-    values = {**tensors(params, np.array([0])), "batch_prob": torch.ones(1)}
-    labels = torch.from_numpy(mask - fill).float()[None, None]  # Kornia fills with 0
-    moved = module(labels, params=values, resample=Resample.NEAREST)
-    forget(module)
-    return np.asarray(moved[0, 0].round().to(torch.int32).numpy() + fill)

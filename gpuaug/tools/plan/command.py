@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
+from gpuaug.tools import child
 from gpuaug.tools.memory import Usage, usage
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
@@ -422,31 +422,21 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
         GpuaugError: if the run failed (with the error of the run) or gave no answer.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is not a rank
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE], env=environment, start_new_session=True, text=True, stdin=pipe, stdout=pipe,
-        stderr=pipe,
-    )  # fmt: skip
-    try:
-        out, errors = process.communicate(json.dumps(job), timeout=2 * job["seconds"] + START_S)
-    except subprocess.TimeoutExpired as error:
-        text = f"the rehearsal of this run gave no answer within {error.timeout:.0f} s. Is the source slow to open?"
-        raise GpuaugError(text) from None
-    finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # also ends its workers
-        process.wait()
-    answer = json.loads(out or "{}")
-    if "over" in answer or (not answer and process.returncode == -signal.SIGKILL):  # killed by `watch` or the system
+    command = (sys.executable, "-c", CODE)
+    ended = child.run(command, timeout=2 * job["seconds"] + START_S, job=job, environment=environment)
+    answer = ended.answer or {}
+    if ended.status is None:
+        raise GpuaugError("the rehearsal of this run gave no answer in time. Is the source slow to open?")
+    if "over" in answer or (not answer and ended.status == -signal.SIGKILL):  # killed by `watch` or the system
         return None
     if "peak" not in answer:
-        raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {errors.strip()[-1000:]}")
+        raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {ended.errors.strip()[-1000:]}")
     values = answer["peak"]
     return Peak(**{**values, "base": Usage(**values["base"]), "most": Usage(**values["most"])})
 
 
 def rehearsal() -> None:
-    """The child of :func:`rehearse`: reads a job from stdin and writes an answer to stdout, both as JSON.
+    """The child of :func:`rehearse`: reads a job from stdin, and prints its answer as the last line, both as JSON.
 
     A job has the loader's composed ``config``, its ``classes`` and ``trust``; the ``epoch`` to run; the longest
     duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the model's ``config`` and
@@ -457,14 +447,12 @@ def rehearsal() -> None:
     from gpuaug.tools.train.build import build_model
     from gpuaug.tools.train.training import Settings as Training
 
-    answer, job = os.fdopen(os.dup(1), "w"), json.load(sys.stdin)
-    os.dup2(2, 1)  # everything else that is printed goes to stderr
+    job = json.load(sys.stdin)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills this process first
 
     def say(**values: Any) -> None:
-        answer.write(json.dumps(values))
-        answer.close()
+        print(f"\n{json.dumps(values)}", flush=True)
 
     def watch(peak: Peak) -> None:
         more = peak.most.host - peak.base.host

@@ -31,15 +31,15 @@ UNEXPLAINED = 2.0  # if the whole takes this many times the predicted time, thre
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
 AHEAD = 1.25  # the smallest speedup for which prefetch is proposed
 
-TITLES = {
-    "storage": "storage: reading bytes is slow",
-    "workers": "workers: the reading processes are busy",
-    "inter-process copy": "inter-process copy: copying bytes from the workers to this process is slow",
-    "decode": "decode",
-    "masks": "masks: decoding, cropping and moving them is slow",
-    "augment": "augment",
-    "host overhead": "host overhead: Python on the host, between the stages",
-    "model": "the model is the limit",
+TITLES = {  # bottleneck: the key of its row in the report, and the title
+    "storage": ("source", "storage: reading bytes is slow"),
+    "workers": ("read", "workers: the reading processes are busy"),
+    "inter-process copy": ("copy", "inter-process copy: copying bytes from the workers to this process is slow"),
+    "decode": ("decode", "decode"),
+    "masks": ("masks", "masks: decoding, cropping and moving them is slow"),
+    "augment": ("augment", "augment"),
+    "host overhead": ("host", "host overhead: Python on the host, between the stages"),
+    "model": ("step", "the model is the limit"),
 }
 
 
@@ -148,7 +148,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
     free["masks"] = {"masks": FREE, "finish": FREE}
     free["reading"] = {"read": FREE, "take": 0.0}
     gains = {stage: now.seconds / max(predict(replace(m, **free[stage])).seconds, 1e-9) for stage in stages}
-    evidence = [now.text]
+    evidence: list[str] = []
     own = {"reading": m.read, "decode": m.decode, "augment": m.augment, "host": m.host, "step": m.step or FREE}
     masks = m.masks or FREE
     own["masks"] = Cost(masks.wall + m.finish.wall, masks.cpu + m.finish.cpu)
@@ -288,14 +288,10 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage == "decode" and trials.reducible:
         text = "large JPEGs are decoded at a part of their size; `gpuaug parity` shows how far the pixels change"
         propose(trials.with_decoder(current, reduced=True), (_key(at, "decode.reduced=true"),), text)
-    if stage == "masks":
-        if (small := trials.with_small_masks(current)) is not None:
-            text = "if no class number is above 255; `masks.long()` on the device gives the int64 that losses need"
-            propose(small, (_key(at, "targets.masks.dtype=uint8"),), text)
-        if trials.packed() is None and (stored := trials.with_runs(current)) is not None:
-            text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "
-            text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
-            propose(replace(stored, decode=FREE), (), text)
+    if stage == "masks" and trials.packed() is None and (stored := trials.with_runs(current)) is not None:
+        text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "
+        text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+        propose(replace(stored, decode=FREE), (), text)
     if stage in ("decode", "masks", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
         side, fewer = packed  # the times of decoding and copying are proportional to pixels and bytes
         decode = current.decode.scaled(fewer, fewer)
@@ -321,7 +317,7 @@ def _group(at: str | None, group: str, choice: str) -> str:
 
 
 def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[Change], ideal: float | None) -> str:
-    text = f"{TITLES[name]}."
+    text = f"{TITLES[name][1]}."
     if name == "workers" and not m.workers:
         text = "workers: there are none, so reading keeps this process busy."
     if changes:

@@ -25,7 +25,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
-from gpuaug.tools.profile.bottleneck import Change, Verdict
+from gpuaug.tools.profile.bottleneck import TITLES, Change, Verdict
 from gpuaug.tools.profile.measure import Cost, Measured, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
@@ -41,18 +41,6 @@ log = logging.getLogger("gpuaug")
 CLASSES = 1000  # of the model, if the number of classes is unknown
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 LENGTH = 720  # pixels of the longest bar
-
-# bottleneck: the key of its row
-STAGES = {
-    "storage": "source",
-    "workers": "read",
-    "inter-process copy": "copy",
-    "decode": "decode",
-    "masks": "masks",
-    "augment": "augment",
-    "host overhead": "host",
-    "model": "step",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +184,7 @@ def _say(report: Report, m: Measured, verdict: Verdict) -> None:
     values = {key: {"images_per_second": cost.rate, **asdict(cost)} for key, _, cost in rows(m)}
     lines = [f"{'each stage alone':<36} {'images/s':>9} {'ms/image':>9} {'CPU ms':>8}"]
     for key, name, cost in rows(m):
-        mark = " <" if key == STAGES[verdict.bottleneck] else ""
+        mark = " <" if key == TITLES[verdict.bottleneck][0] else ""
         lines.append(f"{name:<36} {cost.rate:>9.0f} {cost.wall * 1e3:>9.3g} {cost.cpu * 1e3:>8.3g}{mark}")
     report.add("stages", values, "\n".join(["", *lines]))
     report.add("batch_size", m.batch_size, f"{m.batch_size}, {m.bytes_per_image / 1024:.0f} KiB per image")
@@ -210,7 +198,7 @@ def _say(report: Report, m: Measured, verdict: Verdict) -> None:
     predicted = verdict.prediction
     report.add("model_of_it", {"seconds": predicted.seconds, **predicted.terms}, predicted.text)
     report.add("bottleneck", verdict.bottleneck, verdict.text)
-    for number, text in enumerate(verdict.evidence[1:], start=1):
+    for number, text in enumerate(verdict.evidence, start=1):
         report.add("because" if number == 1 else f"because_{number}", text, text)
     for key, changes in (("change", verdict.changes), ("or", verdict.others)):
         for number, change in enumerate(changes, start=1):
@@ -249,7 +237,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []
     for key, name, cost in shown:
-        limiting = key == STAGES[verdict.bottleneck] and key != "step"
+        limiting = key == TITLES[verdict.bottleneck][0] and key != "step"
         color = LIMIT if limiting else {"whole": WHOLE, "step": IDEAL}.get(key, STAGE)
         bar = Image.new("RGB", (LENGTH, 26), PAPER)
         pen = ImageDraw.Draw(bar)

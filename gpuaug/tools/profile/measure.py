@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -187,67 +188,67 @@ class Profiler(contextlib.ExitStack):
 
     def measure(self) -> Measured:
         """Measure every stage alone, and the whole, in rounds."""
-        loader, workers = self.loader, self.loader.num_workers
-        notes: dict[str, Notes] = {}
-        also: dict[str, Notes] = {}
-        parts: dict[str, list[float]] = {}
-        busy: list[float] = []
-        free: list[float] = []
-        stages: dict[str, Callable[[Notes], None]] = {
-            "source": lambda notes: busy.append(self.read_samples(notes)),
-            "read": lambda notes: self._read(notes, self.reader, self.tasks, numbers=self._numbers),
-        }
-        if workers:
-            in_memory = self._reader(_InMemory(self.encoded), workers)
-            self.callback(in_memory.close)
-            parts_of = torch.arange(len(in_memory.source)).split([len(batch) for batch in self.encoded])
-            again = itertools.cycle([(part, part * 0, part >= 0) for part in parts_of])
-            stages["copy"] = lambda notes: self._read(notes, in_memory, again)
-        stages["decode"] = lambda notes: self._decode(notes, parts, also.setdefault("masks", Notes()))
-        decoded, ready = [(d, len(d.encoded)) for d in self.decoded], [(batch, len(batch)) for batch in self.ready]
-        stages["augment"] = lambda notes: self._again(notes, self._augmented, decoded)
-        if loader.targets is not None:
-            stages["finish"] = lambda notes: self._again(notes, self._finished, decoded)
-        stages["mix"] = lambda notes: self._mix(notes, parts)
-        if (step := self.step) is not None:
-            stages["step"] = lambda notes: self._again(notes, step, ready)
-        each = None if self.batches is None else -(-self.batches // self.repeats)
-        how: dict[str, Any] = {"seconds": 2 * self.seconds, "batches": each}
-        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, self.step, **how)
+        stages = self._stages()
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
-            if number == 0:
-                for values in (notes, also, parts, busy, free):
-                    values.clear()
-            free.append(free_cores())
+            if number <= 0:
+                self._notes, self._values = defaultdict[str, Notes](Notes), defaultdict[str, list[float]](list)
+            self._values["cores"].append(free_cores())
             for k, (name, run) in enumerate(stages.items()):
                 self.progress(name, (number + 1 + k / len(stages)) / (self.repeats + 1))
-                run(notes.setdefault(name, Notes()))
-        costs = {name: note.cost() for name, note in notes.items()}
-        host_parts = {name: statistics.median(values) for name, values in parts.items()}
-        on_host = sum(host_parts.values())
+                run(self._notes[name])
+        costs = {name: note.cost() for name, note in self._notes.items()}
+        host_parts = {name: statistics.median(values) for name, values in self._values.items()}
+        cores, busy = host_parts.pop("cores"), host_parts.pop("busy")
+        on_host, loader = sum(host_parts.values()), self.loader
         return Measured(
             batch_size=loader.batch_size,
-            workers=workers,
+            workers=loader.num_workers,
             prefetch=loader.prefetch,
             main_thread=bool(self.stage.main_thread),
             device_type=loader.device.type,
             source=costs["source"],
             read=costs["read"],
             copy=costs.get("copy"),
-            take=notes["read"].own_cpu() if workers else 0.0,
+            take=self._notes["read"].own_cpu() if loader.num_workers else 0.0,
             decode=costs["decode"],
             augment=costs["augment"],
             # one Python thread, so its CPU time is its wall time; only mix may wait
             host=Cost(on_host, on_host - host_parts.get("mix", 0.0) + costs["mix"].cpu),
             host_parts=host_parts,
-            masks=None if loader.targets is None else also["masks"].cost(),
+            masks=None if loader.targets is None else costs["masks"],
             finish=costs.get("finish", FREE),
             step=costs.get("step"),
             whole=costs["whole"],
-            cores=statistics.median(free),
-            busy=statistics.median(busy),
-            bytes_per_image=sum(b.data.nbytes for b in self.encoded) / sum(map(len, self.encoded)),
+            cores=cores,
+            busy=busy,
+            bytes_per_image=self._bytes_per_image,
         )
+
+    def _stages(self) -> dict[str, Callable[[Notes], None]]:
+        """What to measure in every round, by name."""
+        loader = self.loader
+        stages: dict[str, Callable[[Notes], None]] = {
+            "source": lambda notes: self._values["busy"].append(self.read_samples(notes)),
+            "read": lambda notes: self._read(notes, self.reader, self.tasks, numbers=self._numbers),
+        }
+        if loader.num_workers:
+            in_memory = self._reader(_InMemory(self.encoded), loader.num_workers)
+            self.callback(in_memory.close)
+            parts_of = torch.arange(len(in_memory.source)).split([len(batch) for batch in self.encoded])
+            again = itertools.cycle([(part, part * 0, part >= 0) for part in parts_of])
+            stages["copy"] = lambda notes: self._read(notes, in_memory, again)
+        decoded, ready = [(d, len(d.encoded)) for d in self.decoded], [(batch, len(batch)) for batch in self.ready]
+        stages["decode"] = lambda notes: self._decode(notes, self._notes["masks"], values=self._values)
+        stages["augment"] = lambda notes: self._again(notes, self._augmented, decoded)
+        if loader.targets is not None:
+            stages["finish"] = lambda notes: self._again(notes, self._finished, decoded)
+        stages["mix"] = self._mix
+        if (step := self.step) is not None:
+            stages["step"] = lambda notes: self._again(notes, step, ready)
+        each = None if self.batches is None else -(-self.batches // self.repeats)
+        how: dict[str, Any] = {"seconds": 2 * self.seconds, "batches": each}
+        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, self.step, **how)
+        return stages
 
     # -- each stage for a moment --
 
@@ -289,9 +290,9 @@ class Profiler(contextlib.ExitStack):
         batches.close()  # type: ignore[attr-defined]
 
     def _decode(
-        self, notes: Notes, parts: dict[str, list[float]], masks: Notes, stage: Any = None, encoded: Any = None
+        self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None, values: Any = None
     ) -> None:
-        """Measure headers, decoding, and the masks."""
+        """Measure decoding and the masks; headers and objects are added to ``values``."""
         stage, epoch, batches = stage or self.stage, self.loader.epoch, itertools.cycle(encoded or self.encoded)
         began, pixels, moved, on_host, objects, count = time.perf_counter(), np.zeros(3), np.zeros(3), 0.0, 0.0, 0
         while not count or time.perf_counter() - began < self.seconds:
@@ -316,13 +317,14 @@ class Profiler(contextlib.ExitStack):
             count += len(batch)
         notes.rounds.append((pixels, count))
         masks.rounds.append((moved, count))
-        parts.setdefault("headers, draws and crops", []).append(max(0.0, on_host - objects) / count)
-        if self.loader.targets is not None:
-            parts.setdefault("targets", []).append(objects / count)
+        if values is not None:
+            values["headers, draws and crops"].append(max(0.0, on_host - objects) / count)
+            if self.loader.targets is not None:
+                values["targets"].append(objects / count)
 
-    def _finished(self, item: Any, stage: Any = None) -> Any:
+    def _finished(self, item: Any) -> Any:
         with self.pipeline.streams.on():
-            return (stage or self.stage).finish_targets(item, bad=[fault.row for fault in item.faults], keep=None)
+            return self.stage.finish_targets(item, bad=[fault.row for fault in item.faults], keep=None)
 
     def _augmented(self, item: Any) -> Any:
         with self.pipeline.streams.on():
@@ -341,7 +343,7 @@ class Profiler(contextlib.ExitStack):
         self.sync()
         notes.rounds.append((now() - began, count))
 
-    def _mix(self, notes: Notes, parts: dict[str, list[float]]) -> None:
+    def _mix(self, notes: Notes) -> None:
         """Measure mix, which runs on a batch after augmentation."""
         loader, item = self.loader, self.decoded[0]
         mix: Any = loader.mix
@@ -358,7 +360,7 @@ class Profiler(contextlib.ExitStack):
         self.sync()
         self._again(notes, one, [(None, len(encoded))])
         spent, count = notes.rounds[-1]
-        parts.setdefault("mix", []).append(float(spent[0]) / count)
+        self._values["mix"].append(float(spent[0]) / count)
 
     def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
         how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
@@ -417,22 +419,12 @@ class Profiler(contextlib.ExitStack):
         stage, before, then, masks, masks_then = self.stage, *(Notes() for _ in range(4))
         same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated", "targets")}
         with contextlib.closing(LiveStage(stage.recipe, replace(stage.settings, **changed), **same)) as other:
-            self._decode(Notes(), {}, Notes(), other)
+            self._decode(Notes(), Notes(), stage=other)  # opens the decoder
             for _ in range(3):
-                self._decode(before, {}, masks)
-                self._decode(then, {}, masks_then, other)
+                self._decode(before, masks)
+                self._decode(then, masks_then, stage=other)
         scaled = None if m.masks is None else m.masks.scaled(*_ratios(masks_then, masks))
         return replace(m, decode=m.decode.scaled(*_ratios(then, before)), masks=scaled)
-
-    def with_small_masks(self, m: Measured) -> Measured | None:
-        """The measurements with masks of dtype uint8; None if this changes nothing."""
-        if self.stage.decoder is None or (other := targets.with_dtype(self.stage, "uint8")) is None:
-            return None
-        before, then, items = Notes(), Notes(), [(item, len(item.encoded)) for item in self.decoded]
-        for _ in range(3):
-            self._again(before, self._finished, items)
-            self._again(then, partial(self._finished, stage=other), items)
-        return replace(m, finish=m.finish.scaled(*_ratios(then, before)))
 
     def with_runs(self, m: Measured) -> Measured | None:
         """The measurements with masks as `gpuaug pack format=uint8` writes them; None without masks."""
@@ -441,9 +433,13 @@ class Profiler(contextlib.ExitStack):
         before, then = Notes(), Notes()
         encoded = [targets.as_runs(batch, self.stage) for batch in self.encoded[: len(self.decoded)]]
         for _ in range(3):
-            self._decode(Notes(), {}, before)
-            self._decode(Notes(), {}, then, encoded=encoded)
+            self._decode(Notes(), before)
+            self._decode(Notes(), then, encoded=encoded)
         return replace(m, masks=m.masks.scaled(*_ratios(then, before)))
+
+    @property
+    def _bytes_per_image(self) -> float:
+        return sum(b.data.nbytes for b in self.encoded) / sum(map(len, self.encoded))
 
     def cache_bytes(self) -> tuple[float, float] | None:
         """Bytes of all encoded images, and of those that a cache would hold; None if a cache cannot help."""
@@ -451,7 +447,7 @@ class Profiler(contextlib.ExitStack):
         stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
         if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
             return None
-        needed = sum(b.data.nbytes for b in self.encoded) / sum(map(len, self.encoded)) * len(source)
+        needed = self._bytes_per_image * len(source)
         left, _ = machine.memory_left() or (0, "")
         return needed, min(needed, left / 2)  # `cache.max_bytes` by default
 

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.header import HeaderError
 from gpuaug.loader.stages import HeaderBatch, LiveStage
-from gpuaug.source import runs
 from gpuaug.targets import masks
-from gpuaug.targets.rules import Masks, Targets
+from gpuaug.tools.pack.targets import encode_mask
 
 
 def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
@@ -28,35 +26,17 @@ def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
     return time.thread_time() - began
 
 
-def with_dtype(stage: LiveStage, dtype: Any) -> LiveStage | None:
-    """The stage with masks of another dtype; None if it has no masks, or has this dtype already."""
-    targets = stage.targets
-    rules = None if targets is None else targets.rules.masks
-    if targets is None or rules is None or rules.dtype == dtype or rules.fill > np.iinfo(dtype).max:
-        return None
-    other = Targets(
-        masks=Masks(fill=rules.fill, map=rules.map, dtype=dtype, kind=rules.kind),
-        boxes=targets.rules.boxes,
-        keypoints=targets.rules.keypoints,
-    )
-    return replace(stage, targets=TargetStage(other, targets.recipe, flip=targets.flip, panoptic=targets.panoptic))
-
-
 def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
     """The batch with masks as `gpuaug pack format=uint8` would write them, at the same size."""
     info, changed = stage.decoder.read_headers(encoded), list[bytes]()
-    for row, data in enumerate(encoded.masks):
-        height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
+    sizes = np.stack([info.height, info.width], axis=1).tolist()
+    panoptic = stage.targets is not None and stage.targets.panoptic
+    for data, exif, (height, width) in zip(encoded.masks, info.orientation.tolist(), sizes, strict=True):
+        stored = (width, height) if exif > 4 else (height, width)
+        how: dict[str, Any] = {"exif": exif, "max_pixels": stage.settings.max_pixels, "ids_in_rgb": panoptic}
         try:
-            mask = masks.decode(
-                data.tobytes(),
-                stored=(width, height) if exif > 4 else (height, width),
-                exif=exif,
-                max_pixels=stage.settings.max_pixels,
-                ids_in_rgb=stage.targets is not None and stage.targets.panoptic,
-            )
-            made = runs.encode(mask)
-            changed.append(made if len(made) <= mask.nbytes else data.tobytes())
+            mask = masks.decode(data.tobytes(), stored=stored, **how)
+            changed.append(encode_mask(mask, raw=True, panoptic=panoptic))
         except HeaderError:  # a bad mask stays unchanged
             changed.append(data.tobytes())
     pieces = [*(image.tobytes() for image in encoded.images), *changed]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,49 +36,37 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
     version = parts.get("version") if isinstance(parts, dict) else type(parts).__name__
     if version != VERSION:
         raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r}, {version}.")
-    for name, (expected, holds) in _PARTS.items():
-        if name not in parts or not holds(parts[name]):
-            what = f"`{name}` = {str(parts[name])[:60]!r}" if name in parts else f"no `{name}`"
+    for name, holds in _PARTS.items():
+        if not holds(part := parts.get(name, _MISSING)):
+            found = "is missing" if part is _MISSING else f"is {str(part)[:60]!r}"
             raise StateError(
-                f"{file} is damaged: `{name}` of a checkpoint must be {expected}. Found: {what}. Resume from "
-                "another checkpoint, or start again with resume=null."
+                f"{file} is damaged: `{name}` {found}. Resume from another checkpoint, or start again with resume=null."
             )
     return parts
 
 
-def _numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+def _list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
 
 
 def _is_epoch(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not _EPOCH >= entry.keys() >= {"epoch", "loss"}:
-        return False
-    return _numbers(v for k, v in entry.items() if v is not None or k != "held_out_accuracy")
+    names = {"epoch", "loss", "train_accuracy", "held_out_accuracy"}
+    return (
+        isinstance(entry, dict)
+        and {"epoch", "loss"} <= entry.keys() <= names
+        and _list_of(Real, [value for name, value in entry.items() if value is not None or name != "held_out_accuracy"])
+    )
 
 
-_EPOCH = {"epoch", "loss", "train_accuracy", "held_out_accuracy"}
-_MAPPING: tuple[str, Callable[[Any], bool]] = ("a mapping", lambda v: isinstance(v, dict))
-# parts of a checkpoint besides the version: description and check of each
-_PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": _MAPPING,
-    "ema": ("a mapping or null", lambda v: v is None or isinstance(v, dict)),
-    "optimizer": _MAPPING,
-    "scaler": (
-        "a mapping of names to numbers",
-        lambda v: isinstance(v, dict) and all(isinstance(k, str) for k in v) and _numbers(v.values()),
-    ),
-    "loader": _MAPPING,
-    "classes": (
-        "a list of names or null",
-        lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
-    ),
-    "sums": (
-        "three numbers (loss, correct predictions, samples)",
-        lambda v: isinstance(v, list) and len(v) == 3 and _numbers(v),
-    ),
-    "steps": ("a whole number >= 0", lambda v: type(v) is int and v >= 0),
-    "history": (
-        "a list of one mapping of numbers per epoch",
-        lambda v: isinstance(v, list) and all(map(_is_epoch, v)),
-    ),
+_MISSING = object()
+_PARTS: dict[str, Callable[[Any], bool]] = {  # whether a part is what `Training.save` writes
+    "model": lambda v: isinstance(v, dict),
+    "ema": lambda v: isinstance(v, dict | None),
+    "optimizer": lambda v: isinstance(v, dict),
+    "scaler": lambda v: isinstance(v, dict) and _list_of(str, [*v]) and _list_of(Real, [*v.values()]),
+    "loader": lambda v: isinstance(v, dict),
+    "classes": lambda v: v is None or _list_of(str, v),
+    "sums": lambda v: _list_of(Real, v) and len(v) == 3,
+    "steps": lambda v: type(v) is int and v >= 0,
+    "history": lambda v: _list_of(dict, v) and all(map(_is_epoch, v)),
 }

@@ -1,0 +1,194 @@
+"""What `gpuaug parity` found: the numbers and the verdict of every comparison, and notes."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADINGS = {  # by stage, in the order of the table
+    "decode": "decode, on the same bytes",
+    "resize": "crop and resize, on the same decoded image",
+    "reduced": "decode.reduced, decoding at a part of the size where the crop allows it",
+    "operation": "each operation of the recipe with its random parameters, on the same crop",
+    "normalize": "normalize, on the same crop",
+    "mix": "mix, on the same crops as one batch",
+    "all": "everything, from the bytes to the normalized view",
+    "targets": "masks and boxes, from the same input; boxes in pixels",
+}
+EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
+EQUAL, LEVEL = 0.05, 1.001  # levels: float32 compared with float64; one level plus float32 rounding
+CLOSE = 4.0  # levels: truncation to uint8 loses half a level per step, and recipes have up to eight steps
+SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels: float32 compared with float64
+TIES = 0.002  # share of mask pixels: two pixels are equally near, or an edge falls on the other side in float32
+
+Image = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Worst:
+    """The image with the largest difference of a comparison, and the position of that difference."""
+
+    key: str
+    index: int
+    epoch: int | None  # None if the stage has no random parameters
+    y: int
+    x: int
+    ours: Image  # float32 [H, W, 3] in levels
+    theirs: Image
+    what: str  # the operation with its parameters
+
+
+@dataclass(eq=False)
+class Difference:
+    """One step, compared over all images. Numbers of images are in levels of 1/255, those of boxes in pixels."""
+
+    stage: str  # a key of HEADINGS
+    name: str  # for an operation: its key in the recipe, and after a colon the chosen alternative
+    reference: str  # the implementation that we compare with
+    view: str = ""  # its name in a MultiView
+    kind: str = ""  # in the stage `targets`: masks or boxes
+    why: str = ""  # cause of the difference; "" if there is none
+    images: int = 0
+    count: int = 0  # pixels or boxes
+    largest: float = 0.0
+    mean: float = 0.0  # of the absolute differences
+    largest_mean: float = 0.0  # of one image
+    bias: float = 0.0  # mean of ours minus theirs
+    off: float = 0.0  # share of pixels or boxes that differ by more than LEVEL or NEAR_BOX in some channel or edge
+    worst: Worst | str | None = None  # in the stage `targets`: the sample's key
+
+    @property
+    def verdict(self) -> str:
+        """``equal``, ``rounding`` (one level, except rare pixels), ``close`` (four levels on average) or ``other``.
+
+        ``close`` means half a pixel for boxes, and one differing pixel in 100 for masks.
+        """
+        if self.kind == "boxes":
+            return "equal" if self.largest <= SAME_BOX else "close" if self.largest <= NEAR_BOX else "other"
+        if self.kind == "masks":
+            limits = (("equal", 0.0), ("rounding", TIES), ("close", 0.01))
+            return next((name for name, limit in limits if self.off <= limit), "other")
+        if self.largest <= EQUAL:
+            return "equal"
+        if self.largest <= LEVEL or (self.off <= 0.01 and self.mean <= 1):
+            return "rounding"
+        return "close" if self.mean <= CLOSE else "other"
+
+    @property
+    def title(self) -> str:
+        """Name, view and kind."""
+        return ", ".join(filter(None, (self.name, self.view, self.kind)))
+
+    @property
+    def numbers(self) -> str:
+        """The numbers in its line of the table."""
+        if self.kind:
+            sizes = f"{self.largest:8.3f} {self.mean:8.3f}" if self.kind == "boxes" else " " * 17
+            return f"{sizes} {'':8} {self.off:10.3%}"
+        return f"{self.largest:8.2f} {self.mean:8.3f} {self.bias:+8.3f} {self.off:10.3%}"
+
+    def add(
+        self, ours: Image, theirs: Image, *, index: int, key: str, epoch: int | None = None, what: str = ""
+    ) -> None:
+        """Compare one more image: [H, W, 3] in levels on both sides."""
+        ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
+        gap = ours - theirs
+        size, mean = np.abs(gap).max(axis=2), float(np.abs(gap).mean(dtype=np.float64))
+        bias, off = float(gap.mean(dtype=np.float64)), float((size > LEVEL).mean())
+        self._average(size.size, mean=mean, bias=bias, off=off)
+        self.largest_mean = max(self.largest_mean, mean)
+        if self.worst is None or size.max() > self.largest:
+            self.largest = float(size.max())
+            y, x = np.unravel_index(int(size.argmax()), size.shape)
+            self.worst = Worst(key, index, epoch, int(y), int(x), ours, theirs, what)
+
+    def add_targets(self, gaps: NDArray[Any], key: str) -> None:
+        """Add one image: for each box its largest difference in pixels, or for each mask pixel whether it differs."""
+        gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
+        if not len(gaps):
+            self.images += 1
+            return
+        off, mean = float((gaps > NEAR_BOX).mean()), float(gaps.mean())
+        if self.kind == "boxes" and gaps.max() > self.largest:
+            self.largest, self.worst = float(gaps.max()), key
+        if self.kind == "masks" and off > self.largest_mean:
+            self.worst = key
+        self.largest_mean = max(self.largest_mean, mean)
+        self._average(len(gaps), off=off, mean=mean)
+
+    def _average(self, count: int, **means: float) -> None:
+        """Include the means over ``count`` pixels or boxes of one more image."""
+        self.images, self.count = self.images + 1, self.count + count
+        for name, mean in means.items():
+            before = getattr(self, name)
+            setattr(self, name, before + (mean - before) * count / self.count)
+
+    def plain(self) -> dict[str, Any]:
+        """Everything but the pixels, for JSON."""
+        values = {**vars(self), "verdict": self.verdict}
+        if isinstance(w := self.worst, Worst):
+            values["worst"] = {**vars(w), "ours": w.ours[w.y, w.x].tolist(), "theirs": w.theirs[w.y, w.x].tolist()}
+        return values
+
+
+@dataclass(eq=False)
+class Parity:
+    """The result of a comparison."""
+
+    torchvision: str  # its version
+    samples: int = 0  # number of compared images
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be compared, and other remarks
+
+    @property
+    def targets(self) -> list[Difference]:
+        """The comparisons of masks and boxes."""
+        return [d for d in self.differences if d.stage == "targets"]
+
+    @property
+    def nearest(self) -> list[Difference]:
+        """For each comparison of images only the closer reference: torchvision's float or its uint8 arithmetic."""
+        best: dict[tuple[str, str], Difference] = {}
+        for d in sorted(self.differences, key=lambda d: d.mean):
+            best.setdefault((d.stage, d.title), d)
+        return [d for d in self.differences if d.stage != "targets" and best[d.stage, d.title] is d]
+
+    def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "", kind: str = "") -> Difference:
+        """The comparison with these names; it is created if it does not exist yet."""
+        new = Difference(stage, name, reference, view, kind, why)
+        names = ("stage", "name", "reference", "view", "kind")
+        for known in self.differences:
+            if all(getattr(known, n) == getattr(new, n) for n in names):
+                return known
+        self.differences.append(new)
+        return new
+
+    def note(self, text: str) -> None:
+        """Add a note, unless it is there already."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def lines(self) -> list[str]:
+        """The lines to print: a table with the reasons for each stage, and the notes."""
+        lines = [f"{self.samples} images; differences in levels of 1/255; torchvision {self.torchvision}"]
+        for stage, heading in HEADINGS.items():
+            if not (differences := [d for d in self.differences if d.stage == stage]):
+                continue
+            wide = max(24, *(len(d.title) for d in self.differences))
+            refer = max(9, *(len(d.reference) for d in self.differences))
+            share = "differ" if stage == "targets" else "> 1 level"
+            lines += ["", f"{heading}:"]
+            lines.append(
+                f"  {'':{wide}}  {'against':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {share:>10}  verdict"
+            )
+            for d in differences:
+                verdict = "DIFFERENT" if d.verdict == "other" else d.verdict
+                lines.append(f"  {d.title:{wide}}  {d.reference:{refer}}  {d.numbers}  {verdict}")
+            for why in dict.fromkeys(d.why for d in differences if d.why):
+                names = ", ".join(dict.fromkeys(d.name for d in differences if d.why == why))
+                lines += textwrap.wrap(f"{names}: {why}.", 112, initial_indent="    ", subsequent_indent="    ")
+        return [*lines, *([""] if self.notes else []), *(f"note: {note}" for note in self.notes), ""]
