@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,9 @@ def draw(prepared: Any, batch: int, size: tuple[int, int], seed: int, extreme: b
     return prepared.draw(u.astype(np.float32), size, keys)
 
 
+@cache
 def photographs(size: int) -> Tensor:
-    """uint8 [6, size, size, 3], cut out of photographs."""
+    """uint8 [6, size, size, 3]: whole photographs, made smaller."""
     from PIL import Image
     from skimage import data
 
