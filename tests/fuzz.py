@@ -378,8 +378,9 @@ class Run:
         found = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
         more, planned, peak = (value >> 20 for value in self.peak)
         return (
-            f"{self.what} ({self.settings}): {self.next} inputs of seed {self.seed}: {found}; slowest {self.slowest[0]:.2f} s of "
-            f"processors (input {self.slowest[1]}); a batch took {more} MiB at most (plan: {planned}; peak {peak})"
+            f"{self.what} ({self.settings}): {self.next} inputs of seed {self.seed}: {found}; "
+            f"slowest {self.slowest[0]:.2f} s of processors (input {self.slowest[1]}); "
+            f"a batch took {more} MiB at most (plan: {planned}; peak {peak})"
         )
 
 
