@@ -164,9 +164,9 @@ class Request:
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")
         if self.config_name is not None:
             return  # compose checks the user's own keys
-        theirs = [str(key) for key in config.compose("train", config_dir=self.config_dir)]
         for root, text in self.others():
-            if root.startswith("hydra") or text.startswith("+") or "/" in root or root in theirs:
+            if root.startswith("hydra") or text.startswith("+") or "/" in root:
                 continue
-            if near := difflib.get_close_matches(root, self._keys, n=1):
+            near = difflib.get_close_matches(root, self._keys, n=1)
+            if near and root not in config.compose("train", config_dir=self.config_dir):
                 raise ConfigError(f"`{root}` is not a key of the command or of the loader. Did you mean `{near[0]}`?")
