@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import random
-import selectors
 import shutil
 import subprocess
 import sys
@@ -24,12 +23,14 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
 
 import hostile
 import torch
+from fuzz_child import HANG, Child, memory, say, serve
 from hostile import BAD, EITHER, GOOD, window
 from hostile_tars import tar
 from pictures import encode
@@ -41,8 +42,6 @@ BATCH, THREADS = 64, 4
 MUTANTS = 32  # of a batch; the others are good ones
 CPU = 2.0  # seconds of one core that a file below 1 MiB may take
 HANG_CPU = {"images": 100.0, "tars": 10.0}  # seconds of the child's processors without an answer
-HANG = 600.0  # seconds of the clock
-MEMORY = 256 << 20  # bytes by which a batch may raise the peak without asking what `gpuaug plan` says of it
 TRIES = 20  # of a part of what failed, as deaths are a matter of chance
 LOGGED = 20.0  # seconds between two lines of progress
 HEAD = 700  # bytes in front, where half of the damage is done: headers decide what is allocated
@@ -278,113 +277,7 @@ class Indexing:
         return any(once[name] == 1 and ours.get(name, value) != value for name, value in there)
 
 
-def say(what: dict) -> None:
-    """A line for the process that watches."""
-    os.write(ANSWERS, json.dumps(what).encode() + b"\n")
-
-
-def serve(job: Decoding | Indexing) -> None:
-    """Answer each line of numbers with what became of them, the processor time, and the memory."""
-    say({"ready": True})
-    for line in sys.stdin:
-        asked = json.loads(line)
-        Path("/proc/self/clear_refs").write_text("5")  # begins the peak of memory anew
-        before, began, error, verdicts = memory("VmRSS"), time.process_time(), "", {}
-        try:
-            verdicts = job.check(asked["numbers"], alone=asked["alone"])
-        except Exception as e:
-            error = f"{type(e).__name__}: {e}"[:300]
-        answer = {"verdicts": verdicts, "cpu": time.process_time() - began, "peak": memory("VmHWM"), "planned": 0}
-        answer["more"] = answer["peak"] - before
-        if not error and answer["more"] > MEMORY and isinstance(job, Decoding):
-            answer["planned"] = job.planned()
-            if answer["more"] > answer["planned"]:
-                error = f"memory of {answer['more'] >> 20} MiB, where `gpuaug plan` says {answer['planned'] >> 20}"
-        say(answer | {"error": error})
-
-
-def memory(name: str) -> int:
-    """Bytes; not getrusage's peak, which begins with that of the process that started this one."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
 # -- the process that watches
-
-
-class Child:
-    """A process that answers; started when it is asked."""
-
-    def __init__(self, what: str, *options: str, script: str = __file__) -> None:
-        self.hang_cpu = HANG_CPU[what]
-        self.command = [sys.executable, script, what, *options, "--serve"]
-        self.process, self.started = None, 0
-        self.folder = tempfile.TemporaryDirectory()
-
-    def ask(self, numbers: Sequence[int], *, alone: bool = False) -> dict:
-        """Its answer, with ``error`` set if it died or hung, and ``at`` to the number that it had come to."""
-        if self.process is None:
-            self._start()
-        last: dict = {}
-        try:
-            self.process.stdin.write(json.dumps({"numbers": list(numbers), "alone": alone}).encode() + b"\n")
-            self.process.stdin.flush()
-            for line in self._lines():
-                if "verdicts" in line:
-                    return line | {"verdicts": {int(k): v for k, v in line["verdicts"].items()}}
-                last = line
-            what = f"death: exit code {self.process.wait(60)}: {self._said()}"
-        except BrokenPipeError:
-            what = f"death: exit code {self.process.wait(60)}: {self._said()}"
-        except TimeoutError as error:
-            what = str(error)
-        self.close()
-        return {"verdicts": {}, "error": what, "cpu": 0.0, "peak": 0, "more": 0, "planned": 0, "at": last.get("at")}
-
-    def close(self) -> None:
-        """End it."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
-            self.errors.close()
-            self.process = None
-
-    def _start(self) -> None:
-        """In a folder that goes with this object."""
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close; a full pipe would hold the process
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = subprocess.Popen(self.command, bufsize=0, cwd=self.folder.name, **pipes)
-        self.started += 1
-        if next(self._lines(), {}).get("ready") is None:
-            raise SystemExit(f"the decoding process cannot work: {self._said()}")
-
-    def _said(self) -> str:
-        self.errors.seek(0)
-        return self.errors.read().decode(errors="replace")[-300:]
-
-    def _lines(self) -> Iterator[dict]:
-        buffer, begin, cpu = b"", time.monotonic(), self._cpu()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while True:
-                if selector.select(1.0):
-                    if not (more := os.read(self.process.stdout.fileno(), 1 << 16)):
-                        return
-                    *lines, buffer = (buffer + more).split(b"\n")
-                    for line in lines:
-                        yield json.loads(line)
-                        begin, cpu = time.monotonic(), self._cpu()
-                elif self._cpu() - cpu > self.hang_cpu or time.monotonic() - begin > HANG:
-                    raise TimeoutError(f"hang: no answer in {self._cpu() - cpu:.0f} s of processors")
-
-    def _cpu(self) -> float:
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Run:
@@ -393,26 +286,33 @@ class Run:
     def __init__(
         self, what: str, *, seed: int = 0, settings: str = "default", folder: Path, cpu: float = CPU, share: float = 1.0
     ) -> None:
-        self.inputs = Images(seed, share) if what == "images" else Tars(seed)
-        self.name, self.seed, self.folder, self.cpu = f"{what} ({settings})", seed, folder, cpu
-        self.size = MUTANTS if what == "images" else 50
-        self.child = Child(what, f"--seed={seed}", f"--settings={settings}", f"--share={share}")
+        self.what, self.seed, self.settings, self.folder, self.cpu = what, seed, settings, folder, cpu
+        self.share, self.size = share, MUTANTS if what == "images" else 50
+        self.child = Child(__file__, what, f"--seed={seed}", f"--share={share}", hang_cpu=HANG_CPU[what])
         self.counts, self.failures = Counter[str](), list[str]()
         self.next, self.told = 0, time.monotonic()
         self.slowest, self.peak = (0.0, ""), (0, 0, 0)
 
+    @cached_property
+    def inputs(self) -> "Images | Tars":
+        """What the child has too."""
+        return Images(self.seed, self.share) if self.what == "images" else Tars(self.seed)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.close()
+
     def until(self, deadline: float, *, count: int | None = None) -> None:
         """Go on until then, or until so many inputs."""
-        try:
-            while time.monotonic() < deadline and (count is None or self.next < count):
-                end = self.next + self.size if count is None else min(self.next + self.size, count)
-                self._batch(list(range(self.next, end)))
-                self.next = end
-                if time.monotonic() - self.told > LOGGED:
-                    self.told = time.monotonic()
-                    print(self, flush=True)
-        finally:
-            self.child.close()
+        while time.monotonic() < deadline and (count is None or self.next < count):
+            end = self.next + self.size if count is None else min(self.next + self.size, count)
+            self._batch(list(range(self.next, end)))
+            self.next = end
+            if time.monotonic() - self.told > LOGGED:
+                self.told = time.monotonic()
+                print(self, flush=True)
 
     def _batch(self, numbers: list[int]) -> None:
         while numbers:
@@ -427,7 +327,7 @@ class Run:
                 numbers = [number for number in numbers if number not in culprits]
 
     def _ask(self, numbers: list[int]) -> dict:
-        answer = self.child.ask(numbers)
+        answer = self.child.ask(numbers, settings=self.settings)
         self.peak = max(self.peak, (answer["more"], answer["planned"], answer["peak"]))
         return answer
 
@@ -450,7 +350,7 @@ class Run:
     def _slow(self, numbers: list[int]) -> None:
         """Each file's own processor time."""
         for number in numbers:
-            answer = self.child.ask([number], alone=True)
+            answer = self.child.ask([number], settings=self.settings, alone=True)
             name, data, _ = self.inputs[number]
             self.slowest = max(self.slowest, (answer["cpu"], f"{number}, {name}, {len(data)} bytes"))
             if answer["error"] or (answer["cpu"] > self.cpu and len(data) < 1 << 20):
@@ -478,8 +378,9 @@ class Run:
         found = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
         more, planned, peak = (value >> 20 for value in self.peak)
         return (
-            f"{self.name}: {self.next} inputs of seed {self.seed}: {found}; slowest {self.slowest[0]:.2f} s of "
-            f"processors (input {self.slowest[1]}); a batch took {more} MiB at most (plan: {planned}; peak {peak})"
+            f"{self.what} ({self.settings}): {self.next} inputs of seed {self.seed}: {found}; "
+            f"slowest {self.slowest[0]:.2f} s of processors (input {self.slowest[1]}); "
+            f"a batch took {more} MiB at most (plan: {planned}; peak {peak})"
         )
 
 
@@ -573,9 +474,11 @@ def main(arguments: list[str] | None = None) -> int:
         if given.what == "epochs":
             say(epochs(*given.serve))
         elif given.what == "images":
-            serve(Decoding(Images(given.seed, given.share), given.settings))
+            inputs = Images(given.seed, given.share)
+            serve(cache(lambda settings: Decoding(inputs, settings)))
         else:
-            serve(Indexing(Tars(given.seed)))
+            job = Indexing(Tars(given.seed))
+            serve(lambda _: job)
         return 0
     if given.what == "epochs":
         from conftest import cut
@@ -587,17 +490,15 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         run = Run(given.what, seed=given.seed, settings=given.settings, folder=given.folder, share=given.share)
         run.next = given.first
-        run.until(time.monotonic() + 60 * given.minutes, count=given.count)
+        with run:
+            run.until(time.monotonic() + 60 * given.minutes, count=given.count)
         failures = run.failures
         print(run)
     print(f"{len(failures)} failures")
     return 1 if failures else 0
 
 
-ANSWERS = 1
-if "--serve" in sys.argv:  # what decoders print is no answer
-    ANSWERS = os.dup(1)
-    os.dup2(2, 1)
+if "--serve" in sys.argv:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
 

@@ -4,7 +4,7 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from pictures import encode
@@ -14,12 +14,18 @@ from PIL.PngImagePlugin import PngInfo
 GOOD, BAD, EITHER = "good", "bad", "either"
 
 
-def window(height: int = 96, width: int = 128, seed: int = 0) -> Image.Image:
-    """A window of a real photograph."""
+@cache
+def photograph() -> np.ndarray:
+    """A real one."""
     from skimage import data
 
+    return data.astronaut()
+
+
+def window(height: int = 96, width: int = 128, seed: int = 0) -> Image.Image:
+    """A window of the photograph."""
     y, x = 40 + 7 * seed % 100, 60 + 11 * seed % 120
-    return Image.fromarray(data.astronaut()[y : y + height, x : x + width])
+    return Image.fromarray(photograph()[y : y + height, x : x + width])
 
 
 def segments(jpeg: bytes) -> list[tuple[int, int, int]]:
@@ -398,6 +404,7 @@ def tiff(channels: int, bits: int = 8, *, sample: int = 1, size: tuple[int, int]
     return b"II*\0" + struct.pack("<I", 8 + len(pixels)) + pixels + table
 
 
+@cache
 def originals() -> dict[str, bytes]:
     """Valid files, the first word their codec: what encoders write, and what they do differently."""
     photo, small = window(), window(40, 56, seed=3)
@@ -454,6 +461,7 @@ def originals() -> dict[str, bytes]:
     return files
 
 
+@cache
 def odd() -> dict[str, bytes]:
     """Files that are pixels or faults: fields with every value, other codecs' files, and small files of much work."""
     jpeg, small = encode(window(40, 56), "JPEG", quality=90), window(40, 56, seed=3)

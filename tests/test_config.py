@@ -427,10 +427,8 @@ def test_hydras_special_keys_are_refused():
     ],
 )  # fmt: skip
 def test_an_argument_that_does_not_fit_names_its_full_key(photos, overrides, expected):
-    for cfg, root in (
-        (compose("train", [f"source.root='{photos}'", *overrides]), ""),
-        (OmegaConf.create({"train_data": compose("train", [f"source.root='{photos}'", *overrides])}).train_data, "t"),
-    ):
+    composed = compose("train", [f"source.root='{photos}'", *overrides])
+    for cfg, root in ((composed, ""), (OmegaConf.create({"train_data": composed}).train_data, "t")):
         message = refused(cfg=cfg)
         for part in expected:
             if root and part.startswith("`"):

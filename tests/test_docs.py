@@ -31,7 +31,7 @@ from conftest import ROOT
 from pictures import encode, photograph
 
 import gpuaug
-from gpuaug.tools.main import COMMANDS
+from gpuaug.tools.main import COMMANDS, main
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
@@ -287,7 +287,9 @@ def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[:2]))
-def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Path) -> None:
+def test_commands_of_the_readme_run(
+    words: list[str], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As they are written, on other images, fewer of them and on the CPU."""
     write_coco(tmp_path)
     words = [re.sub(r"/data/(train|val)\b", str(photos), word) for word in words]
@@ -298,12 +300,13 @@ def test_commands_of_the_readme_run(words: list[str], photos: Path, tmp_path: Pa
         (tmp_path / name).write_text(text, encoding="utf-8")
     if words[1] == "app.py":
         command = [sys.executable, *words[1:], "train_data.device=cpu", "val_data.device=cpu"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     else:
         few = {"train": ["batch_size=8", "num_workers=0", "limit_batches=1", "epochs=1"]}.get(words[1], ["samples=1"])
-        command = [sys.executable, "-m", "gpuaug.tools", *words[1:], "device=cpu", *few]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        monkeypatch.chdir(tmp_path)
+        assert main([*words[1:], "device=cpu", *few]) == 0
     for word in words:
         assert not word.startswith("out=") or (tmp_path / word.removeprefix("out=")).stat().st_size > 0
 

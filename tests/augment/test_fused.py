@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,9 @@ def draw(prepared: Any, batch: int, size: tuple[int, int], seed: int, extreme: b
     return prepared.draw(u.astype(np.float32), size, keys)
 
 
+@cache
 def photographs(size: int) -> Tensor:
-    """uint8 [6, size, size, 3], cut out of photographs."""
+    """uint8 [6, size, size, 3]: whole photographs, made smaller."""
     from PIL import Image
     from skimage import data
 
@@ -499,69 +501,70 @@ def test_without_a_compiler_it_says_so_and_works(
         native.library.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "error", ["OSError('GLIBCXX_3.4.99 not found')", "AttributeError('libtriton')", "ImportError('no')"]
-)
-def test_a_triton_that_cannot_be_imported_is_done_without(error: str, tmp_path: Path) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text(f"raise {error}\n")
+def test_a_triton_that_cannot_be_imported_is_done_without(tmp_path: Path) -> None:
+    errors = ["OSError('GLIBCXX_3.4.99 not found')", "AttributeError('libtriton')", "ImportError('no')"]
+    for k, error in enumerate(errors):
+        (tmp_path / str(k) / "triton").mkdir(parents=True)
+        (tmp_path / str(k) / "triton" / "__init__.py").write_text(f"raise {error}\n")
     code = (
-        "import logging, torch\n"
+        "import logging, sys, torch\n"
         "from gpuaug.augment.fused import backend as fused\n"
         "logging.basicConfig()\n"
-        "print([fused._triton_kernels(torch.device('cuda')) for _ in range(2)])\n"
+        "for folder in sys.argv[1:]:\n"
+        "    sys.path.insert(0, folder)\n"
+        "    fused._no_triton.clear()\n"
+        "    print([fused._triton_kernels(torch.device('cuda')) for _ in range(2)])\n"
+        "    sys.path_importer_cache.clear()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
-    assert done.stdout.strip() == "[None, None]", done.stderr
-    assert done.stderr.count("operation by operation") == 1
-    assert error.split("'")[1] in done.stderr
+    command = [sys.executable, "-c", code, *(str(tmp_path / str(k)) for k in range(3))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "0"), str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.stdout.split("\n") == ["[None, None]"] * 3 + [""], done.stderr
+    said = [line for line in done.stderr.splitlines() if "operation by operation" in line]
+    assert len(said) == 3
+    assert all(error.split("'")[1] in line for error, line in zip(errors, said, strict=True))
 
 
-def test_the_build_is_kept_and_its_time_shown(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file to compile, and an empty folder for what is built."""
     if native.library() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        with caplog.at_level(logging.INFO, logger="gpuaug"):
-            for _ in range(2):
-                native.library.cache_clear()
-                assert native.library() is not None
-        assert len([r for r in caplog.records if "compiled" in r.message and " s with " in r.message]) == 1
-        assert len(list(tmp_path.glob("gpuaug/*.so"))) == 1
-    finally:
-        native.library.cache_clear()
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int gpuaug_test_one() { return 41 + 1; }\n')
+    return source
+
+
+def load(source: Path) -> int:
+    library = compiled.load(source, name="one", without="is missing")
+    assert library is not None
+    return library.gpuaug_test_one()
+
+
+def test_the_build_is_kept_and_its_time_shown(one: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        assert [load(one), load(one)] == [42, 42]
+    assert len([r for r in caplog.records if "compiled" in r.message and " s with " in r.message]) == 1
+    assert len(list((one.parent / "gpuaug").glob("*.so"))) == 1
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "link", "group"])
 def test_a_build_that_is_damaged_or_not_ones_own_is_built_anew(
-    damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    damage: str, one: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if native.library() is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", ("-O0", "-std=c++17", "-shared", "-fPIC", "-pthread"))
-    native.library.cache_clear()
-    assert native.library() is not None
-    (file,) = (tmp_path / "gpuaug").glob("*.so")
+    assert load(one) == 42
+    (file,) = (one.parent / "gpuaug").glob("*.so")
     whole = file.read_bytes()
     file.unlink()  # a library that is loaded must not be written into
     if damage == "link":
-        (tmp_path / "elsewhere.so").write_bytes(whole)
-        file.symlink_to(tmp_path / "elsewhere.so")
+        (one.parent / "elsewhere.so").write_bytes(whole)
+        file.symlink_to(one.parent / "elsewhere.so")
     else:
         file.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "group": whole}[damage])
         file.chmod(0o770 if damage == "group" else 0o700)
-    native.library.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, logger="gpuaug"):
-            assert native.library() is not None
-    finally:
-        native.library.cache_clear()
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        assert load(one) == 42
     assert str(file) in caplog.text
     assert file.stat().st_size == len(whole)
     assert not file.is_symlink()
@@ -580,17 +583,14 @@ def test_the_build_is_not_kept_behind_a_link(
     assert str(tmp_path / "gpuaug") in caplog.text
 
 
-def test_a_build_that_cannot_be_kept_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_build_that_cannot_be_kept_leaves_nothing_behind(
+    one: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("a file, so that no folder can be made")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    source = tmp_path / "one.cpp"
-    source.write_text('extern "C" int gpuaug_test_one() { return 41 + 1; }\n')
-    library = compiled.load(source, name="one", without="is missing")
-    if library is None:
-        pytest.skip("no C++ compiler")
-    assert library.gpuaug_test_one() == 42
+    assert load(one) == 42
     assert list((tmp_path / "temporary").iterdir()) == []
 
 

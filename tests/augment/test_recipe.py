@@ -246,41 +246,43 @@ class Augmented(torch.utils.data.Dataset):
         return torch.utils.data.get_worker_info().id, self.recipe(images(4, (12, 12)))
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_without_indices_workers_draw_for_themselves(start_method: str) -> None:
-    loader = torch.utils.data.DataLoader(
-        Augmented(), batch_size=None, num_workers=2, multiprocessing_context=start_method
-    )
-    first, again = list(loader), list(loader)
-    assert [worker for worker, _ in first] == [0, 1]
-    assert not torch.equal(first[0][1], first[1][1])
-    for (_, a), (_, b) in zip(first, again, strict=True):
-        assert torch.equal(a, b)
+def test_without_indices_workers_draw_for_themselves() -> None:
+    """Again and again the same, however they are started."""
+    made = []
+    for method in ("fork", "fork", "spawn"):
+        loader = torch.utils.data.DataLoader(
+            Augmented(), batch_size=None, num_workers=2, multiprocessing_context=method
+        )
+        workers, batches = zip(*loader, strict=True)
+        assert workers == (0, 1)
+        assert not torch.equal(*batches)
+        made.append(torch.stack(batches))
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
+RANKS = """
+import torch, torch.distributed as dist
 from test_recipe import images, standard
-if sys.argv[1] == "gloo":
-    dist.init_process_group("gloo")
-torch.manual_seed(0)
-print(standard()(images(4, (12, 12))).numpy().tobytes().hex())
+for group in ("none", "gloo"):
+    if group == "gloo":
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    print(standard()(images(4, (12, 12))).numpy().tobytes().hex())
 """
 
 
-@pytest.mark.parametrize("group", ["gloo", "none"])
-def test_without_indices_ranks_draw_for_themselves(group: str, tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
+def test_without_indices_ranks_draw_for_themselves(tmp_path: Path) -> None:
+    """With a process group, and without one."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir", str(tmp_path / "log")]
     path = os.pathsep.join(filter(None, [*map(str, SHARED), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words, "--redirects=3", str(script), group]
-    subprocess.run(command, check=True, timeout=300, env=environment)
-    printed = [file.read_text() for file in (tmp_path / "log").rglob("stdout.log")]
-    assert len(printed) == 2
-    assert len(set(printed)) == 2
-    assert all(printed)
+    subprocess.run([sys.executable, *words, "--redirects=3", str(script)], check=True, timeout=300, env=environment)
+    first, second = (file.read_text().split() for file in (tmp_path / "log").rglob("stdout.log"))
+    assert len(first) == len(second) == 2
+    assert all(a and b and a != b for a, b in zip(first, second, strict=True))
 
 
 def test_with_indices_torchs_generator_decides_nothing() -> None:

@@ -1,10 +1,11 @@
-"""One rank of a distributed run: iterate, note what was seen, save the state after every batch. Started by torchrun."""
+"""One rank of distributed runs: iterate, note what was seen, save the state after every batch. Started by torchrun."""
 
 import argparse
 import hashlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -15,6 +16,18 @@ import gpuaug
 
 
 def main():
+    """Several runs one after the other, with ``--then`` between their arguments."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    words = sys.argv[1:]
+    while "--then" in words:
+        run(words[: words.index("--then")])
+        words = words[words.index("--then") + 1 :]
+    run(words)
+    dist.destroy_process_group()
+
+
+def run(words):
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("out", type=Path)
@@ -28,10 +41,8 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="kornia", help="fused is the same bit for bit in any batch, on CUDA too")
     parser.add_argument("--collective", action="store_true", help="a barrier after every batch, as DDP has one")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    args = parser.parse_args(words)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     ops = {"flip": K.RandomHorizontalFlip(p=0.5), "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8)}
     loader = gpuaug.Loader(
         gpuaug.FolderSource(args.root, subset=args.subset_of_rank_1 if rank == 1 else None),
@@ -59,7 +70,6 @@ def main():
                     os.kill(os.getpid(), signal.SIGKILL)
         except gpuaug.ConfigError as error:
             (args.out / f"error{rank}.txt").write_text(str(error))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,20 +4,20 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
+import ddp_worker
 import pytest
 import torch
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
 
-WORKER = Path(__file__).with_name("ddp_worker.py")
+WORKER = ddp_worker.__file__
 
 
-def run(world_size, *args, check=True, patience=900):
+def run(world_size, *args, check=True):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = subprocess.run([*command, str(WORKER), *map(str, args)], capture_output=True, text=True, timeout=patience)
+    done = subprocess.run([*command, WORKER, *map(str, args)], capture_output=True, text=True, timeout=900)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -38,10 +38,34 @@ def folder(path):
 @pytest.fixture(scope="module")
 def whole(photos, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
-    run(1, photos, out, "--batch-size", 16)
+    ddp_worker.run([str(photos), str(out), "--batch-size", "16"])
     found = seen(out)
     assert len(found) == found.total() == 65
     return found
+
+
+@pytest.fixture(scope="module")
+def two(photos, tmp_path_factory):
+    """What two ranks did in four runs, and all that they said."""
+    out = tmp_path_factory.mktemp("two")
+    runs = {
+        "default": ["--collective"],
+        "uneven": ["--last", "uneven"],
+        "drop": ["--faults", "drop"],
+        "disagree": ["--seed-of-rank-1", 6],
+    }
+    words = [["--then", photos, folder(out / name), *more] for name, more in runs.items()]
+    return out, run(2, *[word for each in words for word in each][1:]).stderr
+
+
+@pytest.fixture(scope="module")
+def three(photos, tmp_path_factory):
+    """What three ranks did in an epoch, and in one that was killed after three batches."""
+    out = tmp_path_factory.mktemp("three")
+    default, killed = folder(out / "default"), folder(out / "killed")
+    words = [photos, default, "--collective", "--then", photos, killed, "--kill-after", 3, "--collective"]
+    assert run(3, *words, check=False).returncode != 0
+    return out
 
 
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
@@ -86,39 +110,37 @@ def test_cuda_is_the_local_rank_s_device_or_torchs_current_one(monkeypatch):
     assert machine.choose_device("cuda") == machine.choose_device("auto") == torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_take_equally_many_steps_by_default(photos, whole, tmp_path, world_size):
+def test_ranks_take_equally_many_steps_by_default(whole, two, three):
     """A collective after each batch ends, though 65 samples in batches of 4 do not divide; every sample counts once."""
-    run(world_size, photos, tmp_path, "--collective", patience=300)
-    assert seen(tmp_path) == whole
-    steps = {2: 9, 3: 6}[world_size]
-    assert [len(list(tmp_path.glob(f"state{rank}_*"))) for rank in range(world_size)] == [steps] * world_size
-    assert seen(tmp_path, valid=False).total() == steps * world_size * 4
+    for ranks, steps, out in ((2, 9, two[0] / "default"), (3, 6, three / "default")):
+        assert seen(out) == whole
+        assert [len(list(out.glob(f"state{rank}_*"))) for rank in range(ranks)] == [steps] * ranks
+        assert seen(out, valid=False).total() == steps * ranks * 4
 
 
-def test_uneven_ranks_see_every_sample_once_and_are_told_of(photos, whole, tmp_path):
-    done = run(2, photos, tmp_path, "--last", "uneven")
-    assert seen(tmp_path) == whole
-    assert len(list(tmp_path.glob("state0_*"))) == 9  # 33 and 32 samples in batches of 4
-    assert len(list(tmp_path.glob("state1_*"))) == 8
-    assert done.stderr.count("this epoch has 9 batches on rank 0 and 8 on rank 1") == 1
-    assert "Set `last=pad` or `last=drop`" in done.stderr
+def test_uneven_ranks_see_every_sample_once_and_are_told_of(whole, two):
+    out, said = two[0] / "uneven", two[1]
+    assert seen(out) == whole
+    assert len(list(out.glob("state0_*"))) == 9  # 33 and 32 samples in batches of 4
+    assert len(list(out.glob("state1_*"))) == 8
+    assert said.count("this epoch has 9 batches on rank 0 and 8 on rank 1") == 1
+    assert "Set `last=pad` or `last=drop`" in said
 
 
-def test_ranks_that_may_lose_batches_are_refused_by_default(photos, tmp_path):
-    run(2, photos, tmp_path, "--faults", "drop")
+def test_ranks_that_may_lose_batches_are_refused_by_default(two):
+    out = two[0] / "drop"
     for rank in range(2):
-        assert "`faults.policy=blank`, or `last=uneven`" in (tmp_path / f"error{rank}.txt").read_text()
-    assert not seen(tmp_path)
+        assert "`faults.policy=blank`, or `last=uneven`" in (out / f"error{rank}.txt").read_text()
+    assert not seen(out)
 
 
-def test_ranks_that_disagree_find_out_at_the_start(photos, tmp_path):
-    run(2, photos, tmp_path, "--seed-of-rank-1", 6)
+def test_ranks_that_disagree_find_out_at_the_start(two):
+    out = two[0] / "disagree"
     for rank in range(2):
-        message = (tmp_path / f"error{rank}.txt").read_text()
+        message = (out / f"error{rank}.txt").read_text()
         assert "seed" in message
         assert "5 on rank 0, 6 on rank 1" in message
-    assert not seen(tmp_path)
+    assert not seen(out)
 
 
 @pytest.mark.long
@@ -133,15 +155,19 @@ def test_ranks_with_other_samples_find_out_at_the_start(photos, tmp_path):
     "resume_with", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("start_with", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_killed_and_resumed_with_other_ranks(photos, whole, tmp_path, start_with, resume_with):
-    first, second = folder(tmp_path / "first"), folder(tmp_path / "second")
-    assert run(start_with, photos, first, "--kill-after", 3, "--collective", check=False).returncode != 0
+def test_killed_and_resumed_with_other_ranks(photos, whole, three, tmp_path, start_with, resume_with):
+    first, second = three / "killed", folder(tmp_path / "second")
+    if start_with == 2:
+        first = folder(tmp_path / "first")
+        assert run(2, photos, first, "--kill-after", 3, "--collective", check=False).returncode != 0
     consumed = seen(first, steps=3)
     assert consumed.total() == 3 * 4 * start_with
-    state = next(
-        first.glob("state*_3.json")
-    )  # any rank's serves all; the others may have died before they wrote theirs
-    run(resume_with, photos, second, "--state", state, "--batch-size", 5)
+    # any rank's state serves all; the others may have died before they wrote theirs
+    words = [photos, second, "--state", next(first.glob("state*_3.json")), "--batch-size", 5]
+    if resume_with == 1:
+        ddp_worker.run([str(word) for word in words])
+    else:
+        run(resume_with, *words)
     assert consumed + seen(second) == whole
 
 

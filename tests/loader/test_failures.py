@@ -179,17 +179,17 @@ def test_descriptors_do_not_pile_up(photos, nothing_left):
     assert until(lambda: descriptors() <= before)  # the threads that write to the workers end a moment later
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_start_methods(photos, method, nothing_left):
+def test_start_methods(photos, nothing_left):
     code = """
         if __name__ == "__main__":
-            with build(sys.argv[1], start_method=sys.argv[2]) as loader:
-                print(json.dumps(sorted(i for batch in loader for i in batch.indices.tolist())))
+            for method in sys.argv[2:]:
+                with build(sys.argv[1], start_method=method, num_workers=1) as loader:
+                    print(json.dumps(sorted(i for batch in loader for i in batch.indices.tolist())))
     """
-    process = start(code, photos, method)
+    process = start(code, photos, "fork", "forkserver", "spawn")
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
-    assert json.loads(out) == list(range(65))
+    assert [json.loads(line) for line in out.splitlines()] == [list(range(65))] * 3
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -213,20 +213,30 @@ def test_interrupted(photos, how, nothing_left):
 
 
 def test_few_descriptors(photos, nothing_left):
+    """In copies of a process that has only imported."""
     code = """
         import resource
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[2])))
-        try:
-            with build(sys.argv[1], num_workers=2) as loader:
-                kept = [batch for batch in loader]
-            print("done", len(kept))
-        except gpuaug.GpuaugError as error:
-            print("error", error)
+        gpuaug.Loader, gpuaug.Augment, gpuaug.FolderSource
+        for limit in map(int, sys.argv[2:]):
+            if os.fork():
+                os.wait()
+                continue
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            try:
+                with build(sys.argv[1], num_workers=2) as loader:
+                    kept = [batch for batch in loader]
+                print("done", len(kept))
+            except gpuaug.GpuaugError as error:
+                print("error", error)
+            break
     """
-    for limit in (64, 30, 14):
-        process = start(code, photos, limit)
-        out, error = process.communicate(timeout=300)
-        assert out.startswith("done 17") or ("error" in out and "ulimit" in out), (limit, out, error[-2000:])
+    limits = (64, 30, 14)
+    process = start(code, photos, *limits)
+    out, error = process.communicate(timeout=300)
+    said = out.splitlines()
+    assert len(said) == len(limits), (out, error[-2000:])
+    for limit, line in zip(limits, said, strict=True):
+        assert line.startswith("done 17") or ("error" in line and "ulimit" in line), (limit, line, error[-2000:])
 
 
 def test_shared_memory_full(photos, nothing_left):

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from common import PROGRAM
 from conftest import ROOT
+from scenes import write
 
 import gpuaug
+from gpuaug.tools.main import main
 from gpuaug.tools.plan import command as predict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read 
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Photographs with masks and COCO's annotations."""
     folder = tmp_path_factory.mktemp("scenes")
-    command = [sys.executable, str(ROOT / "bench" / "scenes.py"), str(folder), "--count", "64"]
-    subprocess.run(command, cwd=ROOT / "bench", check=True, capture_output=True)
+    write(folder, count=64)
     return folder
 
 
@@ -51,7 +51,7 @@ def test_masks_are_counted_by_dtype_views_and_images(scenes: Path) -> None:
 
 def test_a_plan_is_within_fifteen_percent(scenes: Path, tmp_path: Path) -> None:
     file, given = tmp_path / "plan.json", words(scenes)
-    subprocess.run([*PROGRAM, "plan", *given, "seconds=8", f"json={file}"], cwd=ROOT, check=True, capture_output=True)
+    assert main(["plan", *given, "seconds=8", f"json={file}"]) == 0
     values = json.loads(file.read_text())
     named = {term["name"]: term["bytes"] for term in values["terms"]}
     assert values["rehearsal"] >= 6

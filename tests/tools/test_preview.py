@@ -91,12 +91,12 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
     ("more", "columns"),
     [
         ((), 6),
-        (("augment=simclr",), 6),
+        (("augment=simclr", "samples=2"), 6),
         (("augment=dino", "samples=2"), 8),
         (("draws=2", "indices=[5,40]", "epoch=7"), 2),
         (("augment=none", "augment.normalize=null", "indices=3", "draws=1"), 1),
         (("source.labels=none", "mix=cutmix", "draws=1", "samples=1000", "cell=32"), 1),
-        (("mix=mixup_cutmix", "draws=1", "dtype=bfloat16", "augment.backend=kornia"), 1),
+        (("mix=mixup_cutmix", "draws=1", "samples=2", "dtype=bfloat16", "augment.backend=kornia"), 1),
         (("order=repeated", "source.subset=3", "draws=1"), 1),
     ],
 )
