@@ -276,7 +276,7 @@ def test_a_policy_equals_kornia(name: str) -> None:
     seed=st.integers(0, 99),
 )
 def test_chains_equal_kornia(names: list[str], seed: int) -> None:
-    jumps = any(n in JUMPS for n in names)
+    jumps = any(n in JUMPS or n == "gamma" for n in names)  # at 0, a gamma below 1 is infinitely steep
     tolerance = SPACE if any(n in SPATIAL for n in names) else POINT
     if {"autocontrast", "autocontrast_open", "gamma", "saturation"} & set(names):
         tolerance = SPACE  # they stretch small differences

@@ -59,7 +59,9 @@ class Page:
     url: str
     words: tuple[str, ...]
 
-    def ask(self, path: str, body: Any = None, host: str = "", *, whole: bool = False) -> tuple[int, bytes]:
+    def ask(
+        self, path: str, body: Any = None, host: str = "", *, whole: bool = False, **headers: str
+    ) -> tuple[int, bytes]:
         """Status and body of an answer; ``path`` is behind the token, or ``whole``. ``body``: JSON, or bytes."""
         address = urlsplit(self.url)
         connection = HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
@@ -67,6 +69,8 @@ class Page:
         connection.putrequest("GET" if data is None else "POST", path if whole else address.path + path, skip_host=True)
         connection.putheader("Host", host or address.netloc)
         connection.putheader("Content-Length", str(len(data or b"")))
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
         connection.endheaders(data)
         answer = connection.getresponse()
         found = answer.status, answer.read()
@@ -163,9 +167,12 @@ def test_sliders_hold_their_value_and_it_is_a_step() -> None:
 
 def test_the_recipe_of_an_application(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [gpuaug@train_data: train, _self_]\n")
+    out = ["samples=2", "draws=1", f"out={tmp_path}/p.png"]
     shown = live(f"train_data.source.root={photos}", *FEW, config_dir=str(tmp_path), config_name="app", at="train_data")
     changes = {"train_data.augment.ops.gray.p": 1.0}
-    assert shown.overrides({"changes": changes}).endswith(" train_data.augment.ops.gray.p=1.0")
+    words = shlex.split(shown.overrides({"changes": changes}))
+    assert words[-1] == "train_data.augment.ops.gray.p=1.0"
+    assert main(["preview", *words, *out]) == 0
     assert not np.array_equal(pixels(shown.png({"changes": changes})), pixels(shown.png()))
 
 
@@ -199,6 +206,7 @@ def test_the_recipe_of_an_application(photos: Path, tmp_path: Path) -> None:
         (b'{"changes": {"augment.ops.jitter.p": NaN}}', "`augment.ops.jitter.p` must be a number in"),
         (b"[" * 60000, "The body must be JSON."),
         (b"\xff\xfe", "The body must be JSON."),
+        ({"changes": {"augment.crop.size": 12_000}}, "The limit is 200 million."),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -234,7 +242,10 @@ def test_only_this_machine_is_answered(page: Page, photos: Path, capsys: pytest.
         for path in ("", "state", "live.js"):
             assert page.ask(path, host=host)[0] == 403, host
         assert page.ask("render", {}, host=host)[0] == 403
-    for host in (f"localhost:{address.port}", "127.0.0.1:8000"):  # the port may be that of a tunnel
+    for origin in ("http://evil.example", f"http://127.0.0.1.evil.example:{address.port}", "null"):
+        assert page.ask("render", {}, Origin=origin)[0] == 403, origin
+    assert page.ask("overrides", {}, Origin="http://localhost:8000", Content_Type="text/plain; charset=nope")[0] == 200
+    for host in (f"LOCALHOST:{address.port}", "127.0.0.1:8000"):  # the port may be that of a tunnel
         assert page.ask("state", host=host)[0] == 200
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [at for _, at, _, kind, *_ in listening if kind == "0A" and at.endswith(f":{address.port:04X}")] == [

@@ -202,7 +202,7 @@ def samples(
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
     crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
-    pixels = sum(c.size[0] * c.size[1] for c in crops if c) if cell is None else len(crops) * cell**2
+    pixels = sum(max(c.size[0] * c.size[1] if c else 0, (cell or 0) ** 2) for c in crops)
     check_pixels(len(indices) * pixels)  # an estimate, to fail early
     views = [name_of(view) for view in loader.augment.at(epochs[0]).views]
     read = samples_of(loader, decode, indices=indices, epochs=epochs)

@@ -82,6 +82,7 @@ function number(control, first, label, change) {
     slider.value = field.value;
     change(Number(field.value));
   });
+  field.addEventListener("change", () => { if (field.value === "") field.value = slider.value; });
   return [slider, field];
 }
 
@@ -114,10 +115,10 @@ function show() {
     if (!groups.has(control.group)) groups.set(control.group, []);
     groups.get(control.group).push(control);
   }
-  at("controls").replaceChildren(...[...groups].map(([group, members]) => {
+  at("controls").replaceChildren(...[...groups].map(([group, members], number) => {
     const title = make("summary", {}, group.replace(/(^|\.)(ops|views|stages)\./g, "$1") || "recipe",
       make("span", { textContent: members[0].title }));
-    return make("details", { open: true }, title, ...members.map(row));
+    return make("details", { open: number < 6 }, title, ...members.map(row));
   }));
   if (!groups.size) at("controls").textContent = "This recipe has no parameters to change.";
   at("indices").value = state.indices.join(", ");

@@ -61,8 +61,12 @@ class Live:
         return stream.getvalue()
 
     def overrides(self, asked: Any = None) -> str:
-        """The loader's overrides with the changes, as words for a shell."""
-        return shlex.join([text for _, text in self._changed(_checked(asked)).others()])
+        """The loader's overrides with the changes, as words for a shell, after the options for the user's own files."""
+        call = self._changed(_checked(asked))
+        options = {"--config-dir": call.config_dir, "--config-name": call.config_name, "--at": call.at}
+        words = [word for option, value in options.items() if value is not None for word in (option, value)]
+        words += [word for prefix in call.trust for word in ("--trust", prefix)]
+        return shlex.join([*words, *(text for _, text in call.others())])
 
     def yaml(self, asked: Any = None) -> str:
         """The changed recipe as a file of the group ``augment``."""
@@ -70,7 +74,7 @@ class Live:
 
         augment = self._changed(_checked(asked)).loader().get("augment")
         tree = {} if augment is None else OmegaConf.to_container(augment, resolve=True)
-        where = "# Save as DIR/augment/NAME.yaml, and select it with: --config-dir DIR augment=NAME\n"
+        where = "# Save as conf/gpuaug/augment/NAME.yaml, and select it with: --config-dir conf augment=NAME\n"
         return where + OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def _changed(self, asked: Mapping[str, Any]) -> Request:

@@ -8,6 +8,7 @@ a foreign web page can give this machine's address a name of its own (DNS rebind
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import secrets
@@ -31,7 +32,7 @@ log = logging.getLogger("gpuaug")
 
 Answer = Callable[[Any], str | bytes]  # to a request's JSON: a PNG or text
 HOST = "127.0.0.1"
-LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: an SSH tunnel may have another one
+LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may have another one
 LARGEST_BODY = 1 << 16  # bytes
 FILES = {"": ("live.html", "text/html"), "live.js": ("live.js", "text/javascript")}
 HEADERS = {
@@ -71,7 +72,8 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
 
     @web.middleware
     async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
-        if not LOCAL.fullmatch(request.host):
+        origin = request.headers.get("Origin", f"http://{HOST}")  # the server whose page sent the request
+        if not all(map(LOCAL.fullmatch, (request.headers.get("Host", ""), origin.partition("//")[2]))):
             raise web.HTTPForbidden(text="This page is only for 127.0.0.1 and localhost.")
         first = request.path.removeprefix("/").partition("/")[0]
         if not secrets.compare_digest(first.encode("utf-8", "replace"), token.encode()):
@@ -91,13 +93,15 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
 
     async def made(request: web.Request, *, make: Answer) -> web.Response:
         try:
-            asked = await request.json()
+            asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise web.HTTPBadRequest(text="The body must be JSON.") from error
         try:
             answer = await asyncio.get_running_loop().run_in_executor(worker, make, asked)
         except GpuaugError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
+        except (MemoryError, OSError, RuntimeError) as error:  # no memory; the source is gone; an error of torch
+            raise web.HTTPInternalServerError(text=f"{type(error).__name__}: {error}") from error
         if isinstance(answer, bytes):
             return web.Response(body=answer, content_type="image/png")
         return web.Response(text=answer)
