@@ -62,12 +62,7 @@ def text(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def instance(name: str, value: Any, *kinds: type, optional: bool = False) -> Any:
-    """Check that ``value`` is an object of one of the public classes ``kinds``. With ``optional`` it may be None.
-
-    An empty mapping is None: the option ``none`` of a configuration group, such as ``mix=none``, is one.
-    """
-    if optional and isinstance(value, Mapping) and not value:
-        return None
+    """Check that ``value`` is an object of one of the public classes ``kinds``. With ``optional`` it may be None."""
     if not isinstance(value, kinds) and not (value is None and optional):
         named = " or ".join(f"gpuaug.{kind.__name__}" for kind in kinds)
         remedy = f" A configuration needs {name}._target_." if isinstance(value, Mapping) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,11 @@ def whole_numbers(name: str, values: Any) -> Tensor:
     return numbers.to(torch.int64)
 
 
+def none_if_empty(value: Any) -> Any:
+    """None for an empty mapping: the option ``none`` of a configuration group, such as ``mix=none``, is one."""
+    return None if isinstance(value, Mapping) and not value else value
+
+
 def choose_order(order: Any, shuffle: bool | None) -> Any:
     """Combine ``order`` and ``shuffle`` into one order.
 
@@ -77,7 +83,7 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
                 f"{', '.join(names) or 'none'}. Set `targets`, or use another crop."
             )
     known = getattr(source, "target_kinds", None)
-    if targets is None or targets == {}:  # `targets=none` is an empty mapping
+    if targets is None:
         if known:
             log.info("the source has %s: set `targets` to use them", ", ".join(sorted(known)))
         return None

@@ -137,6 +137,7 @@ class Loader(AsItIs):
         self._given = {name: value for name, value in locals().items() if name not in ("self", "source")}
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
+        mix, targets, cache = map(arguments.none_if_empty, (mix, targets, cache))
         self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
@@ -148,8 +149,7 @@ class Loader(AsItIs):
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         # `replace` passes an already opened cache, so check its settings
-        if checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True) is None:
-            cache = None  # it may be an empty mapping
+        checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype, arguments.DTYPES)
         self.memory_format: torch.memory_format = arguments.torch_constant(
