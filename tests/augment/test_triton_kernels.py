@@ -319,14 +319,12 @@ def compiled(
         size = view.augment.crop.size
         chosen = [draw(p, batch, size, 3) for p in view.augment.prepared]
         x = torch.zeros((batch, *size, 3), dtype=torch.uint8)
-        for part in fused._parts(view.augment.prepared):
-            assert part.lowering is not None, "a shipped recipe runs through Kornia"
-            code, args = part.lowering.program([chosen[n] for n in part.numbers], size, batch)
-            fields = fused._fields(part.lowering, chosen, code, size, x.device, triton_kernels.normal_field)
-            ramps = fused.warp_ramps(size)
-            program = cuda_steps.upload(code, args, ramps, (1.0,) * 3, (0.0,) * 3, x.device)
-            options = {"dtype": torch.bfloat16, "channels_last": False, **options}
-            x = triton_kernels.launch(x, program, fields=fields, **options)
+        backend = fused.FusedBackend(view.augment.prepared)
+        last = (*backend._affine, options.get("dtype", torch.bfloat16), options.get("channels_last", False))
+        for number, part in enumerate(backend._parts):
+            assert part.lowering or part.chain, "a shipped recipe runs through Kornia"
+            is_last = number == len(backend._parts) - 1
+            x = backend._run(x, part, chosen, triton_kernels, last if is_last else fused._BETWEEN)
     monkeypatch.undo()
     return made, launches
 
