@@ -528,6 +528,7 @@ OTHER = {
     "light corner": P | {"gain": (0.1, 0.2), "sign": (-1.0, 0.5)},
     "spline": P | {"scale": 0.4, "align_corners": True, "padding_mode": "border"},
     "fisheye": P | {name: torch.tensor([0.5, 0.6]) for name in ("center_x", "center_y", "gamma")},
+    "jigsaw": P | {"grid": (2, 1)},
     "channel dropout": P | {"num_drop_channels": 1, "fill_value": 0.5},
     "clahe": P | {"clip_limit": (2.0, 20.0), "grid_size": (4, 2), "slow_and_differentiable": True},
 }  # fmt: skip
@@ -551,6 +552,7 @@ def test_the_changes_below_are_all_there_are() -> None:
 @pytest.mark.parametrize("name", OTHER)
 def test_a_fingerprint_changes_with_every_argument_of_an_operation(name: str) -> None:
     refused = {"same_on_batch", "keepdim", "p_batch"}
+    refused |= {"data_keys", "ensure_perm"}  # RandomJigsaw's: test_fitting_in.py has the second one
     assert set(inspect.signature(type(OPS[name]())).parameters) - refused == set(OTHER[name])
     variants = [made(name), *(made(name, **{key: value}) for key, value in OTHER[name].items())]
     texts = [json.dumps(Augment(ops={"op": op}).fingerprint()) for op in variants]

@@ -181,7 +181,7 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
 }
 OTHERS = {
     "Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "BatchTargets", "Target", "build",
-    "compose",
+    "compose", "preview", "preview_widgets",
 }  # fmt: skip
 
 
