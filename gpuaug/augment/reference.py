@@ -5,15 +5,15 @@ does: converts to float32 [B, 3, H, W] in 0..1. For each operation, slot and alt
 the module on them and writes them back. Then normalizes and casts once.
 gives: [B, 3, H, W].
 
-This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. With a single
-row torch takes other paths (it splits a mean over one output across threads, and uses another kernel to convolve one
-small image), and the last bits differ. So a single row is duplicated before the module runs. Operations whose entry
-says ``one_by_one`` always run row by row instead.
+This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. For a single
+row, torch computes some operations in another way, and the last bits differ: it splits a mean across threads, and
+convolves a small image with another kernel. So a single row is duplicated before the module runs. Operations whose
+entry says ``one_by_one`` always run row by row instead.
 
-On CUDA, a sample's results in different batches agree within 2e-6, because torch sums an image's mean in an order that
-depends on the number of images. Matrix products and convolutions run in float64 there. By default, convolutions use
-TF32, which keeps only 10 bits of a pixel (error 5e-4 in a median blur). TF32 is not switched off, because that setting
-is global to the process: training in another thread would change.
+On CUDA, a sample's results in different batches differ by up to 2e-6, because torch sums an image's mean in an order
+that depends on the number of images. Matrix products and convolutions run in float64 there: in float32, convolutions
+use TF32 by default, which keeps only 10 bits of a pixel (error 5e-4 in a median blur). TF32 is not switched off,
+because that setting is global to the process: training in another thread would change.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
-CACHED_BYTES = 4 << 20  # of float32 images per call on the CPU: what a module makes of more leaves the cache
+CACHED_BYTES = 4 << 20  # images per call on the CPU; the temporary results of more do not fit into the cache
 
 
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
@@ -231,7 +231,7 @@ def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
 
 
 CHECKED_BATCHES = 3  # per process and operation; only the first ones, because a check waits for the device
-CHECKED_SAMPLES = 8  # per such batch, run twice; finds 99 in 100 unrepeatable operations with p = 0.1
+CHECKED_SAMPLES = 8  # run twice in each of these batches; finds 99 of 100 wrong operations with p = 0.1
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
 
@@ -243,13 +243,13 @@ _IMPURE = (
 )
 _IMPURE_BATCH = (
     "gives different pixels for the same sample in another batch",
-    ": they depend on other samples, or on random numbers that gpuaug does not know. Use no random numbers but those "
-    "of the second argument, or remove the attribute `uniforms`: then each image runs alone.",
+    ": they depend on other samples, or on random numbers that gpuaug does not know. Use only the random numbers of "
+    "the second argument, or remove the attribute `uniforms`: then each image runs alone.",
 )
 
 
 def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor, *, batched: bool = False) -> None:
-    """Warn once per operation if one sample gave two results, or if good pixels became NaN or far from 0..1."""
+    """Warn once per operation if a sample gave two different results, or if pixels became NaN or far outside 0..1."""
     # The limits are -1..2: unclamped noise stays inside, normalized images and pixels in 0..255 do not.
     low, high, least, most = (float(v) for x in (made, given) for v in (x.min(), x.max()))  # NaN if a pixel is NaN
     # sums on a GPU may differ in the last bits

@@ -1,1 +1,1 @@
-"""Pictures: pages of captioned pictures, annotations drawn on images, batches and recipes as a notebook shows them."""
+"""Draws pages of captioned pictures, annotations on images, and the batches and recipes that a notebook shows."""

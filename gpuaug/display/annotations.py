@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from gpuaug.display.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
 
-if TYPE_CHECKING:  # this folder is below these
+if TYPE_CHECKING:  # at run time these modules import this folder
     from gpuaug.targets.batch import BatchTargets
     from gpuaug.targets.rules import Targets
 
@@ -25,7 +25,7 @@ PALETTE = (
 BACKGROUND = (24, 24, 32)  # class 0 of a mask, which is the background in most datasets
 LEGEND = 48  # maximum number of classes in the legend
 TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
-# COCO's person, for sources that do not name their lines
+# COCO's skeleton of a person, for sources with 17 keypoints and no skeleton of their own
 PERSON = (
     (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10),
     (1, 2), (0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6),
@@ -54,7 +54,7 @@ class Annotations:
 
     @classmethod
     def of(cls, targets: BatchTargets, row: int, rules: Targets | None) -> Annotations:
-        """The annotations of one row of a batch. ``rules`` of None: those that are the default."""
+        """The annotations of one row of a batch. ``rules``: how targets were made; None: the default."""
         own = (targets.sample == row).cpu().numpy()
         boxes, keypoints = (None if x is None else x.cpu().numpy()[own] for x in (targets.boxes, targets.keypoints))
         points = None if rules is None else rules.keypoints
@@ -80,7 +80,7 @@ class Style:
 
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
-        """The style for the samples of a source, with the rules of its targets; None: no targets are drawn."""
+        """The style for the samples of a source. ``rules``: those of the targets; None: there are no targets."""
         lines = getattr(source, "skeleton", None) or (PERSON if getattr(source, "num_keypoints", None) == 17 else ())
         return cls(rules, source.classes, tuple(lines))
 
@@ -223,7 +223,7 @@ def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image
 
 
 def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, float]:
-    """The color of a value of the mask, and its share of a pixel."""
+    """The color of a value of the mask, and its opacity in 0..1."""
     if style.ignores(value):
         return STRIPED, 0.8
     if not style.by_object:
@@ -248,7 +248,7 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """Write the class of each box at the first free place. No text if no place is free, or the text is larger."""
+    """Write each box's class at the first free place. No text if no place is free, or if it is larger than the box."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""

@@ -14,7 +14,7 @@ from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.sheet import INK, Cell, grid
 from gpuaug.errors import ConfigError
 
-if TYPE_CHECKING:  # this folder is below these
+if TYPE_CHECKING:  # at run time these modules import this folder
     from gpuaug.augment.recipe import View
     from gpuaug.batch import Batch
 
@@ -22,9 +22,9 @@ Triple = tuple[float, ...]
 SAMPLES = 16  # shown, unless `rows` or `columns` is given
 WIDE, CELL = 8, 128  # pictures in a row, and pixels of one
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
-SMALL, ROWS = 0.6, 4  # a notebook shows a batch in cells of this share, and at most so many rows
+SMALL, ROWS = 0.6, 4  # in a notebook: cell size as a share of the usual one, maximum number of rows
 WRONG = (200, 30, 40)
-NAMED, LEAST = 3, 0.05  # of a soft label: number of classes with a name, smallest share
+NAMED, LEAST = 3, 0.05  # of a soft label: number of classes in its text, smallest share there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Look:
 
 
 def name_of(view: View) -> str:
-    """The view's name, and a number if it has several copies; "" if it is the only one."""
+    """The view's name, with a number if it has several copies; "" if it has no name and one copy."""
     several = view.augment.copies > 1
     return f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}"
 
@@ -70,7 +70,7 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
 
 
 def label_text(value: Any, classes: Sequence[str] | None) -> str:
-    """A label as text: the class's name; of a soft label or several labels the largest, with their shares.
+    """A label as text: the name of its class. For a soft label or several labels: the largest, with their shares.
 
     "" for None.
     """

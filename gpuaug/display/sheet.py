@@ -94,7 +94,7 @@ def grid(
 ) -> Image.Image:
     """Draw rows of pictures with their captions, without a heading, and a legend above them.
 
-    ``groups``: that many pictures belong together. The gap behind them is twice as wide.
+    ``groups``: number of adjacent pictures that belong together. The gap after each group is twice as wide.
     """
     small = font(12)
     columns = zip_longest(*rows)

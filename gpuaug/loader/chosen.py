@@ -1,4 +1,4 @@
-"""Batches and single samples of chosen numbers, outside of an epoch."""
+"""Makes a batch or one sample from given sample numbers, without iterating over an epoch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sample(loader: Loader, index: Any) -> tuple[Any, Any]:
     """One sample, as ``loader[index]``."""
     if isinstance(index, slice):
         raise ConfigError(
-            f"`loader[{index.start}:{index.stop}]` is not possible, because a loader gives one sample at a time. "
+            f"`loader[{index.start}:{index.stop}]` is not possible, because an index gives one sample. "
             f"Use `loader.fetch(range(...))` for a batch of chosen samples."
         )
     try:

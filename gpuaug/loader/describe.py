@@ -1,4 +1,4 @@
-"""What a loader says of itself, and what its batches need to show themselves. Reads no sample."""
+"""Describes a loader as text and as a table, and gives its batches what they need for `show()`. Reads no sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = 200  # characters of a source
 
 
 def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Look]:
-    """A function from an epoch to the look of its batches."""
+    """A function that maps an epoch to the :class:`Look` of its batches."""
     style = Style.of(source, targets)
     known = {first: Look.of(stage.views, style) for first, stage in recipe.stages.items()}
     return lambda epoch: known[max(first for first in known if first <= epoch)]

@@ -117,7 +117,7 @@ class LiveStage:
         return images, faults
 
     def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
-        """Augment: [B, 3, H, W] of ``dtype`` per view, in new memory."""
+        """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
         views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=dtype, memory_format=memory_format
         )
@@ -192,7 +192,7 @@ class StoredStage:
         ]
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
-        """Load the faults that were stored instead of pixels."""
+        """Load the stored faults of samples that have no stored pixels."""
         return HeaderBatch(encoded, self.stored.faults(encoded))
 
     def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
@@ -228,7 +228,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Order of ``epoch``, int64 [M]. If its samples are not stored, the order of the stored epoch shown instead."""
+    """Order of ``epoch``, int64 [M]. If its samples are not stored, the order of the stored epoch in its place."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

@@ -15,7 +15,7 @@ Extra = str | Sequence[str] | None  # the argument `extra` of a source
 
 
 class Fields(NamedTuple):
-    """The names of the fields. With ``single`` an extra is the value of the only field, else a dict."""
+    """The names of the fields. If ``single``, an extra is the value of the only field. Otherwise it is a dict."""
 
     names: tuple[str, ...]
     single: bool
@@ -51,7 +51,7 @@ def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str 
     for name in names:
         if known.count(name) != 1:
             raise SourceError(
-                f"`source.extra` must name columns of {place}, each there once. Found: {name!r}. "
+                f"`source.extra` must name columns that {place} has exactly once. Found: {name!r}. "
                 f"Columns: {some(known)}."
             )
     return Fields(names, single)
@@ -75,7 +75,7 @@ def decoded(name: str, data: bytes | None) -> Any:
 
 
 class ExtraTable:
-    """The extras of all samples in tensors that workers share, because they would copy a list of Python objects.
+    """The extras of all samples, in tensors: workers share tensors, but would copy Python objects.
 
     ``columns`` has the values of each field, one per sample. They are pickled in memory only, never in a file.
     """

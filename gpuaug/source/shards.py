@@ -46,32 +46,35 @@ class ShardSource(ListedSource):
     """Samples of WebDataset shards, in their order. Members with the same name up to the first dot are one sample.
 
     The positions of all samples are read once and stored in an index file. Only shards whose size, time or ETag changed
-    are read again. Hidden members are ignored. Samples without image or label are left out, with one warning. If
-    members with one name are not adjacent, they are several samples with the keys ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
+    are read again. Hidden members are ignored. Samples without image or label are left out, with one warning. Members
+    with equal names that are not adjacent are different samples, with the keys ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
 
     With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. Its members are read together if they lie next to
-    each other. A member of objects is JSON: a list of annotations as in COCO, alone or in a field ``objects`` or
-    ``annotations``::
+    each other. The member with the objects is JSON. It is a list of annotations as in COCO, or a mapping that has this
+    list in the field ``objects`` or ``annotations``::
 
         {"width": 640, "height": 480, "objects": [{"bbox": [x, y, width, height], "category_id": 3}]}
 
-    or columns, alone or in such a field: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``. Fields of
-    an object are ``bbox`` (or ``boxes``: x1, y1, x2, y2), ``category_id`` (or ``category``, ``label``, ``labels``:
-    numbers, or names in ``classes``), ``keypoints`` (x, y, visibility of each point), ``iscrowd`` (or
+    Columns may replace the list, alone or in such a field::
+
+        {"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}
+
+    Fields of an object are ``bbox`` (or ``boxes``: x1, y1, x2, y2), ``category_id`` (or ``category``, ``label``,
+    ``labels``: numbers, or names in ``classes``), ``keypoints`` (x, y, visibility of each point), ``iscrowd`` (or
     ``crowd``), ``area``, and ``id`` (or ``ids``). Only boxes are required, and other fields are ignored. Any other JSON
     makes its sample a fault when it is read. Coordinates are pixels of an image of ``width`` and ``height``.
 
     Args:
         root: the shards: a path or URL, with braces (``data/train-{000..099}.tar``) or without; a list; or a folder.
         labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. ``json`` also finds
-            ``a.meta.json``. ``auto``: ``none`` with ``masks`` or ``objects``, else ``cls``.
+            ``a.meta.json``. ``auto`` is ``none`` if ``masks`` or ``objects`` is set, else ``cls``.
         label_key: field of a .json label, with dots for nested fields: ``a.b``.
         masks: extension of the member with the mask, such as ``png`` or ``seg.png``; None: no masks.
         objects: extension of the member with the objects, such as ``json``; None: no objects.
         num_keypoints: number of keypoints of an object; None: keypoints are not read.
         box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: extension of a member, such as ``txt``, that is the extra of each sample; or a list, then the extra is a
-            dict. ``.txt`` gives text, ``.json`` its content, others give bytes. A sample is then ``(bytes, label,
+        extra: extension of the member that holds the extra, such as ``txt``. With a list of extensions, the extra is a
+            dict. ``.txt`` gives text, ``.json`` is parsed, others give bytes. A sample is then ``(bytes, label,
             extra)``. If a sample lacks the member, the value is None. None: no extras.
         classes: as in :class:`FolderSource` for labels that are names. For labels that are numbers, only the number
             of classes is used. With ``objects``, these are the classes of the objects.
@@ -82,7 +85,7 @@ class ShardSource(ListedSource):
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if a shard cannot be read, is compressed or damaged, or has a member name that leads outside.
+        SourceError: if a shard cannot be read, is compressed or damaged, or a member's name points outside its folder.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
@@ -192,9 +195,9 @@ class ShardSource(ListedSource):
         return Range(shard.path, begin, size, shard.version, image=0)
 
     def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int] | None]]:
-        """The ranges of a sample with several members, and for each member: its range's number, begin and end in it.
+        """The ranges to read for a sample with several members, and the place of each member in them.
 
-        None for a missing extra. The range of an empty extra is -1.
+        A place is (number of the range, begin, end). It is None for a missing extra. An empty extra has range -1.
         """
         shard = self._shards[locate(self._names.bounds, index)[0]]
         rows = slice(index * self._count, (index + 1) * self._count)
@@ -251,14 +254,14 @@ class ShardSource(ListedSource):
 
 
 class _Rule(NamedTuple):
-    """The extensions of images, of the label, and of masks and objects that make a sample, and those of its extras."""
+    """Extensions of the members of a sample: image, label, ``members`` (masks and objects), extras."""
 
     extensions: tuple[str, ...]
     label: str | None
     members: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:  # part of the index file's name. Without members it stays as in older files
+    def __repr__(self) -> str:  # part of the index file's name. Older files stay valid, so print only what is set
         more = f", members={self.members!r}" if self.members else ""
         more += f", extras={self.extras!r}" if self.extras else ""
         return f"_Rule(extensions={self.extensions!r}, label={self.label!r}{more})"
@@ -294,7 +297,7 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if folder is None and not is_url(root):  # beside the shards, which may be moved with it: no root in its name
+    if folder is None and not is_url(root):  # beside the shards. No root in its name, so both can be moved
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
     versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]
@@ -406,7 +409,7 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
         entry["keys"].append(os.fsdecode(_unique(image.name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
-        if label is not None:  # mostly in the piece that was read for the headers
+        if label is not None:  # usually no request: it is in the piece with the headers
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(
@@ -437,7 +440,7 @@ def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
 
 
 def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[str, Member]]]:
-    """Groups of adjacent members with the same name up to the first dot, as a mapping from lower-case extension."""
+    """Group adjacent members with the same name up to the first dot. A group maps lower-case extensions to members."""
     last, sample = b"", dict[str, Member]()
     for member in listed:
         folder, slash, name = member.name.rpartition(b"/")

@@ -164,7 +164,7 @@ def _pixels(fields: dict[str, str], key: str) -> float:
 
 _OBJECT = "annotation/object"
 _WANTED = ("name", "difficult", "bndbox/xmin", "bndbox/ymin", "bndbox/xmax", "bndbox/ymax")
-_TEXTS = {f"{_OBJECT}/{name}": name for name in _WANTED}  # a part of an object has the same elements, but deeper
+_TEXTS = {f"{_OBJECT}/{name}": name for name in _WANTED}  # full paths: <part> has the same names
 _TEXTS |= {f"annotation/size/{name}": name for name in ("width", "height")}
 
 

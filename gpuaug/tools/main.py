@@ -1,6 +1,6 @@
 """The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has its own folder.
 
-Heavy modules are imported only when a command runs, so help and errors in names appear at once.
+Heavy modules are imported only when a command runs, so `--help` and errors about wrong names appear at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 log = logging.getLogger("gpuaug")
 
 COMMANDS = {
-    "train": "train a network on the loader, by name from timm or torchvision: AMP, DDP, checkpoint and resume",
+    "train": "train a network, such as one of timm or torchvision, with AMP, DDP, checkpoints and resume",
     "pack": "write a resized copy of a source: JPEG shards, or pixels that need no decoding",
     "materialize": "write augmented epochs to disk; training reads them without decoding or augmenting",
     "profile": "measure every stage, name the bottleneck, and say what to change",
@@ -56,7 +56,7 @@ HYDRAS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print the message, with what to write instead of an option of Hydra. Exits with 2."""
+        """Print the message and exit with 2. For an option of Hydra, say what to write instead."""
         for word in (word.partition("=")[0] for word in message.partition("arguments: ")[2].split()):
             if word in HYDRAS:
                 self.exit(2, f"gpuaug: `{word}` belongs to Hydra applications. {HYDRAS[word]}.\n")
@@ -98,8 +98,8 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.help:
         print(_help(name, parser))
         return 0
-    # Set it before torch is imported. With a network on the CPU, waiting threads that spin take the cores from the
-    # loader (`gpuaug train` on two busy cores: 46 images/s if they spin, 348 if they sleep)
+    # Set it before torch is imported. Without it, waiting threads of a network on the CPU spin, and take CPU time from
+    # the loader (`gpuaug train` on two busy cores: 46 images/s if they spin, 348 if they sleep)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
 
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         action="append",
         default=[],
-        help="allow `_target_` in module PREFIX and below; it may be in ./",
+        help="allow `_target_` in modules that begin with PREFIX, also in the current folder",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser

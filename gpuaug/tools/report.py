@@ -47,9 +47,9 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, wrapped to the terminal's width and to ``width``; ``indent`` is for later lines.
+    """``first`` and a paragraph. Lines are at most as wide as the terminal and ``width``; later ones have ``indent``.
 
-    Without ``width``, output that is not a terminal gets one line. Text with line breaks (a table) is never wrapped.
+    Without a terminal and ``width``, nothing is wrapped. Text with line breaks (a table) is never wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -70,7 +70,7 @@ def written(file: Path, key: str) -> Iterator[None]:
 
 
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """Like :func:`output`, for a name that ends in .png or one of ``also``, or has no ending."""
+    """Like :func:`output`. ConfigError if the name ends in anything but .png or one of ``also``."""
     endings = (".png", *also)
     if Path(file).suffix.lower() not in ("", *endings):
         raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")

@@ -17,7 +17,7 @@ from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, scale
 
-_LEAST = {1: 1, 3: 0}  # border type to least image side, minus half the kernel: 1 reflect, 3 circular; others: any
+_LEAST = {1: 1, 3: 0}  # least image side minus half the kernel, by border type: 1 reflect, 3 circular; others: no limit
 
 
 def _check_kernel(op: Any, key: str) -> None:
@@ -28,7 +28,7 @@ def _check_kernel(op: Any, key: str) -> None:
 
 
 def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps:
-    """The steps, for images that are large enough for the kernel and its border."""
+    """The steps, with a check that the images are large enough for the kernel and its border."""
     (ky, kx), border = kernel_size, op.flags["border_type"].value
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -147,7 +147,7 @@ def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[s
 
 
 def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
-    """A gradient of light, float32 [B, 3, H, W], from Kornia's own generator; ``names`` of its samplers."""
+    """A gradient of light, float32 [B, 3, H, W], from Kornia's own generator. ``names``: its samplers."""
     return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
 
 
@@ -174,12 +174,12 @@ def _speck_values(values: dict[str, Tensor]) -> Tensor:
 
 
 def _plasma(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, *, channels: int = 3) -> dict[str, Tensor]:
-    """Kornia's plasma, of each sample's own random numbers."""
+    """Kornia's plasma, from each sample's own random numbers."""
     from kornia.contrib import diamond_square
 
     roughness = params["roughness"].to(keys.device, non_blocking=True)
     count, used = len(keys), 0
-    if count == 1:  # torch convolves a single sample with other last bits
+    if count == 1:  # the last bits of torch's convolution differ for a single sample
         keys, roughness = keys.repeat(2, 1), roughness.repeat(2)
 
     def random(shape: Any, **_: Any) -> Tensor:
@@ -242,7 +242,7 @@ def _check_rain(op: Any, key: str) -> None:
 
 
 def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
-    """For each drop (y, x) in 0..1. Kornia makes as many as the batch needs, here as many as any sample may need."""
+    """(y, x) of each drop, in 0..1. Kornia makes as many as the batch needs; this makes the maximum."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
         raise ConfigError(
@@ -258,7 +258,7 @@ def _floor(x: Tensor) -> Tensor:
 
 
 def _divisors(values: dict[str, Tensor]) -> Tensor:
-    """Kornia's divisors of JPEG's coefficients, float32 [n, 128]: luma, chroma. Its rounding has a derivative."""
+    """Kornia's JPEG quantization tables, float32 [n, 128]: luma, chroma. Rounded by its differentiable floor."""
     from kornia.enhance import JPEGCodecDifferentiable
 
     codec = JPEGCodecDifferentiable()

@@ -23,7 +23,7 @@ EPOCHS = 32  # how many epochs are searched for samples to which an operation is
 EQUAL, LEVEL = 0.05, 1.001  # levels: float32 compared with float64; one level plus float32 rounding
 CLOSE = 4.0  # levels: truncation to uint8 loses half a level per step, and recipes have up to eight steps
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels: float32 compared with float64
-TIES = 0.002  # share of mask pixels: two pixels are equally near, or an edge falls on the other side in float32
+TIES = 0.002  # share of mask pixels: rounding decides between two equally near pixels, or at an edge
 
 Image = NDArray[Any]
 
@@ -44,7 +44,7 @@ class Worst:
 
 @dataclass(eq=False)
 class Difference:
-    """One step, compared over all images. Numbers of images are in levels of 1/255, those of boxes in pixels."""
+    """One step, compared over all images. Differences of images are in levels of 1/255, those of boxes in pixels."""
 
     stage: str  # a key of HEADINGS
     name: str  # for an operation: its key in the recipe, and after a colon the chosen alternative
@@ -151,7 +151,7 @@ class Parity:
 
     @property
     def nearest(self) -> list[Difference]:
-        """For each comparison of images only the closer reference: torchvision's float or its uint8 arithmetic."""
+        """The comparisons of images. If torchvision ran both in float and in uint8, only the closer of the two."""
         best: dict[tuple[str, str], Difference] = {}
         for d in sorted(self.differences, key=lambda d: d.mean):
             best.setdefault((d.stage, d.title), d)

@@ -43,7 +43,7 @@ RESIZE = (
     "both use antialiased filters with half-pixel centers; Pillow and torch round to uint8 between the horizontal and "
     "the vertical pass, and the order of the passes depends on the release"
 )
-REDUCED = "libjpeg makes fewer pixels of each block, which is another filter than that of the resizing"
+REDUCED = "libjpeg decodes each block to fewer pixels, and this filter differs from that of the resizing"
 ADDED = "all differences above add up; a threshold (solarize, posterize, equalize) turns one level into many"
 
 
@@ -180,7 +180,7 @@ def _canvas(image: Image, window: CropWindows) -> Image:
 
 
 def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
-    """Compare each operation that is applied to a sample, alone, on the cropped uint8 view."""
+    """Compare each operation alone, on the cropped uint8 view of each sample to which it is applied."""
     of = f" of {view.name}" if view.name else ""
     ops, images = [], Counter[str]()  # images per name, including those without a counterpart
     for op in view.augment.prepared:
@@ -225,7 +225,7 @@ def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> C
 
 
 def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
-    """Names and slots to compare: a color jitter as one, a random choice by each chosen operation."""
+    """Names and slots to compare. A color jitter is one comparison; a random choice is one per chosen operation."""
     active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
     if len({type(module) for modules in op.slots for module in modules}) == 1:
         return [(op.name, [*range(len(op.slots))])] if active else []
@@ -248,7 +248,7 @@ def _theirs(image: Image, calls: list[Call], reference: str) -> Image:
     return np.asarray(x.permute(1, 2, 0)).astype(np.float32) * (1 if reference == UINT8 else 255)
 
 
-# --- the ends
+# --- mix, normalize, complete pipelines
 
 
 def _levels(image: Image, view: View) -> Image:

@@ -12,7 +12,7 @@ from typing import Any
 from gpuaug import checks
 from gpuaug.errors import ConfigError
 
-# Ends and step of sliders by argument name. Other numbers can be typed: only the operation refuses a value.
+# Ends and step of sliders by argument name. Numbers outside can be typed; only the operation checks them.
 RANGES = {
     "p": (0, 1, 0.01),
     "hue": (0, 0.5, 0.005),
@@ -24,17 +24,18 @@ RANGES = {
     "size": (32, 512, 1),
     "kernel_size": (1, 31, 2),  # odd
 }
-CHOICES = {  # values of text arguments that every class with this argument takes
+CHOICES = {  # values that are valid in every class that has the argument
     "interpolation": ("bilinear", "bicubic"),
     "anchor": ("random", "diagonal"),
     "mode": ("pixel", "rand", "const"),
     "policy": ("imagenet", "cifar10", "svhn"),
     "style": ("torchvision", "mmseg"),
 }
-# A preview shows pixels before `normalize`, and both backends give the same ones. `mean` and `std` must be normalize's.
+# These do not change a preview: it shows pixels before `normalize`, and both backends give the same pixels. `mean` and
+# `std` of an operation must equal those of `normalize`.
 LEFT_OUT = ("normalize", "backend", "mean", "std")
 LONGEST = 4  # numbers in a list
-LARGEST = 1e9  # of a number: all parameters are far below
+LARGEST = 1e9  # largest number that can be typed
 NAME = re.compile(r"\w+")  # keys and words that need no quotes in an override
 
 
@@ -66,7 +67,7 @@ class Control:
         return self.key.rpartition(".")[2]
 
     def checked(self, value: Any) -> Any:
-        """The given value, if it has this parameter's type; whether it is allowed is for the operation to say."""
+        """The value, if it has this parameter's type. The operation checks later whether it is allowed."""
         if isinstance(self.value, bool):
             return checks.flag(self.key, value)
         if self.choices:
@@ -133,7 +134,7 @@ def _step(high: float) -> float:
 
 
 def changed(known: list[Control], changes: Any) -> list[str]:
-    """The override strings of some changes, a mapping of keys to values. Values as in the recipe need none.
+    """The override strings for ``changes``, a mapping from key to value. Values that equal the recipe's are left out.
 
     Raises:
         ConfigError: for a key that is no parameter of the recipe, or a value of another type.

@@ -1,4 +1,4 @@
-// The page of `gpuaug preview serve=true`. Only requests to its own server; all text is set as text, never as HTML.
+// The page of `gpuaug preview serve=true`. It sends requests only to its own server, and inserts text never as HTML.
 "use strict";
 
 const at = (id) => document.getElementById(id);
@@ -36,7 +36,7 @@ function fail(error) {
   at("error").hidden = false;
 }
 
-// One request at a time. A change in the meantime is drawn when the answer is here.
+// One request at a time. A change during a request is drawn after its answer.
 async function draw() {
   again = true;
   if (busy) return;

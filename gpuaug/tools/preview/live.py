@@ -1,4 +1,4 @@
-"""A recipe that is drawn again after each change of its parameters, for the live page and the notebook."""
+"""Draws the images of a recipe again after each change of its parameters, for the live page and the notebook."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpuaug.tools.preview.controls import changed, controls
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
-QUESTION = ("changes", "indices", "epoch")  # what a call may name
+QUESTION = ("changes", "indices", "epoch")  # the keys of a call's mapping
 
 
 class Live:
     """The samples of a request, drawn with a changed recipe. The source is opened once.
 
     Args:
-        request: the call of ``gpuaug preview``. Changes become further overrides of it.
+        request: the call of ``gpuaug preview``. Changed parameters are appended to its overrides.
         settings: the command's keys.
 
     Attributes:
@@ -57,11 +57,11 @@ class Live:
         settings, request = replace(self.settings, **given), self._changed(asked)
         stream = io.BytesIO()
         shown = drawing(request, request.loader(), settings, Report(), source=self.source, cache=None)
-        shown.picture().save(stream, "PNG", compress_level=1)  # speed: the picture stays on this machine
+        shown.picture().save(stream, "PNG", compress_level=1)  # fast; the larger file does not matter on one machine
         return stream.getvalue()
 
     def overrides(self, asked: Any = None) -> str:
-        """The loader's overrides with the changes, as words for a shell, after the options for the user's own files."""
+        """The changed loader's overrides, quoted for a shell, after options such as ``--config-dir``."""
         call = self._changed(_checked(asked))
         options = {"--config-dir": call.config_dir, "--config-name": call.config_name, "--at": call.at}
         words = [word for option, value in options.items() if value is not None for word in (option, value)]
@@ -83,7 +83,7 @@ class Live:
 
 
 def _checked(asked: Any) -> Mapping[str, Any]:
-    """A call's mapping without unknown names."""
+    """The call's mapping. ConfigError if it has unknown keys."""
     asked = {} if asked is None else asked
     if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
         raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")

@@ -31,7 +31,7 @@ def preview_widgets(
         config_dir: folder with your own configuration.
         name: your own configuration file in ``config_dir``; None: gpuaug's ``train``.
         at: path of the loader in your own configuration, such as ``train_data``.
-        trust: prefixes of further modules that targets may come from, as in :func:`gpuaug.build`.
+        trust: prefixes of further modules that ``_target_`` may name, as in :func:`gpuaug.build`.
 
     Returns:
         A widget of ipywidgets. It appears if it is the last line of a cell.

@@ -1,4 +1,4 @@
-"""Reads original images' bytes and targets, as a loader's source has them."""
+"""Reads the encoded images and targets of a loader's source, before the recipe."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-Answer = Callable[[Any], str | bytes]  # to a request's JSON: a PNG or text
+Answer = Callable[[Any], str | bytes]  # takes a request's JSON, returns a PNG or text
 HOST = "127.0.0.1"
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may have another one
 LARGEST_BODY = 1 << 16  # bytes
