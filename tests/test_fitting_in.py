@@ -116,7 +116,7 @@ def test_one_file_is_a_recipe_of_the_command_line_of_an_application_and_of_a_not
     assert "mine" in message(lambda: gpuaug.compose("train", ["augment=mien"], config_dir=conf))
 
 
-# -- a loader replaces the DataLoader
+# -- a loader is the DataLoader
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}])
@@ -129,7 +129,7 @@ def test_wrapping_a_loader_says_that_it_is_the_dataloader(loader: Any, kind: str
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
         said = message(lambda: next(iter(make(loader, **settings))))
-    assert "it replaces the DataLoader, so use it directly." in said
+    assert "it is the DataLoader: pass it as it is." in said
     assert sum(len(batch) for batch in loader) == 65  # the loader itself is unharmed
 
 
@@ -139,7 +139,7 @@ def test_copying_a_loader_says_what_to_do(loader: Any) -> None:
 
     for call in (lambda: pickle.dumps(loader), lambda: copy.deepcopy(loader), lambda: copy.copy(loader)):
         said = message(call)
-        assert "it replaces the DataLoader, so use it directly." in said
+        assert "it is the DataLoader: pass it as it is." in said
         assert "state_dict" in said
 
 

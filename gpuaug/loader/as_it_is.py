@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 from gpuaug.errors import ConfigError
 
 REMEDY = (
-    "it replaces the DataLoader, so use it directly. Lightning's trainer takes it. With Accelerate and Fabric, iterate "
-    "over it. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
+    "it is the DataLoader: pass it as it is. Lightning's trainer takes it. With Accelerate and Fabric, iterate over "
+    "it. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
 )
 
 
