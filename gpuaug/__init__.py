@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.augment.target_crops import Letterbox as Letterbox
     from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop
     from gpuaug.augment.target_crops import RandomScaleCrop as RandomScaleCrop
-    from gpuaug.batch import Batch as Batch
     from gpuaug.batch import EncodedBatch as EncodedBatch
     from gpuaug.batch import Target as Target
     from gpuaug.config import build as build
@@ -46,6 +45,7 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.errors import ReadError as ReadError
     from gpuaug.errors import SourceError as SourceError
     from gpuaug.errors import StateError as StateError
+    from gpuaug.loader.batch import Batch as Batch
     from gpuaug.loader.faults import Faults as Faults
     from gpuaug.loader.loader import Loader as Loader
     from gpuaug.read.order import Repeated as Repeated
@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # only for type checkers and editors; at run time the table b
     from gpuaug.targets.rules import Masks as Masks
     from gpuaug.targets.rules import Targets as Targets
     from gpuaug.tools.materialize.command import Materialize as Materialize
-    from gpuaug.tools.preview.command import preview as preview
+    from gpuaug.tools.preview.drawing import preview as preview
     from gpuaug.tools.preview.notebook import preview_widgets as preview_widgets
 
 _NAMES = {  # module: its public names
@@ -85,7 +85,8 @@ _NAMES = {  # module: its public names
     "gpuaug.augment.progressive": "Progressive",
     "gpuaug.augment.recipe": "Augment MultiView",
     "gpuaug.augment.target_crops": "Letterbox RandomIoUCrop RandomScaleCrop",
-    "gpuaug.batch": "Batch EncodedBatch Target",
+    "gpuaug.batch": "EncodedBatch Target",
+    "gpuaug.loader.batch": "Batch",
     "gpuaug.config": "build compose",
     "gpuaug.decode.decoder": "Decode",
     "gpuaug.errors": "ConfigError DataError FaultBudgetError GpuaugError ReadError SourceError StateError",
@@ -108,7 +109,7 @@ _NAMES = {  # module: its public names
     "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
     "gpuaug.tools.materialize.command": "Materialize",
     "gpuaug.tools.preview.notebook": "preview_widgets",
-    "gpuaug.tools.preview.command": "preview",
+    "gpuaug.tools.preview.drawing": "preview",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,18 +1,16 @@
-"""Recipes as short texts and as tables."""
+"""Recipes as short texts and as tables. A recipe shows itself through this module, which so imports none."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpuaug.augment.progressive import Progressive, Recipe
-from gpuaug.augment.recipe import View
 from gpuaug.display.tables import table
 
 LONGEST = 300  # characters of an operation's settings
 _USUAL = {"keepdim": False, "same_on_batch": False, "p_batch": 1}  # Kornia's defaults, which nobody needs to read
 
 
-def lines(recipe: Recipe, epoch: int) -> list[str]:
+def lines(recipe: Any, epoch: int) -> list[str]:
     """The steps of an epoch's recipe, one line per named view."""
     made = []
     for view in recipe.at(epoch).views:
@@ -26,13 +24,13 @@ def lines(recipe: Recipe, epoch: int) -> list[str]:
     return made
 
 
-def as_table(recipe: Recipe) -> str:
+def as_table(recipe: Any) -> str:
     """An HTML table of all steps with their settings."""
     rows = []
     for first, stage in recipe.stages.items():
         for view in stage.views:
             if not view.copy:
-                where = [f"from epoch {first}"] if isinstance(recipe, Progressive) else []
+                where = [f"from epoch {first}"] if len(recipe.stages) > 1 else []
                 where += [view.name] if view.name else []
                 where += [f"{view.augment.copies} views"] if view.augment.copies > 1 else []
                 rows += [(", ".join(where), *row) for row in _steps(view)]
@@ -41,8 +39,8 @@ def as_table(recipe: Recipe) -> str:
     return table(rows, head=("view", "step", "operation", "settings"))
 
 
-def _steps(view: View) -> list[tuple[str, str, str]]:
-    made = view.augment._settings()
+def _steps(view: Any) -> list[tuple[str, str, str]]:
+    made = view.augment.settings()
     steps = {"crop": made["crop"], **made["ops"]}
     known = [(name, *_text(step)) for name, step in steps.items() if step is not None]
     if (normalize := made["normalize"]) is not None:

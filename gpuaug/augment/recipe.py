@@ -131,7 +131,7 @@ class _Recipe(ReadOnly):
             if quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen)):
                 continue
             prefix = f"{key}.views.{view.name}" if view.name else key
-            for where, made, now in differences(augment._made, augment._settings()):
+            for where, made, now in differences(augment._made, augment.settings()):
                 raise ReadOnlyError(
                     f"`{prefix}.{where}` was {made!r} when the recipe was created and is {now!r} now. "
                     f"The change has no effect: {_READ_ONCE}"
@@ -151,9 +151,9 @@ class _Recipe(ReadOnly):
         )
 
     def _repr_html_(self) -> str:
-        from gpuaug.augment.describe import as_table
+        from gpuaug.augment.describe import as_table  # only those who look need Pillow
 
-        return as_table(self)  # type: ignore[arg-type]
+        return as_table(self)
 
     @property
     def main_thread(self) -> bool:
@@ -379,7 +379,7 @@ class Augment(_Recipe):
         check_place({p.name: p.op for p in self.prepared}, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
-        self._made = self._settings()
+        self._made = self.settings()
         self._seen: list[Any] = []  # attribute values at the last check
 
     @property
@@ -401,7 +401,8 @@ class Augment(_Recipe):
         kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
         return Augment(**kept | changes)
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """Crop, operations and normalization with their settings, as JSON."""
         normalize = self.normalize
         return {
             "crop": settings(self.crop),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -13,10 +13,6 @@ from gpuaug import checks
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.sheet import INK, Cell, grid
 from gpuaug.errors import ConfigError
-
-if TYPE_CHECKING:  # at run time these modules import this folder
-    from gpuaug.augment.recipe import View
-    from gpuaug.batch import Batch
 
 Triple = tuple[float, ...]
 SAMPLES = 16  # shown, unless `rows` or `columns` is given
@@ -42,8 +38,8 @@ class Look:
     style: Style = field(default_factory=Style)
 
     @classmethod
-    def of(cls, views: Sequence[View], style: Style) -> Look:
-        """The look of batches that a recipe with these ``views`` makes."""
+    def of(cls, views: Sequence[Any], style: Style) -> Look:
+        """The look of batches that a recipe with these ``views`` (each a ``gpuaug.augment.recipe.View``) makes."""
         steps = [view.augment.normalize for view in views]
         known = [
             None if step is None else (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps
@@ -53,7 +49,7 @@ class Look:
         )
 
 
-def name_of(view: View) -> str:
+def name_of(view: Any) -> str:
     """The view's name, with a number if it has several copies; "" if it has no name and one copy."""
     several = view.augment.copies > 1
     return f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}"
@@ -89,9 +85,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
     return ", ".join([*parts, *([f"{len(order) - NAMED} more"] if len(order) > NAMED else [])]) or "no label"
 
 
-def picture(
-    batch: Batch, *, rows: int | None, columns: int | None, size: int | None, small: bool = False
-) -> Image.Image:
+def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | None, small: bool = False) -> Image.Image:
     """The picture of :meth:`gpuaug.Batch.show`; ``small``: with fewer and smaller images by default."""
     views = batch.images if isinstance(batch.images, list) else [batch.images]
     targets = batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(views)
@@ -134,7 +128,7 @@ def picture(
     return grid([cells[k : k + wide] for k in range(0, len(cells), wide)], legend=legend, groups=len(views))
 
 
-def _captions(batch: Batch, count: int, look: Look) -> list[str]:
+def _captions(batch: Any, count: int, look: Look) -> list[str]:
     """Number and label of each sample; its key if it has no label."""
     numbers = batch.indices[:count].tolist()
     if batch.labels is None or batch.targets is not None:

@@ -6,23 +6,20 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.read.reader import Reader
 
-if TYPE_CHECKING:
-    from gpuaug.loader.loader import Loader
-
 
 def fetch(
-    loader: Loader,
+    loader: Any,
     indices: Sequence[int],
     *,
     epoch: int,
@@ -56,7 +53,7 @@ def fetch(
     return pipeline.hand_over(ready)
 
 
-def sample(loader: Loader, index: Any) -> tuple[Any, Any]:
+def sample(loader: Any, index: Any) -> tuple[Any, Any]:
     """One sample, as ``loader[index]``."""
     if isinstance(index, slice):
         raise ConfigError(

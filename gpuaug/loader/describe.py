@@ -13,7 +13,6 @@ from gpuaug.display.tables import table
 from gpuaug.read import order as orders
 
 if TYPE_CHECKING:
-    from gpuaug.loader.loader import Loader
     from gpuaug.targets.rules import Targets
 
 LONGEST = 200  # characters of a source
@@ -26,7 +25,7 @@ def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int
     return lambda epoch: known[max(first for first in known if first <= epoch)]
 
 
-def facts(loader: Loader) -> dict[str, str]:
+def facts(loader: Any) -> dict[str, str]:
     """Names and values: source, recipe, sizes, order, workers."""
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
@@ -46,7 +45,7 @@ def facts(loader: Loader) -> dict[str, str]:
     return made
 
 
-def _sizes(loader: Loader) -> str:
+def _sizes(loader: Any) -> str:
     """Shapes of the images of each view in the current epoch."""
     shapes: list[tuple[int, str]] = []
     for view in loader.augment.at(loader.epoch).views:
@@ -59,7 +58,7 @@ def _sizes(loader: Loader) -> str:
     return ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in shapes)
 
 
-def text(loader: Loader) -> str:
+def text(loader: Any) -> str:
     """The facts, one per line."""
     made = facts(loader)
     width = max(map(len, made)) + 2
@@ -69,6 +68,6 @@ def text(loader: Loader) -> str:
     return "\n".join(["Loader(", *lines, ")"])
 
 
-def html(loader: Loader) -> str:
+def html(loader: Any) -> str:
     """The facts as a table."""
     return table(list(facts(loader).items()))

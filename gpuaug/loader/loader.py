@@ -16,12 +16,12 @@ from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.progressive import Progressive, Recipe
 from gpuaug.augment.recipe import Augment, MultiView
-from gpuaug.batch import Batch
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, chosen, describe, distributed
 from gpuaug.loader.as_it_is import AsItIs
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order

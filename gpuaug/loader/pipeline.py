@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gpuaug.augment.mix import Mix
-from gpuaug.batch import Batch, EncodedBatch
+from gpuaug.batch import EncodedBatch
 from gpuaug.errors import GpuaugError
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.stages import DecodedBatch, HeaderBatch, Stage
 from gpuaug.native.buffers import to_device

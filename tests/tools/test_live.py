@@ -30,7 +30,7 @@ import gpuaug
 from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import controls
-from gpuaug.tools.preview.command import Settings
+from gpuaug.tools.preview.drawing import Settings
 from gpuaug.tools.preview.live import Live
 from gpuaug.tools.request import Request
 

@@ -24,9 +24,9 @@ from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.display import sheet
 from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
-from gpuaug.tools.preview import command as preview
+from gpuaug.tools.preview import drawing as preview
 from gpuaug.tools.preview import operations
-from gpuaug.tools.preview.command import Sample
+from gpuaug.tools.preview.drawing import Sample
 
 
 @pytest.fixture(scope="module")

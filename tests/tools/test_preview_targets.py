@@ -23,7 +23,7 @@ from gpuaug.display import sheet
 from gpuaug.display.annotations import Annotations, Style, color_of, drawn
 from gpuaug.source.coco_json import parse
 from gpuaug.tools.main import main
-from gpuaug.tools.preview import command as preview
+from gpuaug.tools.preview import drawing as preview
 
 SIZE = (150, 200)
 

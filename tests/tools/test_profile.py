@@ -25,8 +25,8 @@ from PIL import Image
 import gpuaug
 from gpuaug import machine
 from gpuaug.augment.fused import backend as fused
-from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.profile import bottleneck, clock

@@ -17,8 +17,8 @@ from conftest import ROOT
 from stopping import StopAfter
 from torch import Tensor, nn
 
-from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, ReadError
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.request import Request

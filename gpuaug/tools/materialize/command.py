@@ -32,11 +32,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from gpuaug import checks, files
 from gpuaug.augment.progressive import Progressive
 from gpuaug.augment.recipe import Augment, MultiView
-from gpuaug.batch import Batch, Fault
+from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.files import format_bytes
 from gpuaug.loader.arguments import DTYPES
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others

@@ -17,7 +17,7 @@ from gpuaug.source.materialized import MaterializedSource
 from gpuaug.tools.parity import targets
 from gpuaug.tools.parity.differences import Difference, Parity, Worst
 from gpuaug.tools.parity.pixels import BARE, UINT8, compare
-from gpuaug.tools.preview.command import chosen, indices_of
+from gpuaug.tools.preview.drawing import chosen, indices_of
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 

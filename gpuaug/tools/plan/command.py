@@ -28,9 +28,9 @@ from torch import nn
 
 from gpuaug import checks, machine
 from gpuaug.augment.progressive import views_of
-from gpuaug.batch import Batch
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
 from gpuaug.tools import child

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gpuaug.errors import ConfigError
-from gpuaug.tools.preview.command import SHOWN, Settings, chosen, drawing
 from gpuaug.tools.preview.controls import changed, controls
+from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 

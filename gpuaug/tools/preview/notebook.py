@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.tools.preview.command import Settings
 from gpuaug.tools.preview.controls import Control
+from gpuaug.tools.preview.drawing import Settings
 from gpuaug.tools.preview.live import Live
 from gpuaug.tools.request import Request
 

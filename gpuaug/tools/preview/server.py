@@ -25,7 +25,7 @@ from gpuaug.tools.preview.live import Live
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpuaug.tools.preview.command import Settings
+    from gpuaug.tools.preview.drawing import Settings
     from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")

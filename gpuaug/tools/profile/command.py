@@ -19,8 +19,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks, machine
-from gpuaug.batch import Batch
 from gpuaug.display.sheet import PAPER, Cell, Row, sheet
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck

@@ -27,9 +27,10 @@ import torch
 from gpuaug import machine
 from gpuaug.augment.progressive import views_of
 from gpuaug.augment.recipe import Augment, View
-from gpuaug.batch import Batch, EncodedBatch
+from gpuaug.batch import EncodedBatch
 from gpuaug.decode.plan import Plan
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.pipeline import Pass, Pipeline, Task

@@ -1,0 +1,139 @@
+"""What a loader yields: batches of augmented images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gpuaug.batch import Images
+
+if TYPE_CHECKING:  # workers do not need it
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Augmented images and labels on the device. A batch can be unpacked into exactly two values.
+
+    ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else ``(images, targets)``.
+
+    Attributes:
+        images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views (in the order of the
+            recipe's ``views``, copies of a view next to each other).
+        labels: int64 ``[B]``, float ``[B, C]`` (after mix) or ``[B, K]`` (multi-label); None if there are no labels.
+        indices: int64 ``[B]``, CPU: the samples' numbers in the source.
+        valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
+        key_of: maps a sample number to its path or name; used by ``keys``.
+        targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
+            views; None if the run has no targets.
+        extra: B values, such as captions, as the source gave them (see ``extra`` of a source). None for a sample that
+            has none or that could not be read. A batch of a loader always has B values. They are not collated, stay on
+            the CPU, and ``mix`` does not mix them.
+        look: what ``show`` needs to know of the recipe and the source: normalization, names of views and classes.
+            None: pixels are shown as they are, from 0 to 1.
+
+    >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
+    >>> images = torch.zeros(2, 3, 8, 8)
+    >>> batch = Batch(images=images, labels=labels, indices=numbers, valid=numbers >= 0, extra=["a cat", "a dog"])
+    >>> images, labels = batch
+    >>> batch.keys, batch.extra
+    (['0', '3'], ['a cat', 'a dog'])
+    """
+
+    images: Images
+    labels: Tensor | None
+    indices: Tensor
+    valid: Tensor
+    key_of: Callable[[int], str] = field(default=str, repr=False)
+    targets: Any = None
+    extra: list[Any] = field(default_factory=list)
+    look: Any = field(default=None, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.images
+        if self.targets is None:
+            yield self.labels
+        elif isinstance(self.targets, list):
+            yield [view.second for view in self.targets]
+        else:
+            yield self.targets.second
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def keys(self) -> list[str]:
+        """Relative paths or names of the samples."""
+        return [self.key_of(i) for i in self.indices.tolist()]
+
+    def as_dict(self, images: str = "pixel_values", labels: str = "labels") -> dict[str, Any]:
+        """Return the two values of the unpacked batch as a dictionary, as models of ``transformers`` take them.
+
+        Args:
+            images: key of the images.
+            labels: key of the second value: labels, masks or targets. Without labels there is no such key.
+
+        >>> numbers = torch.tensor([0, 3])
+        >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
+        >>> list(batch.as_dict("pixel_values", "labels"))
+        ['pixel_values', 'labels']
+        """
+        values = dict(zip((images, labels), self, strict=True))
+        return {name: value for name, value in values.items() if value is not None}
+
+    def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
+        """Draw the first samples as a picture, which a notebook displays: a ``PIL.Image``.
+
+        Normalization is undone, and masks, boxes and keypoints are drawn. The views of a sample are side by side. Below
+        each sample are its number and its label, or its key. A sample with ``valid`` False is marked.
+
+        Args:
+            rows: largest number of rows; None: as many as 16 samples need.
+            columns: samples in a row; None: 8, or fewer if there are several views or targets.
+            size: longer side of the largest image, in pixels; None: 128, and 240 with targets.
+
+        >>> numbers = torch.tensor([0, 3])
+        >>> batch = Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
+        >>> batch.show(columns=2, size=64).mode
+        'RGB'
+        """
+        from gpuaug.display.batches import picture  # only those who look need Pillow
+
+        return picture(self, rows=rows, columns=columns, size=size)
+
+    def _repr_png_(self) -> bytes:
+        from gpuaug.display.batches import picture
+
+        stream = io.BytesIO()
+        picture(self, rows=None, columns=None, size=None, small=True).save(stream, "PNG")
+        return stream.getvalue()
+
+    def __repr__(self) -> str:
+        def text(x: Any) -> str:
+            if isinstance(x, list):
+                return f"[{', '.join(map(text, x))}]"
+            return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+        first = self.targets[0] if isinstance(self.targets, list) else self.targets
+        kinds = [k for k in ("masks", "boxes", "keypoints") if getattr(first, k, None) is not None]
+        parts = [f"images={text(self.images)}", f"labels={None if self.labels is None else text(self.labels)}"]
+        parts += [f"targets={'+'.join(kinds)}"] if kinds else []
+        return f"Batch({', '.join(parts)}, {int(self.valid.sum())} of {len(self)} valid)"
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.
+
+        ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
+        """
+
+        def move(x: Any) -> Any:
+            if x is None or isinstance(x, list):
+                return x if x is None else [move(each) for each in x]
+            return x.to(device, non_blocking=non_blocking)
+
+        return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))
