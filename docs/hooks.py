@@ -37,7 +37,8 @@ def on_files(files: Files, config: Any) -> Files:
         for path in sorted(ROOT.glob(pattern))
     }
     listed = [kind.generated(config, name, abs_src_path=path) for name, (kind, path) in made.items()]
-    return Files([*listed, Page.generated(config, GENERATED, content=recipes())])
+    theme = [file for file in files if file.src_dir != config.docs_dir]  # stylesheets, scripts and the icon
+    return Files([*theme, *listed, Page.generated(config, GENERATED, content=recipes())])
 
 
 def on_page_read_source(page: Any, config: Any) -> str | None:
