@@ -16,7 +16,7 @@ PAGES = (
     "*.md", "docs/**/*.md", "bench/README.md", "bench/*.py", "examples/*.py", "conf/gpuaug/**/*.yaml",
     "notebooks/*.ipynb",
 )  # fmt: skip
-FILES = ("assets/*",)
+FILES = ("assets/*", "docs/*.css")
 GENERATED = "docs/recipes.md"
 
 
@@ -52,8 +52,10 @@ def on_page_read_source(page: Any, config: Any) -> str | None:
     return f"# {path.as_posix()}\n\n{fenced(text, {'.py': 'python'}.get(path.suffix, 'yaml'))}\n"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let a list begin below a bold line, as on GitHub."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let a list begin below a bold line, as on GitHub. A page without neighbours gets the place of the menu."""
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
     return re.sub(r"^(\*\*.+\*\*)\n- ", r"\1\n\n- ", markdown, flags=re.MULTILINE)
 
 
