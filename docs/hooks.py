@@ -53,14 +53,14 @@ def on_page_read_source(page: Any, config: Any) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let a list begin below a bold line, as on GitHub. A page without neighbours gets the place of the menu."""
-    if page.parent is None:
-        page.meta["hide"] = ["navigation"]
+    """Let a list begin below a bold line, as on GitHub, and hide an empty menu or table of contents."""
+    empty = {"navigation": page.parent is None, "toc": Path(page.file.src_uri).suffix in (".py", ".yaml")}
+    page.meta["hide"] = [name for name, hidden in empty.items() if hidden]
     return re.sub(r"^(\*\*.+\*\*)\n- ", r"\1\n\n- ", markdown, flags=re.MULTILINE)
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of code."""
+    """A block of code; ``language`` may be a list of classes in braces."""
     return f"````{language}\n{text.rstrip()}\n````"
 
 
@@ -77,7 +77,7 @@ def notebook(content: dict[str, Any]) -> str:
                 encoded = "".join(data[picture]).replace("\n", "")
                 parts.append(f'<img alt="output of the code above" src="data:{picture};base64,{encoded}">')
             else:
-                parts.append(fenced("".join(output.get("text") or data.get("text/plain", ""))))
+                parts.append(fenced("".join(output.get("text") or data.get("text/plain", "")), "{ .text .output }"))
     return "\n\n".join(parts)
 
 
