@@ -35,6 +35,7 @@ notebooks: $(READY)  ## execute all of them where they lie, with the seconds of 
 
 docs: $(READY)  ## the guides, the notebooks and the reference as a site in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'To read it: python3 -m http.server -d build/site. Links and search need a server.'
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ PAGES = (
     "*.md", "docs/**/*.md", "bench/README.md", "bench/*.py", "examples/*.py", "conf/gpuaug/**/*.yaml",
     "notebooks/*.ipynb",
 )  # fmt: skip
-FILES = ("assets/*",)
+FILES = ("assets/*", "docs/*.css")
 GENERATED = "docs/recipes.md"
 
 
@@ -37,7 +37,8 @@ def on_files(files: Files, config: Any) -> Files:
         for path in sorted(ROOT.glob(pattern))
     }
     listed = [kind.generated(config, name, abs_src_path=path) for name, (kind, path) in made.items()]
-    return Files([*listed, Page.generated(config, GENERATED, content=recipes())])
+    theme = [file for file in files if file.src_dir != config.docs_dir]  # stylesheets, scripts and the icon
+    return Files([*theme, *listed, Page.generated(config, GENERATED, content=recipes())])
 
 
 def on_page_read_source(page: Any, config: Any) -> str | None:
@@ -51,13 +52,15 @@ def on_page_read_source(page: Any, config: Any) -> str | None:
     return f"# {path.as_posix()}\n\n{fenced(text, {'.py': 'python'}.get(path.suffix, 'yaml'))}\n"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let a list begin below a bold line, as on GitHub."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let a list begin below a bold line, as on GitHub, and hide an empty menu or table of contents."""
+    empty = {"navigation": page.parent is None, "toc": Path(page.file.src_uri).suffix in (".py", ".yaml")}
+    page.meta["hide"] = [name for name, hidden in empty.items() if hidden]
     return re.sub(r"^(\*\*.+\*\*)\n- ", r"\1\n\n- ", markdown, flags=re.MULTILINE)
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of code."""
+    """A block of code; ``language`` may be a list of classes in braces."""
     return f"````{language}\n{text.rstrip()}\n````"
 
 
@@ -74,7 +77,7 @@ def notebook(content: dict[str, Any]) -> str:
                 encoded = "".join(data[picture]).replace("\n", "")
                 parts.append(f'<img alt="output of the code above" src="data:{picture};base64,{encoded}">')
             else:
-                parts.append(fenced("".join(output.get("text") or data.get("text/plain", ""))))
+                parts.append(fenced("".join(output.get("text") or data.get("text/plain", "")), "{ .text .output }"))
     return "\n\n".join(parts)
 
 

@@ -17,7 +17,7 @@ CHECKPOINT = Path("accelerate_loop")
 def train(overrides: list[str], *, epochs: int = 3, checkpoint: Path = CHECKPOINT, **settings: object) -> None:
     """Train a small network, from ``checkpoint`` if it exists. ``settings`` go to Accelerator."""
     accelerator = Accelerator(**settings)
-    # The loader reads rank and world size itself, and puts batches on the device. Do not pass it to `prepare`.
+    # The loader reads rank and world size itself, and puts batches on the device. It does not need `prepare`.
     cfg = gpuaug.compose("train", [*overrides, f"device={accelerator.device}"])
     with gpuaug.build(cfg) as loader:
         net = torch.nn.Sequential(

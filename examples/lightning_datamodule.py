@@ -1,4 +1,4 @@
-"""Two ways to use Lightning: the whole loader as a DataModule, or only augmentation of batches on the device.
+"""Two ways to use Lightning: the whole loader as a DataModule, or only its augmentation for your batches.
 
 python examples/lightning_datamodule.py /data/train /data/val
 """

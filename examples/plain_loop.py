@@ -1,4 +1,4 @@
-"""A plain training loop that continues from its last checkpoint with the very next sample.
+"""A plain training loop that continues from its last checkpoint with the next sample.
 
 python examples/plain_loop.py source.root=/data/train augment=standard batch_size=256
 """

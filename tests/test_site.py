@@ -80,6 +80,19 @@ def test_pages_load_nothing_from_other_servers(site: Path) -> None:
         assert re.findall(r"""<(?:script|img|link)[^>]*(?:src|href)=["']?https?:[^>]*>""", html) == [], page
 
 
+def test_every_file_that_a_page_loads_is_in_the_site(site: Path) -> None:
+    """Without the theme's stylesheets a page is a list of links and very large icons."""
+    styles = 0
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        for kind, name in re.findall(r"""<(script|img|link)[^>]*?\s(?:src|href)="?([^">\s]+)""", html):
+            if not name.startswith(("data:", "http")):
+                path = site / name.lstrip("/") if name.startswith("/") else page.parent / name
+                assert path.resolve().exists(), f"{page}: {name}"
+                styles += kind == "link" and name.endswith(".css")
+    assert styles > 0
+
+
 def test_every_configuration_file_is_in_the_site(site: Path) -> None:
     shown = (site / "docs/reference/configuration/index.html").read_text(encoding="utf-8")
     recipes = (site / "docs/recipes/index.html").read_text(encoding="utf-8")

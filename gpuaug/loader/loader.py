@@ -48,7 +48,8 @@ class Loader(AsItIs):
             ``(bytes, label, extra)``. Epochs of a :class:`~gpuaug.MaterializedSource` are used as they are.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
-        order: ``"shuffle"`` (the default), ``"sequential"``, an order of :mod:`gpuaug.read.order`, or a torch Sampler.
+        order: ``"shuffle"`` (the default), ``"sequential"``, an order such as :class:`~gpuaug.Weighted`, or a
+            torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. It replaces an order that is a
             :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
@@ -80,6 +81,9 @@ class Loader(AsItIs):
         limit_batches: maximum number of batches per epoch.
 
     Attributes:
+        source: the given source, or a wrapper of the given dataset.
+        augment, batch_size, seed: as given.
+        device: the torch.device that ``device`` selects.
         pipeline: the reader, the stages and their streams, as a :class:`~gpuaug.loader.pipeline.Pipeline`.
         waited: seconds that the consumer waited for batches in the current pass.
 
