@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import subprocess
@@ -114,6 +115,31 @@ def test_bad_and_repeated_samples_are_marked(photos: Path, tmp_path: Path) -> No
     captions = np.asarray(picture)[GAP + SIZE :]
     red = [(captions[:, x : x + SIZE] == WRONG).all(axis=2).any() for x in range(GAP, picture.width, SIZE + GAP)]
     assert red == [False, False, True, True, True]
+
+
+def test_looking_at_bad_samples_costs_no_fault_budget(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "bad.jpg").write_bytes(b"no image")
+    faults = gpuaug.Faults(policy="blank", max=1, file=str(tmp_path / "faults.jsonl"))
+    with loader(tmp_path, augment=recipe(size=SIZE), faults=faults) as made:
+        for _ in range(3):
+            assert not made[0][0].any()
+        assert not made.fetch([0]).valid.any()
+        gpuaug.preview(made, [0], epochs=2)
+    assert faults.count == 0
+    assert not (tmp_path / "faults.jsonl").exists()
+
+
+def test_a_pickled_batch_has_the_keys_of_its_samples_and_no_source(photos: Path) -> None:
+    with loader(photos, augment=recipe(size=SIZE)) as made:
+        made.source.handle = (photos / "x").parent.joinpath  # stands for an open file
+        made.source.large = b"x" * 1_000_000
+        batch = made.fetch([3, 7])
+        for copied in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
+            assert copied.keys == batch.keys == [made.source.key(3), made.source.key(7)]
+            assert torch.equal(copied.images, batch.images)
+            assert copied.look == batch.look
+        assert len(pickle.dumps(batch)) < 500_000
 
 
 def test_a_batch_that_no_loader_made_is_shown_as_it_is() -> None:

@@ -119,7 +119,10 @@ def test_one_file_is_a_recipe_of_the_command_line_of_an_application_and_of_a_not
 # -- a loader is the DataLoader
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}])
+WRAPPED = [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}, {"batch_size": None}]
+
+
+@pytest.mark.parametrize("settings", [*WRAPPED, {"batch_size": None, "num_workers": 1}])
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 def test_wrapping_a_loader_says_that_it_is_the_dataloader(loader: Any, kind: str, settings: dict[str, Any]) -> None:
     if kind == "StatefulDataLoader":
@@ -145,6 +148,9 @@ def test_copying_a_loader_says_what_to_do(loader: Any) -> None:
 
 def test_a_loader_that_has_samples_is_still_iterated_in_batches(loader: Any) -> None:
     assert loader[3][0].ndim == 3
+    for call in (lambda: reversed(loader), lambda: 3 in loader):
+        with pytest.raises(TypeError):
+            call()
     assert [len(batch) for batch in loader] == [16, 16, 16, 16, 1]
 
 

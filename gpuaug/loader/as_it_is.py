@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 from gpuaug.errors import ConfigError
@@ -12,8 +13,18 @@ REMEDY = (
 )
 
 
+DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules that read a dataset by number
+
+
 class AsItIs:
     """Base of a loader: refuses to be a dataset of another DataLoader."""
+
+    __reversed__ = __contains__ = None  # Python would index the loader for these
+
+    def _check_caller(self) -> None:
+        """Raise ConfigError if a DataLoader wants a sample by its number, as with ``batch_size=None``."""
+        if sys._getframe(2).f_globals.get("__name__", "").startswith(DATALOADERS):
+            raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 
     def __getitems__(self, indices: Any) -> NoReturn:  # torch's DataLoader reads a dataset by this method
         raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")

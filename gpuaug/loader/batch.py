@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +108,13 @@ class Batch:
 
         return picture(self, rows=rows, columns=columns, size=size)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and deepcopy: the batch with the keys of its own samples, without the source."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.key_of is not str:
+            values["key_of"] = partial(getitem, dict(zip(self.indices.tolist(), self.keys, strict=True)))
+        return _made, (values,)
+
     def _repr_png_(self) -> bytes:
         from gpuaug.display.batches import picture
 
@@ -137,3 +146,7 @@ class Batch:
             return x.to(device, non_blocking=non_blocking)
 
         return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))
+
+
+def _made(values: dict[str, Any]) -> Batch:
+    return Batch(**values)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
-from gpuaug.loader.faults import Faults
+from gpuaug.loader.faults import Faults, Policy
 from gpuaug.read.reader import Reader
 
 
@@ -25,9 +25,9 @@ def fetch(
     epoch: int,
     repeats: Sequence[int] | None = None,
     mix: bool = False,
-    faults: Faults | None = None,
+    policy: Policy | None = None,
 ) -> Batch:
-    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``faults`` of None: the loader's."""
+    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``policy`` for bad samples; None: the loader's."""
     loader._resources.check_open()
     loader.augment.check_unchanged()
     source, pipeline = loader.source, loader.pipeline
@@ -45,7 +45,8 @@ def fetch(
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
-    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults)
+    faults = Faults(policy=policy or loader.faults.policy, truncated=loader.faults.truncated)  # a count of its own
+    pipeline = replace(pipeline, reader=reader, faults=faults)
     encoded = next(iter(pipeline.read([task], epoch)))
     ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
     if ready is None:

@@ -418,6 +418,8 @@ class Loader(AsItIs):
     ) -> Batch:
         """Make one batch of chosen samples through the same stages, exactly as an epoch shows them.
 
+        Bad samples do not count towards ``faults.max`` here, and are not written to ``faults.file``.
+
         Args:
             indices: sample numbers in the source.
             epoch: the epoch whose random parameters are used; None: the current epoch.
@@ -425,7 +427,7 @@ class Loader(AsItIs):
             mix: whether to mix the batch.
 
         Raises:
-            DataError, FaultBudgetError: depending on the loader's ``faults``.
+            DataError: if a sample is bad and ``faults.policy`` is ``raise``.
             GpuaugError: if policy ``drop`` removes all samples.
         """
         epoch = self._epoch if epoch is None else _check_epoch(epoch)
@@ -444,6 +446,7 @@ class Loader(AsItIs):
         Raises:
             IndexError: there is no such sample.
         """
+        self._check_caller()
         return chosen.sample(self, index)
 
     def __repr__(self) -> str:
