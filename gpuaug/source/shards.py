@@ -202,8 +202,11 @@ class ShardSource(ListedSource):
         shard = self._shards[locate(self._names.bounds, index)[0]]
         rows = slice(index * self._count, (index + 1) * self._count)
         begins, sizes = self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist()
-        found = dict.fromkeys(zip(begins, sizes, strict=True))  # one member may be an extra and the objects
-        parts = joined((Range(shard.path, *place, shard.version, image=0) for place in found if place[1]), most=LARGE)
+        all_places = list(zip(begins, sizes, strict=True))
+        images = all_places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
+        found = dict.fromkeys(all_places)  # one member may be an extra and the objects
+        ranges = (Range(shard.path, *x, shard.version, image=0 if x in images else None) for x in found if x[1])
+        parts = joined(ranges, most=LARGE)
         places: list[tuple[int, int, int] | None] = []
         for begin, size in zip(begins, sizes, strict=True):
             if not size:
@@ -402,10 +405,13 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
             continue
         if None in (extras := [sample.get(extension) for extension in rule.extras]):
             other |= set(list(sample)[:20]) if len(other) < 20 else set()
-        if max(x.size for x in [*wanted, *extras] if x) > LARGEST_FILE or (
-            label is not None and label.size > PIECE_BYTES
-        ):
-            raise SourceError(f"shard {place!r}: the image {image.name!r} or its label or extra is too large.")
+        for member in (*wanted, *extras, label):
+            most = PIECE_BYTES if member is label else LARGEST_FILE
+            if member is not None and member.size > most:
+                raise SourceError(
+                    f"shard {place!r}: {os.fsdecode(member.name)!r} has {member.size} bytes. Members must have at most "
+                    f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write it smaller, or leave it out."
+                )
         entry["keys"].append(os.fsdecode(_unique(image.name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]

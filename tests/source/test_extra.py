@@ -165,6 +165,22 @@ def test_a_sample_without_the_member_has_none_and_keeps_its_number(tmp_path, cap
     assert batch.valid.tolist() == [True, True, True, False]
 
 
+def test_a_large_extra_is_not_taken_for_an_image(tmp_path, monkeypatch):
+    text, raw = b"x" * 20_000_000, b"y" * 17_000_000
+    members = [(f"{name}.{kind}", data) for name in "ab" for kind, data in
+               (("jpg", IMAGES[0]), ("txt", text), ("npy", raw))]  # fmt: skip
+    tar(tmp_path / "data" / "a.tar", members)
+    source = ShardSource(tmp_path / "data", labels="none", extra=["txt", "npy"])
+    for i in range(2):
+        assert source[i] == (IMAGES[0], None, {"txt": text.decode(), "npy": raw})
+    monkeypatch.setattr("gpuaug.source.shards.LARGEST_FILE", 18_000_000)
+    with pytest.raises(SourceError, match=r"'a\.txt' has 20000000 bytes.*at most 18000000"):
+        ShardSource(tmp_path / "data", labels="none", extra=["npy", "txt"])
+    tar(tmp_path / "large" / "a.tar", [("a.jpg", raw), ("a.txt", b"")])
+    with pytest.raises(OSError, match="not an image"):
+        ShardSource(tmp_path / "large", labels="none", extra="txt")[0]
+
+
 def test_several_names_make_a_dict_in_their_order(tmp_path):
     names = ["url", "caption"]
     wanted = [{"url": f"https://example.org/{i}", "caption": CAPTIONS[i]} for i in range(N)]
