@@ -207,6 +207,27 @@ def test_empty_values_stay_as_they_are(tmp_path):
     assert TableSource(table(tmp_path / "data", ".csv"), extra="caption")[3][2] == ""
 
 
+def test_csv_values_that_are_large_or_not_valid(tmp_path):
+    def made(content, name="t.csv"):
+        (tmp_path / name).write_bytes(content)
+        return TableSource(tmp_path / name, label="none", extra="caption")
+
+    usual = csv.field_size_limit()
+    assert made(b"path,caption\na.jpg," + b"x" * 200_000)._extras[0] == "x" * 200_000
+    assert csv.field_size_limit() == usual
+    latin = b"path,caption\n\na\xfc.jpg,fine\nb.jpg,f\xfcr alle\n"
+    with pytest.raises(
+        SourceError, match=r"line 4 of .*'caption' must be UTF-8\. Found: b'\\xfcr alle'\. Save the table"
+    ):
+        made(latin)
+    (tmp_path / "t.csv").write_bytes(latin)
+    assert TableSource(tmp_path / "t.csv", label="none").key(0) == "a\udcfc.jpg"  # names of files are bytes
+    for content in (b'path\tcaption\na.jpg\tfine\nb.jpg\t"Hi\nc.jpg\tx\n', b'path\tcaption\na\tb\nb.jpg\t"Hi" all\n'):
+        with pytest.raises(SourceError, match=r"t\.tsv' cannot be read: line 3: .*double those inside.*or use Parquet"):
+            made(content, "t.tsv")
+    assert csv.field_size_limit() == usual
+
+
 @pytest.mark.parametrize("name", ["shards", "csv", "table", "parquet", "dataset"])
 def test_a_wrong_name_is_refused_with_the_names_that_exist(name, tmp_path):
     make = {
@@ -375,6 +396,17 @@ def test_pack_keeps_them(form, tmp_path):
         pack(other, tmp_path / "out", what=Pack(format=form, sizes=[16, 24], samples=4), **settings)
     with pytest.raises(ConfigError, match=r"stores the values as JSON.*b'\\x00\\x00\\xff' of '0\.tar/000\.jpg'"):
         pack(ShardSource(tmp_path / "data", extra="npy"), tmp_path / "raw", what=Pack(format=form), **settings)
+
+
+def test_pack_keeps_nan_and_refuses_what_json_changes(tmp_path):
+    values = [float("nan"), {"a": [1.5, float("nan"), None], "b": float("-inf")}, None, "NaN"]
+    settings = {"what": Pack(), "decode": PILLOW, "faults": gpuaug.Faults(), "num_workers": 0}
+    pack(Plain(lambda i, item: (*item[:2], values[i % 4])), tmp_path / "out", **settings)
+    packed = gpuaug.PackedSource(tmp_path / "out")
+    assert [repr(packed[i][2]) for i in range(N)] == [repr(values[i % 4]) for i in range(N)]
+    for bad in ((1, float("nan")), {"a": (1,)}, {1: "a"}, [{"a": {2: float("nan")}}]):
+        with pytest.raises(ConfigError, match="stores the values as JSON"):
+            pack(Plain(lambda i, item, bad=bad: (*item[:2], bad)), tmp_path / "bad", **settings)
 
 
 def test_a_damaged_packed_extra_is_a_fault(tmp_path):
