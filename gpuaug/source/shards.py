@@ -37,6 +37,7 @@ from gpuaug.source.tar import Member, members
 
 log = logging.getLogger("gpuaug")
 
+_ADJACENT = "Members of a sample must stand next to each other, with the same name up to its first dot."
 INDEX_THREADS = 8  # shards that are indexed at the same time
 PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
 LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
@@ -134,7 +135,9 @@ class ShardSource(ListedSource):
         shard_names = Names.of([[os.fsencode(name) for name in names]])
         self._names: FileKeys = FileKeys(shard_names, bounds, Names.of(list(part.keys) for part in parts))
         if not len(self._names):
-            raise SourceError(f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule)}")
+            raise SourceError(
+                f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule, extensions)}"
+            )
         left_out = [text for part in parts for text in part.left_out]
         if count := sum(part.dropped for part in parts):
             log.warning(
@@ -179,6 +182,11 @@ class ShardSource(ListedSource):
         for name, column in zip(self._extras, offsets.T, strict=True):
             if not column.any():
                 other = sorted({extension for part in parts for extension in part.other})
+                if name in other:
+                    raise SourceError(
+                        f"no image in {redact(self.root)!r} has a member {name!r} next to it, but other samples have. "
+                        f"{_ADJACENT}"
+                    )
                 raise SourceError(
                     f"`source.extra` must name members of {redact(self.root)!r}. Found: {name!r}, which no sample has. "
                     f"Extensions there: {some(other)}."
@@ -510,12 +518,15 @@ def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) 
     raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not valid ({reason}).")
 
 
-def _hint(parts: list[_Part], rule: _Rule) -> str:
+def _hint(parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> str:
     other = sorted({extension for part in parts for extension in part.other})
     if not other:
         return "The shards are empty."
+    endings = [y[1:] for y in extensions_of(extensions)]
+    if taken := [x for x in rule.extras if x in other and x in endings and not {*other} & {*rule.extensions}]:
+        return f"`source.extra` must name other members than the images. Found: {taken[0]!r}, the ending of the images."
     wanted = ", ".join(rule.extensions) + (f" with {' and '.join(rule.needed)}" if rule.needed else "")
     keys = "`source.extensions` and `source.labels`"
     if rule.members:
         keys = "`source.extensions`, `source.labels`, `source.masks` and `source.objects`"
-    return f"Extensions found: {some(other)}. Needed: {wanted}. Set {keys}."
+    return f"Extensions found: {some(other)}. Needed: {wanted}. Set {keys}. {_ADJACENT}"

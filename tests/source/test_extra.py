@@ -245,6 +245,19 @@ def test_a_wrong_name_is_refused_with_the_names_that_exist(name, tmp_path):
             make(bad)
 
 
+def test_members_that_cannot_be_extras_say_why(tmp_path):
+    tar(tmp_path / "one" / "a.tar", [("a.jpg", IMAGES[0]), ("a.txt", b"x"), ("b.jpg", IMAGES[1])])
+    with pytest.raises(SourceError, match=r"`source\.extra` must name other members than the images\. Found: 'jpg'"):
+        ShardSource(tmp_path / "one", labels="none", extra="jpg")
+    apart = [("a.jpg", IMAGES[0]), ("b.jpg", IMAGES[1]), ("a.txt", b"x"), ("b.txt", b"y")]
+    tar(tmp_path / "two" / "a.tar", apart)
+    rule = "must stand next to each other, with the same name up to its first dot"
+    with pytest.raises(SourceError, match=rf"no image in .* has a member 'txt' next to it.*{rule}"):
+        ShardSource(tmp_path / "two", labels="none", extra="txt")
+    with pytest.raises(SourceError, match=rf"Extensions found: .*'txt'.*{rule}"):
+        ShardSource(tmp_path / "two", labels="txt")
+
+
 @pytest.mark.parametrize("kind", ["s3", "http"])
 def test_remote_rows_and_shards(kind, tmp_path):
     shards(tmp_path / "data")
