@@ -184,8 +184,8 @@ class ShardSource(ListedSource):
                 other = sorted({extension for part in parts for extension in part.other})
                 if name in other:
                     raise SourceError(
-                        f"no image in {redact(self.root)!r} has a member {name!r} next to it, but other samples have. "
-                        f"{_ADJACENT}"
+                        f"`source.extra` must name members beside the images of {redact(self.root)!r}. Found: "
+                        f"{name!r}, which only samples have that are left out. {_ADJACENT}"
                     )
                 raise SourceError(
                     f"`source.extra` must name members of {redact(self.root)!r}. Found: {name!r}, which no sample has. "

@@ -252,7 +252,7 @@ def test_members_that_cannot_be_extras_say_why(tmp_path):
     apart = [("a.jpg", IMAGES[0]), ("b.jpg", IMAGES[1]), ("a.txt", b"x"), ("b.txt", b"y")]
     tar(tmp_path / "two" / "a.tar", apart)
     rule = "must stand next to each other, with the same name up to its first dot"
-    with pytest.raises(SourceError, match=rf"no image in .* has a member 'txt' next to it.*{rule}"):
+    with pytest.raises(SourceError, match=rf"'txt', which only samples have that are left out.*{rule}"):
         ShardSource(tmp_path / "two", labels="none", extra="txt")
     with pytest.raises(SourceError, match=rf"Extensions found: .*'txt'.*{rule}"):
         ShardSource(tmp_path / "two", labels="txt")
@@ -314,6 +314,22 @@ def test_values_that_cannot_be_sent_are_named(num_workers):
     found.close()
     with pytest.raises(SourceError, match=r"\(bytes, label, extra\).*Found: tuple"):
         list(Reader(Plain(lambda i, item: (*item, "more"))).batches(orders(N, 4)))
+
+
+class NotRead(Exception):
+    """An exception that pickle writes, but cannot read: it takes two arguments, and stores one."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_value_that_cannot_be_unpickled_is_named(num_workers):
+    source = Plain(lambda i, item: (*item[:2], NotRead(1, 2) if i == 6 else item[2]))
+    found = Reader(source, num_workers=num_workers, start_method="fork" if num_workers else None)
+    with pytest.raises(SourceError, match=r"the extra of '6', .* cannot be unpickled: TypeError.*second.*Give text"):
+        list(found.batches(orders(N, 4)))
+    found.close()
 
 
 def test_arrays_arrive_unchanged():
