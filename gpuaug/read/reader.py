@@ -161,13 +161,13 @@ class Reader:
                     if (task := next(todo, None)) is None:
                         return
                     samples = self._encode.batch(task[1])
-                    fields = _views(*samples) if zero_copy else _unpack(*_pack(*samples))
+                    fields = _views(*samples) if zero_copy else self._unpacked(_pack(*samples), asked[0], numbers)
                 else:
                     with self._lock:
                         if ended() or (packed := self._next(todo, ended, asked, begin=not begun)) is None:
                             return
                     begun = True
-                    fields = _unpack(*packed)
+                    fields = self._unpacked(packed, asked[0], numbers)
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
@@ -207,6 +207,32 @@ class Reader:
         if message is not None and isinstance(message[0], bytes):
             raise _raised(*message)
         return message
+
+    def _unpacked(
+        self, packed: _Packed, order: _Order, numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    ) -> dict[str, Any]:
+        """Fields of an EncodedBatch; SourceError with the sample's name if an extra cannot be unpickled."""
+        try:
+            return _unpack(*packed)
+        except MemoryError:
+            raise
+        except Exception as error:
+            rows = order[0] if numbers is None else numbers(*order)
+            for i, number in zip(order[0].tolist(), rows.tolist(), strict=True):
+                (item,) = self._encode._ask([number], lambda: False)  # read again: the batch is one pickle
+                try:
+                    pickle.loads(pickle.dumps(None if isinstance(item, Exception) else item[2:]))
+                except Exception as cause:
+                    raise SourceError(
+                        f"the extra of {self.source.key(i)!r}, the third value of the sample, cannot be unpickled: "
+                        f"{type(cause).__name__}: {cause}. Give text, bytes, numbers, lists, dictionaries or numpy "
+                        "arrays."
+                    ) from cause
+            raise SourceError(
+                f"an extra in the batch that begins with {self.source.key(order[0].tolist()[0])!r} cannot be "
+                f"unpickled: {type(error).__name__}: {error}. Give text, bytes, numbers, lists, dictionaries or numpy "
+                "arrays."
+            ) from error
 
     def _stop(self, *, kill: bool = False) -> None:
         workers, self._workers = self._workers, None

@@ -37,6 +37,7 @@ from gpuaug.source.tar import Member, members
 
 log = logging.getLogger("gpuaug")
 
+_ADJACENT = "Members of a sample must stand next to each other, with the same name up to its first dot."
 INDEX_THREADS = 8  # shards that are indexed at the same time
 PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
 LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
@@ -134,7 +135,9 @@ class ShardSource(ListedSource):
         shard_names = Names.of([[os.fsencode(name) for name in names]])
         self._names: FileKeys = FileKeys(shard_names, bounds, Names.of(list(part.keys) for part in parts))
         if not len(self._names):
-            raise SourceError(f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule)}")
+            raise SourceError(
+                f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule, extensions)}"
+            )
         left_out = [text for part in parts for text in part.left_out]
         if count := sum(part.dropped for part in parts):
             log.warning(
@@ -179,6 +182,11 @@ class ShardSource(ListedSource):
         for name, column in zip(self._extras, offsets.T, strict=True):
             if not column.any():
                 other = sorted({extension for part in parts for extension in part.other})
+                if name in other:
+                    raise SourceError(
+                        f"`source.extra` must name members beside the images of {redact(self.root)!r}. Found: "
+                        f"{name!r}, which only samples have that are left out. {_ADJACENT}"
+                    )
                 raise SourceError(
                     f"`source.extra` must name members of {redact(self.root)!r}. Found: {name!r}, which no sample has. "
                     f"Extensions there: {some(other)}."
@@ -202,8 +210,11 @@ class ShardSource(ListedSource):
         shard = self._shards[locate(self._names.bounds, index)[0]]
         rows = slice(index * self._count, (index + 1) * self._count)
         begins, sizes = self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist()
-        found = dict.fromkeys(zip(begins, sizes, strict=True))  # one member may be an extra and the objects
-        parts = joined((Range(shard.path, *place, shard.version, image=0) for place in found if place[1]), most=LARGE)
+        all_places = list(zip(begins, sizes, strict=True))
+        images = all_places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
+        found = dict.fromkeys(all_places)  # one member may be an extra and the objects
+        ranges = (Range(shard.path, *x, shard.version, image=0 if x in images else None) for x in found if x[1])
+        parts = joined(ranges, most=LARGE)
         places: list[tuple[int, int, int] | None] = []
         for begin, size in zip(begins, sizes, strict=True):
             if not size:
@@ -402,10 +413,13 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
             continue
         if None in (extras := [sample.get(extension) for extension in rule.extras]):
             other |= set(list(sample)[:20]) if len(other) < 20 else set()
-        if max(x.size for x in [*wanted, *extras] if x) > LARGEST_FILE or (
-            label is not None and label.size > PIECE_BYTES
-        ):
-            raise SourceError(f"shard {place!r}: the image {image.name!r} or its label or extra is too large.")
+        for member in (*wanted, *extras, label):
+            most = PIECE_BYTES if member is label else LARGEST_FILE
+            if member is not None and member.size > most:
+                raise SourceError(
+                    f"shard {place!r}: {os.fsdecode(member.name)!r} has {member.size} bytes. Members must have at most "
+                    f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write it smaller, or leave it out."
+                )
         entry["keys"].append(os.fsdecode(_unique(image.name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
@@ -504,12 +518,15 @@ def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) 
     raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not valid ({reason}).")
 
 
-def _hint(parts: list[_Part], rule: _Rule) -> str:
+def _hint(parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> str:
     other = sorted({extension for part in parts for extension in part.other})
     if not other:
         return "The shards are empty."
+    endings = [y[1:] for y in extensions_of(extensions)]
+    if taken := [x for x in rule.extras if x in other and x in endings and not {*other} & {*rule.extensions}]:
+        return f"`source.extra` must name other members than the images. Found: {taken[0]!r}, the ending of the images."
     wanted = ", ".join(rule.extensions) + (f" with {' and '.join(rule.needed)}" if rule.needed else "")
     keys = "`source.extensions` and `source.labels`"
     if rule.members:
         keys = "`source.extensions`, `source.labels`, `source.masks` and `source.objects`"
-    return f"Extensions found: {some(other)}. Needed: {wanted}. Set {keys}."
+    return f"Extensions found: {some(other)}. Needed: {wanted}. Set {keys}. {_ADJACENT}"

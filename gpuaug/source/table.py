@@ -6,8 +6,10 @@ import csv
 import io
 import os
 import re
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from gpuaug.source.parquet import import_pyarrow, plain_values
 from gpuaug.source.paths import absolute, is_safe, is_url, redact, split
 from gpuaug.source.remote.storage import Remote, Storage
 
+_LIMIT = threading.Lock()  # held while the csv module's limit of a value is raised
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
 
@@ -129,21 +132,58 @@ def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) 
 
 
 def _csv(data: bytes, names: list[str], extra: Sequence[str], kind: str, place: str) -> list[Any]:
-    text = io.StringIO(data.decode("utf-8-sig", errors="surrogateescape"), newline="")
-    lines = csv.reader(text, delimiter="\t" if kind == ".tsv" else ",", strict=True)
-    head = [name.strip() for name in next(lines, [])]
-    fields_of(list(extra) or None, head, place=repr(place))
-    wanted = [*(_column(name, head, place) for name in names), *map(head.index, extra)]
-    rows = []
-    for row in filter(None, lines):
-        if len(row) != len(head):
-            raise SourceError(
-                f"line {lines.line_num} of {place!r} has {len(row)} fields, but the first line has {len(head)}."
-            )
-        rows.append([row[at] for at in wanted])
+    text = data.decode("utf-8-sig", errors="surrogateescape")
+    with _values_of(len(text)):
+        lines = _lines(text, kind, place)
+        head = [name.strip() for name in next(lines, (1, []))[1]]
+        fields_of(list(extra) or None, head, place=repr(place))
+        wanted = [*(_column(name, head, place) for name in names), *map(head.index, extra)]
+        rows = []
+        for number, row in lines:
+            if len(row) != len(head):
+                raise SourceError(
+                    f"line {number} of {place!r} has {len(row)} fields, but the first line has {len(head)}."
+                )
+            for name, at in zip(extra, wanted[len(names) :], strict=True):
+                try:
+                    row[at].encode()
+                except UnicodeEncodeError as error:  # paths may have such bytes, because names of files may
+                    found = row[at][error.start : error.start + 20].encode(errors="surrogateescape")
+                    raise SourceError(
+                        f"line {number} of {place!r}: {name!r} must be UTF-8. Found: {found!r}. Save the table as "
+                        "UTF-8."
+                    ) from error
+            rows.append([row[at] for at in wanted])
     paths, *columns = zip(*rows, strict=True) if rows else [()] * len(wanted)
     typed = [_typed(column, name, place) for column, name in zip(columns, names[1:], strict=False)]
     return [paths, *typed, *columns[len(typed) :]]
+
+
+@contextmanager
+def _values_of(size: int) -> Iterator[None]:
+    """The csv module reads values of up to ``size`` characters. Its usual limit is 131,072, one for the process."""
+    with _LIMIT:
+        usual = csv.field_size_limit()
+        csv.field_size_limit(max(size, usual))
+        try:
+            yield
+        finally:
+            csv.field_size_limit(usual)
+
+
+def _lines(text: str, kind: str, place: str) -> Iterator[tuple[int, list[str]]]:
+    """The first line and all lines that are not empty, with their numbers; SourceError if one is not valid."""
+    lines, begin = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",", strict=True), 1
+    try:
+        for row in lines:
+            if row or begin == 1:
+                yield begin, row
+            begin = lines.line_num + 1
+    except csv.Error as error:
+        raise SourceError(
+            f"the table {place!r} cannot be read: line {begin}: {error}. If a value begins with a quote, enclose "
+            'it in quotes and double those inside ("""Hi"" said"), or use Parquet.'
+        ) from error
 
 
 def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:

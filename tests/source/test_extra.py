@@ -165,6 +165,22 @@ def test_a_sample_without_the_member_has_none_and_keeps_its_number(tmp_path, cap
     assert batch.valid.tolist() == [True, True, True, False]
 
 
+def test_a_large_extra_is_not_taken_for_an_image(tmp_path, monkeypatch):
+    text, raw = b"x" * 20_000_000, b"y" * 17_000_000
+    members = [(f"{name}.{kind}", data) for name in "ab" for kind, data in
+               (("jpg", IMAGES[0]), ("txt", text), ("npy", raw))]  # fmt: skip
+    tar(tmp_path / "data" / "a.tar", members)
+    source = ShardSource(tmp_path / "data", labels="none", extra=["txt", "npy"])
+    for i in range(2):
+        assert source[i] == (IMAGES[0], None, {"txt": text.decode(), "npy": raw})
+    monkeypatch.setattr("gpuaug.source.shards.LARGEST_FILE", 18_000_000)
+    with pytest.raises(SourceError, match=r"'a\.txt' has 20000000 bytes.*at most 18000000"):
+        ShardSource(tmp_path / "data", labels="none", extra=["npy", "txt"])
+    tar(tmp_path / "large" / "a.tar", [("a.jpg", raw), ("a.txt", b"")])
+    with pytest.raises(OSError, match="not an image"):
+        ShardSource(tmp_path / "large", labels="none", extra="txt")[0]
+
+
 def test_several_names_make_a_dict_in_their_order(tmp_path):
     names = ["url", "caption"]
     wanted = [{"url": f"https://example.org/{i}", "caption": CAPTIONS[i]} for i in range(N)]
@@ -191,6 +207,27 @@ def test_empty_values_stay_as_they_are(tmp_path):
     assert TableSource(table(tmp_path / "data", ".csv"), extra="caption")[3][2] == ""
 
 
+def test_csv_values_that_are_large_or_not_valid(tmp_path):
+    def made(content, name="t.csv"):
+        (tmp_path / name).write_bytes(content)
+        return TableSource(tmp_path / name, label="none", extra="caption")
+
+    usual = csv.field_size_limit()
+    assert made(b"path,caption\na.jpg," + b"x" * 200_000)._extras[0] == "x" * 200_000
+    assert csv.field_size_limit() == usual
+    latin = b"path,caption\n\na\xfc.jpg,fine\nb.jpg,f\xfcr alle\n"
+    with pytest.raises(
+        SourceError, match=r"line 4 of .*'caption' must be UTF-8\. Found: b'\\xfcr alle'\. Save the table"
+    ):
+        made(latin)
+    (tmp_path / "t.csv").write_bytes(latin)
+    assert TableSource(tmp_path / "t.csv", label="none").key(0) == "a\udcfc.jpg"  # names of files are bytes
+    for content in (b'path\tcaption\na.jpg\tfine\nb.jpg\t"Hi\nc.jpg\tx\n', b'path\tcaption\na\tb\nb.jpg\t"Hi" all\n'):
+        with pytest.raises(SourceError, match=r"t\.tsv' cannot be read: line 3: .*double those inside.*or use Parquet"):
+            made(content, "t.tsv")
+    assert csv.field_size_limit() == usual
+
+
 @pytest.mark.parametrize("name", ["shards", "csv", "table", "parquet", "dataset"])
 def test_a_wrong_name_is_refused_with_the_names_that_exist(name, tmp_path):
     make = {
@@ -206,6 +243,19 @@ def test_a_wrong_name_is_refused_with_the_names_that_exist(name, tmp_path):
     for bad in ("", [], [3], ["label", "label"], 3, {"a": 1}):
         with pytest.raises(ConfigError, match=r"`source\.extra` must be a name, a list of different names, or null"):
             make(bad)
+
+
+def test_members_that_cannot_be_extras_say_why(tmp_path):
+    tar(tmp_path / "one" / "a.tar", [("a.jpg", IMAGES[0]), ("a.txt", b"x"), ("b.jpg", IMAGES[1])])
+    with pytest.raises(SourceError, match=r"`source\.extra` must name other members than the images\. Found: 'jpg'"):
+        ShardSource(tmp_path / "one", labels="none", extra="jpg")
+    apart = [("a.jpg", IMAGES[0]), ("b.jpg", IMAGES[1]), ("a.txt", b"x"), ("b.txt", b"y")]
+    tar(tmp_path / "two" / "a.tar", apart)
+    rule = "must stand next to each other, with the same name up to its first dot"
+    with pytest.raises(SourceError, match=rf"'txt', which only samples have that are left out.*{rule}"):
+        ShardSource(tmp_path / "two", labels="none", extra="txt")
+    with pytest.raises(SourceError, match=rf"Extensions found: .*'txt'.*{rule}"):
+        ShardSource(tmp_path / "two", labels="txt")
 
 
 @pytest.mark.parametrize("kind", ["s3", "http"])
@@ -264,6 +314,22 @@ def test_values_that_cannot_be_sent_are_named(num_workers):
     found.close()
     with pytest.raises(SourceError, match=r"\(bytes, label, extra\).*Found: tuple"):
         list(Reader(Plain(lambda i, item: (*item, "more"))).batches(orders(N, 4)))
+
+
+class NotRead(Exception):
+    """An exception that pickle writes, but cannot read: it takes two arguments, and stores one."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_value_that_cannot_be_unpickled_is_named(num_workers):
+    source = Plain(lambda i, item: (*item[:2], NotRead(1, 2) if i == 6 else item[2]))
+    found = Reader(source, num_workers=num_workers, start_method="fork" if num_workers else None)
+    with pytest.raises(SourceError, match=r"the extra of '6', .* cannot be unpickled: TypeError.*second.*Give text"):
+        list(found.batches(orders(N, 4)))
+    found.close()
 
 
 def test_arrays_arrive_unchanged():
@@ -359,6 +425,17 @@ def test_pack_keeps_them(form, tmp_path):
         pack(other, tmp_path / "out", what=Pack(format=form, sizes=[16, 24], samples=4), **settings)
     with pytest.raises(ConfigError, match=r"stores the values as JSON.*b'\\x00\\x00\\xff' of '0\.tar/000\.jpg'"):
         pack(ShardSource(tmp_path / "data", extra="npy"), tmp_path / "raw", what=Pack(format=form), **settings)
+
+
+def test_pack_keeps_nan_and_refuses_what_json_changes(tmp_path):
+    values = [float("nan"), {"a": [1.5, float("nan"), None], "b": float("-inf")}, None, "NaN"]
+    settings = {"what": Pack(), "decode": PILLOW, "faults": gpuaug.Faults(), "num_workers": 0}
+    pack(Plain(lambda i, item: (*item[:2], values[i % 4])), tmp_path / "out", **settings)
+    packed = gpuaug.PackedSource(tmp_path / "out")
+    assert [repr(packed[i][2]) for i in range(N)] == [repr(values[i % 4]) for i in range(N)]
+    for bad in ((1, float("nan")), {"a": (1,)}, {1: "a"}, [{"a": {2: float("nan")}}]):
+        with pytest.raises(ConfigError, match="stores the values as JSON"):
+            pack(Plain(lambda i, item, bad=bad: (*item[:2], bad)), tmp_path / "bad", **settings)
 
 
 def test_a_damaged_packed_extra_is_a_fault(tmp_path):

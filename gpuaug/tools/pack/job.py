@@ -349,12 +349,23 @@ class Packer:
 def _json(value: Any, key: str) -> str:
     """An extra value as JSON; ConfigError if JSON would change it."""
     with suppress(TypeError, ValueError, RecursionError):
-        if json.loads(text := json.dumps(value)) == value:
+        if _same(json.loads(text := json.dumps(value)), value):
             return text
     raise ConfigError(
         f"`source.extra` must give text, numbers, lists or dictionaries, because `gpuaug pack` stores the values as "
         f"JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
     )
+
+
+def _same(read: Any, value: Any) -> bool:
+    """Whether a value that was read from JSON is the value that was written. NaN is the same as NaN."""
+    if isinstance(read, dict):
+        return isinstance(value, dict) and read.keys() == value.keys() and all(_same(read[x], value[x]) for x in read)
+    if isinstance(read, list):
+        return isinstance(value, list) and len(read) == len(value) and all(map(_same, read, value))
+    if isinstance(read, float) and math.isnan(read):
+        return isinstance(value, float) and math.isnan(value)
+    return bool(read == value)
 
 
 class _BadSampleError(Exception):
