@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +23,7 @@ from PIL import Image
 import gpuaug
 from gpuaug.display.annotations import color_of
 from gpuaug.display.batches import WRONG, label_text
-from gpuaug.display.sheet import GAP, PAPER, SWATCH
+from gpuaug.display.sheet import GAP, PAPER, SWATCH, fitting, font, wrapped
 
 SIZE = 64  # a picture of a batch has cells of at least 64 pixels
 
@@ -365,3 +366,20 @@ def test_drawing_needs_no_torch() -> None:
     code = "import sys, gpuaug.display.batches, gpuaug.display.tables; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_texts_are_shortened_to_the_width() -> None:
+    face, name = font(12), "".join(map(str, range(60)))
+    assert fitting("short", face, 100) == "short"
+    for middle in (False, True):
+        short = fitting(name, face, 100, middle=middle)
+        assert 85 < face.getlength(short) <= 100
+        first, last = short.split("...")
+        assert name.startswith(first)
+        assert name.endswith(last)
+        assert bool(last) == middle
+    begin = time.perf_counter()
+    for text in ("W" * 2_000_000, "i" * 20_000, "ab " * 2_000):
+        assert face.getlength(fitting(text, face, 180)) <= 180
+        assert all(face.getlength(line) <= 180 for line in wrapped(text, face, 180))
+    assert time.perf_counter() - begin < 5

@@ -200,25 +200,37 @@ def printable(text: str) -> str:
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
     """The text, shortened at its end or in its ``middle`` to at most ``width`` pixels."""
-    short = text = printable(text)
-    keep = len(text)
-    while keep > 2 and face.getlength(short) > width:
-        keep -= 1
+    text = _cut(printable(text), width)
+    if len(text) < 3 or face.getlength(text) <= width:
+        return text
+
+    def shortened(keep: int) -> str:
         behind = keep - keep // 2 if middle else 0
-        short = f"{text[: keep - behind]}...{text[len(text) - behind :]}"
-    return short
+        return f"{text[: keep - behind]}...{text[len(text) - behind :]}"
+
+    low, high = 2, len(text) - 1  # characters to keep: bisection
+    while low < high:
+        keep = (low + high + 1) // 2
+        low, high = (keep, high) if face.getlength(shortened(keep)) <= width else (low, keep - 1)
+    return shortened(low)
 
 
 def wrapped(text: str, face: Any, width: float) -> list[str]:
     """Lines of at most ``width`` pixels. A wider word is shortened in its middle."""
     lines = [""]
     for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if face.getlength(longer) <= width or not lines[-1]:
+        longer = f"{lines[-1]} {_cut(word, width)}".strip()
+        if not lines[-1] or face.getlength(longer) <= width:
             lines[-1] = longer
         else:
-            lines.append(word)
+            lines.append(_cut(word, width))
     return [fitting(line, face, width, middle=True) for line in lines]
+
+
+def _cut(text: str, width: float) -> str:
+    """The text without a middle that cannot fit into ``width`` pixels: a character needs at least one pixel."""
+    most = max(8, round(width))
+    return text if len(text) <= 2 * most else text[:most] + text[-most:]
 
 
 def scaled(image: Image.Image, scale: float) -> Image.Image:
