@@ -383,3 +383,28 @@ def test_texts_are_shortened_to_the_width() -> None:
         assert face.getlength(fitting(text, face, 180)) <= 180
         assert all(face.getlength(line) <= 180 for line in wrapped(text, face, 180))
     assert time.perf_counter() - begin < 5
+
+
+def test_too_large_pictures_are_refused_before_they_are_made(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(*_: Any) -> Any:
+        raise AssertionError("a picture was scaled")
+
+    monkeypatch.setattr("gpuaug.display.annotations.scaled", scaled)
+    numbers = torch.arange(4)
+    batch = gpuaug.Batch(images=torch.rand(4, 3, 8, 16), labels=None, indices=numbers, valid=numbers >= 0)
+    for size in (20_000, 10**300):
+        with pytest.raises(gpuaug.ConfigError, match="million pixels"):
+            batch.show(size=size)
+    with loader(photos, augment=recipe(size=SIZE)) as made:
+        for settings in ({"epochs": 10**9}, {"epochs": range(10**9)}, {"epochs": 1, "indices": 0, "size": 13_000}):
+            with pytest.raises(gpuaug.ConfigError, match="million pixels"):
+                gpuaug.preview(made, **settings)
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 2.5}, {"epochs": None}, {"indices": slice(0, 2)}, {"indices": 1.0}])
+def test_what_is_no_number_is_refused_by_preview(wrong: dict[str, Any], photos: Path) -> None:
+    with (
+        loader(photos, augment=recipe(size=SIZE)) as made,
+        pytest.raises(gpuaug.ConfigError, match=f"`{next(iter(wrong))}` must be whole numbers"),
+    ):
+        gpuaug.preview(made, **wrong)

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from gpuaug import checks
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
-from gpuaug.display.sheet import INK, Cell, grid
+from gpuaug.display.sheet import INK, Cell, check_pixels, grid
 from gpuaug.errors import ConfigError
 
 Triple = tuple[float, ...]
@@ -108,8 +108,10 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
             f"{len(look.views)}. Set `look=None`, and give images in 0..1."
         )
     count = min(len(batch), rows * columns)
+    largest = max(max(view.shape[2:]) for view in views)
+    check_pixels(count * sum(view.shape[2] * view.shape[3] for view in views) * size**2 // largest**2)
     made = [pictures(view[:count], known) for view, known in zip(views, look.normalize, strict=True)]
-    scale = size / max(max(view.shape[2:]) for view in views)
+    scale = size / largest
     texts, valid, shown = _captions(batch, count, look), batch.valid.tolist(), []
     cells = []
     for row in range(count):

@@ -183,7 +183,7 @@ def check_pixels(count: int) -> None:
     """Raise ConfigError if ``count`` pixels are more than ``MOST_PIXELS``."""
     if count > MOST_PIXELS:
         raise ConfigError(
-            f"the picture would have {count / 1e6:,.0f} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
+            f"the picture would have {count // 10**6:,} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
             "Show fewer pictures, or smaller ones."
         )
 
