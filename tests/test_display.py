@@ -141,6 +141,7 @@ def test_a_batch_that_no_loader_made_is_shown_as_it_is() -> None:
         ([1.0, 0.0, 1.0], ["cat", "dog", "cow"], "cat, cow"),
         ([1.0] * 5, None, "label 0, label 1, label 2, 2 more"),
         ([0.0, 0.0], None, "no label"),
+        ([1.0000001, -1e-7], ["cat", "dog"], "cat"),
         ([2.5], None, "label 2.5"),
         ([2.5, -1.0, 0.0, 1.0, 2.0], None, "label 2.5, -1, 0, 1, ..."),
     ],
@@ -408,3 +409,22 @@ def test_what_is_no_number_is_refused_by_preview(wrong: dict[str, Any], photos: 
         pytest.raises(gpuaug.ConfigError, match=f"`{next(iter(wrong))}` must be whole numbers"),
     ):
         gpuaug.preview(made, **wrong)
+
+
+def test_levels_of_bytes_are_shown() -> None:
+    images, numbers = torch.randint(0, 256, (2, 3, SIZE, SIZE), dtype=torch.uint8), torch.tensor([0, 1])
+    batch = gpuaug.Batch(images=images, labels=None, indices=numbers, valid=numbers >= 0)
+    for found, image in zip(cells(batch.show(size=SIZE), 2), images, strict=True):
+        assert np.array_equal(found, image.permute(1, 2, 0).numpy())
+
+
+def test_a_batch_without_a_picture_shows_text() -> None:
+    numbers = torch.tensor([0, 1])
+    batch = gpuaug.Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
+    assert batch._repr_png_() is not None
+    without: Any = None
+    for images in (torch.rand(2, 4, 8, 8), torch.rand(0, 3, 8, 8), without):
+        other = replace(batch, images=images)
+        assert other._repr_png_() is None
+        assert repr(other).endswith("labels=None, 2 of 2 valid)")
+    assert repr(replace(batch, images=None, valid=without)) == "Batch(images=None, labels=None)"

@@ -21,6 +21,7 @@ WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
 SMALL, ROWS = 0.6, 4  # in a notebook: cell size as a share of the usual one, maximum number of rows
 WRONG = (200, 30, 40)
 NAMED, LEAST = 3, 0.05  # of a soft label: number of classes in its text, smallest share there
+ROUNDING = 1e-3  # shares may be this far outside 0..1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,14 @@ def name_of(view: Any) -> str:
 
 
 def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
-    """Images [n, 3, H, W] of any dtype on any device, as pictures. ``normalize``, (mean, std), is undone."""
+    """Images [n, 3, H, W] of any dtype on any device, as pictures. ``normalize``, (mean, std), is undone.
+
+    Images in uint8 are levels 0..255, without normalization.
+    """
     pixels = images.detach().float().cpu().numpy()
-    if normalize is not None:
+    if str(images.dtype) == "torch.uint8":
+        pixels = pixels / 255
+    elif normalize is not None:
         mean, std = (np.array(values, dtype=np.float32).reshape(3, 1, 1) for values in normalize)
         pixels = pixels * std + mean
     levels = np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
@@ -78,7 +84,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
     if value is None or isinstance(value, int):
         return "" if value is None else name(value)
     values = value if isinstance(value, list) else [value]
-    if len(values) == 1 or not all(0 <= v <= 1 for v in values):
+    if len(values) == 1 or not all(-ROUNDING <= v <= 1 + ROUNDING for v in values):
         return f"label {', '.join(f'{v:.3g}' for v in values[: NAMED + 1])}{', ...' * (len(values) > NAMED + 1)}"
     order = [k for k in sorted(range(len(values)), key=lambda k: -values[k]) if values[k] >= LEAST]
     parts = [name(k) + (f" {values[k]:.2f}" if values[k] < 1 else "") for k in order[:NAMED]]
