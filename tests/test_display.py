@@ -21,9 +21,9 @@ from conftest import ROOT
 from PIL import Image
 
 import gpuaug
-from gpuaug.display.annotations import color_of
-from gpuaug.display.batches import WRONG, label_text
-from gpuaug.display.sheet import GAP, PAPER, SWATCH, fitting, font, wrapped
+from gpuaug.display.annotations import Style, color_of
+from gpuaug.display.batches import WRONG, Look, label_text
+from gpuaug.display.sheet import DRAWABLE, GAP, PAPER, SWATCH, drawable, fitting, font, wrapped
 
 SIZE = 64  # a picture of a batch has cells of at least 64 pixels
 
@@ -428,3 +428,23 @@ def test_a_batch_without_a_picture_shows_text() -> None:
         assert other._repr_png_() is None
         assert repr(other).endswith("labels=None, 2 of 2 valid)")
     assert repr(replace(batch, images=None, valid=without)) == "Batch(images=None, labels=None)"
+
+
+def test_classes_never_look_the_same() -> None:
+    face = font(12)
+    box = bytes(face.getmask("\U0010fffd"))
+    shown = {chr(c) for c in range(0x3000) if chr(c).isprintable() and bytes(face.getmask(chr(c))) != box}
+    assert shown == DRAWABLE
+    assert drawable("Z\u00fcrich, \ufb01sh\u2122") == "Zurich, fish\u2122"
+    assert drawable("\u732b cat\n") == "? cat?"
+    names = ["\u732b", "\u72d7", "Zu\u0308rich", "Zurich", "cat"]
+    texts = [label_text(n, names) for n in range(5)]
+    assert texts == ["0: \u732b", "1: \u72d7", "2: Zu\u0308rich", "Zurich", "cat"]
+    assert len({fitting(text, face, 100) for text in texts}) == 5
+    assert wrapped(texts[2], face, 100) == ["2: Zurich"]
+    numbers = torch.tensor([0, 0])
+    batch = gpuaug.Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
+    pictures = [
+        replace(batch, labels=numbers + n, look=Look(style=Style(classes=names))).show().tobytes() for n in range(5)
+    ]
+    assert len(set(pictures)) == 5

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from gpuaug import checks
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
-from gpuaug.display.sheet import INK, Cell, check_pixels, grid
+from gpuaug.display.sheet import INK, Cell, check_pixels, drawable, grid
 from gpuaug.errors import ConfigError
 
 Triple = tuple[float, ...]
@@ -79,7 +79,8 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
 
     def name(number: int) -> str:
         known = classes is not None and 0 <= number < len(classes)
-        return str(classes[number]) if known and classes is not None else f"label {number}"
+        text = str(classes[number]) if known and classes is not None else f"label {number}"
+        return text if drawable(text) == text else f"{number}: {text}"  # names could look the same
 
     if value is None or isinstance(value, int):
         return "" if value is None else name(value)
