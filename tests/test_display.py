@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,9 +22,9 @@ from conftest import ROOT
 from PIL import Image
 
 import gpuaug
-from gpuaug.display.annotations import color_of
-from gpuaug.display.batches import WRONG, label_text
-from gpuaug.display.sheet import GAP, PAPER, SWATCH
+from gpuaug.display.annotations import Style, color_of
+from gpuaug.display.batches import WRONG, Look, label_text
+from gpuaug.display.sheet import DRAWABLE, GAP, PAPER, SWATCH, drawable, fitting, font, wrapped
 
 SIZE = 64  # a picture of a batch has cells of at least 64 pixels
 
@@ -166,6 +167,7 @@ def test_a_batch_that_no_loader_made_is_shown_as_it_is() -> None:
         ([1.0, 0.0, 1.0], ["cat", "dog", "cow"], "cat, cow"),
         ([1.0] * 5, None, "label 0, label 1, label 2, 2 more"),
         ([0.0, 0.0], None, "no label"),
+        ([1.0000001, -1e-7], ["cat", "dog"], "cat"),
         ([2.5], None, "label 2.5"),
         ([2.5, -1.0, 0.0, 1.0, 2.0], None, "label 2.5, -1, 0, 1, ..."),
     ],
@@ -391,3 +393,84 @@ def test_drawing_needs_no_torch() -> None:
     code = "import sys, gpuaug.display.batches, gpuaug.display.tables; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_texts_are_shortened_to_the_width() -> None:
+    face, name = font(12), "".join(map(str, range(60)))
+    assert fitting("short", face, 100) == "short"
+    for middle in (False, True):
+        short = fitting(name, face, 100, middle=middle)
+        assert 85 < face.getlength(short) <= 100
+        first, last = short.split("...")
+        assert name.startswith(first)
+        assert name.endswith(last)
+        assert bool(last) == middle
+    begin = time.perf_counter()
+    for text in ("W" * 2_000_000, "i" * 20_000, "ab " * 2_000):
+        assert face.getlength(fitting(text, face, 180)) <= 180
+        assert all(face.getlength(line) <= 180 for line in wrapped(text, face, 180))
+    assert time.perf_counter() - begin < 5
+
+
+def test_too_large_pictures_are_refused_before_they_are_made(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(*_: Any) -> Any:
+        raise AssertionError("a picture was scaled")
+
+    monkeypatch.setattr("gpuaug.display.annotations.scaled", scaled)
+    numbers = torch.arange(4)
+    batch = gpuaug.Batch(images=torch.rand(4, 3, 8, 16), labels=None, indices=numbers, valid=numbers >= 0)
+    for size in (20_000, 10**300):
+        with pytest.raises(gpuaug.ConfigError, match="million pixels"):
+            batch.show(size=size)
+    with loader(photos, augment=recipe(size=SIZE)) as made:
+        for settings in ({"epochs": 10**9}, {"epochs": range(10**9)}, {"epochs": 1, "indices": 0, "size": 13_000}):
+            with pytest.raises(gpuaug.ConfigError, match="million pixels"):
+                gpuaug.preview(made, **settings)
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 2.5}, {"epochs": None}, {"indices": slice(0, 2)}, {"indices": 1.0}])
+def test_what_is_no_number_is_refused_by_preview(wrong: dict[str, Any], photos: Path) -> None:
+    with (
+        loader(photos, augment=recipe(size=SIZE)) as made,
+        pytest.raises(gpuaug.ConfigError, match=f"`{next(iter(wrong))}` must be whole numbers"),
+    ):
+        gpuaug.preview(made, **wrong)
+
+
+def test_levels_of_bytes_are_shown() -> None:
+    images, numbers = torch.randint(0, 256, (2, 3, SIZE, SIZE), dtype=torch.uint8), torch.tensor([0, 1])
+    batch = gpuaug.Batch(images=images, labels=None, indices=numbers, valid=numbers >= 0)
+    for found, image in zip(cells(batch.show(size=SIZE), 2), images, strict=True):
+        assert np.array_equal(found, image.permute(1, 2, 0).numpy())
+
+
+def test_a_batch_without_a_picture_shows_text() -> None:
+    numbers = torch.tensor([0, 1])
+    batch = gpuaug.Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
+    assert batch._repr_png_() is not None
+    without: Any = None
+    for images in (torch.rand(2, 4, 8, 8), torch.rand(0, 3, 8, 8), without):
+        other = replace(batch, images=images)
+        assert other._repr_png_() is None
+        assert repr(other).endswith("labels=None, 2 of 2 valid)")
+    assert repr(replace(batch, images=None, valid=without)) == "Batch(images=None, labels=None)"
+
+
+def test_classes_never_look_the_same() -> None:
+    face = font(12)
+    box = bytes(face.getmask("\U0010fffd"))
+    shown = {chr(c) for c in range(0x3000) if chr(c).isprintable() and bytes(face.getmask(chr(c))) != box}
+    assert shown == DRAWABLE
+    assert drawable("Z\u00fcrich, \ufb01sh\u2122") == "Zurich, fish\u2122"
+    assert drawable("\u732b cat\n") == "? cat?"
+    names = ["\u732b", "\u72d7", "Zu\u0308rich", "Zurich", "cat"]
+    texts = [label_text(n, names) for n in range(5)]
+    assert texts == ["0: \u732b", "1: \u72d7", "2: Zu\u0308rich", "Zurich", "cat"]
+    assert len({fitting(text, face, 100) for text in texts}) == 5
+    assert wrapped(texts[2], face, 100) == ["2: Zurich"]
+    numbers = torch.tensor([0, 0])
+    batch = gpuaug.Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
+    pictures = [
+        replace(batch, labels=numbers + n, look=Look(style=Style(classes=names))).show().tobytes() for n in range(5)
+    ]
+    assert len(set(pictures)) == 5

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from gpuaug.display.sheet import STRIPE, STRIPED, Color, fitting, font, scaled
+from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
 
 if TYPE_CHECKING:  # at run time these modules import this folder
     from gpuaug.targets.batch import BatchTargets
@@ -252,7 +252,10 @@ def _labels(
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""
-        text = fitting(style.name(int(annotations.labels[number])) + crowd, face, min(120, size[0] - 4))
+        label = int(annotations.labels[number])
+        name = style.name(label)
+        name = name if drawable(name) == name else f"{label}: {name}"  # names could look the same
+        text = fitting(name + crowd, face, min(120, size[0] - 4))
         width, height = round(face.getlength(text)) + 4, TEXT + 3
         if width * height > (x2 - x1) * (y2 - y1):  # the text would hide more than the box
             continue

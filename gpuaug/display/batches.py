@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from gpuaug import checks
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
-from gpuaug.display.sheet import INK, Cell, grid
+from gpuaug.display.sheet import INK, Cell, check_pixels, drawable, grid
 from gpuaug.errors import ConfigError
 
 Triple = tuple[float, ...]
@@ -21,6 +21,7 @@ WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
 SMALL, ROWS = 0.6, 4  # in a notebook: cell size as a share of the usual one, maximum number of rows
 WRONG = (200, 30, 40)
 NAMED, LEAST = 3, 0.05  # of a soft label: number of classes in its text, smallest share there
+ROUNDING = 1e-3  # shares may be this far outside 0..1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,14 @@ def name_of(view: Any) -> str:
 
 
 def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
-    """Images [n, 3, H, W] of any dtype on any device, as pictures. ``normalize``, (mean, std), is undone."""
+    """Images [n, 3, H, W] of any dtype on any device, as pictures. ``normalize``, (mean, std), is undone.
+
+    Images in uint8 are levels 0..255, without normalization.
+    """
     pixels = images.detach().float().cpu().numpy()
-    if normalize is not None:
+    if str(images.dtype) == "torch.uint8":
+        pixels = pixels / 255
+    elif normalize is not None:
         mean, std = (np.array(values, dtype=np.float32).reshape(3, 1, 1) for values in normalize)
         pixels = pixels * std + mean
     levels = np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
@@ -73,12 +79,13 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
 
     def name(number: int) -> str:
         known = classes is not None and 0 <= number < len(classes)
-        return str(classes[number]) if known and classes is not None else f"label {number}"
+        text = str(classes[number]) if known and classes is not None else f"label {number}"
+        return text if drawable(text) == text else f"{number}: {text}"  # names could look the same
 
     if value is None or isinstance(value, int):
         return "" if value is None else name(value)
     values = value if isinstance(value, list) else [value]
-    if len(values) == 1 or not all(0 <= v <= 1 for v in values):
+    if len(values) == 1 or not all(-ROUNDING <= v <= 1 + ROUNDING for v in values):
         return f"label {', '.join(f'{v:.3g}' for v in values[: NAMED + 1])}{', ...' * (len(values) > NAMED + 1)}"
     order = [k for k in sorted(range(len(values)), key=lambda k: -values[k]) if values[k] >= LEAST]
     parts = [name(k) + (f" {values[k]:.2f}" if values[k] < 1 else "") for k in order[:NAMED]]
@@ -108,8 +115,10 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
             f"{len(look.views)}. Set `look=None`, and give images in 0..1."
         )
     count = min(len(batch), rows * columns)
+    largest = max(max(view.shape[2:]) for view in views)
+    check_pixels(count * sum(view.shape[2] * view.shape[3] for view in views) * size**2 // largest**2)
     made = [pictures(view[:count], known) for view, known in zip(views, look.normalize, strict=True)]
-    scale = size / max(max(view.shape[2:]) for view in views)
+    scale = size / largest
     texts, valid, shown = _captions(batch, count, look), batch.valid.tolist(), []
     cells = []
     for row in range(count):

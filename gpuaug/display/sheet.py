@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import unicodedata
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
@@ -18,6 +19,13 @@ PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
 STRIPED, STRIPE = (232, 232, 232), (120, 120, 120)  # pixels without a class
 MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
 GAP, MARGIN, NOTES, NARROWEST, LINE, SWATCH = 8, 20, 190, 64, 16, 12  # pixels
+# all characters that Pillow's built-in font has
+DRAWABLE = frozenset(
+    [
+        *map(chr, range(32, 127)),
+        *"\u00a9\u00ab\u00b0\u00b1\u00b4\u00b7\u00bb\u2018\u2019\u201c\u201d\u2026\u2039\u203a\u2044\u2122",
+    ]
+)
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -183,7 +191,7 @@ def check_pixels(count: int) -> None:
     """Raise ConfigError if ``count`` pixels are more than ``MOST_PIXELS``."""
     if count > MOST_PIXELS:
         raise ConfigError(
-            f"the picture would have {count / 1e6:,.0f} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
+            f"the picture would have {count // 10**6:,} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
             "Show fewer pictures, or smaller ones."
         )
 
@@ -198,27 +206,50 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def drawable(text: str) -> str:
+    """The text in characters that the font has: accents are left out, and "?" replaces all others."""
+    if DRAWABLE.issuperset(text):
+        return text
+    made = list[str]()
+    for each in text:
+        plain = [c for c in unicodedata.normalize("NFKD", each) if not unicodedata.combining(c)]
+        made += each if each in DRAWABLE else plain if DRAWABLE.issuperset(plain) else "?"
+    return "".join(made)
+
+
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
     """The text, shortened at its end or in its ``middle`` to at most ``width`` pixels."""
-    short = text = printable(text)
-    keep = len(text)
-    while keep > 2 and face.getlength(short) > width:
-        keep -= 1
+    text = _cut(drawable(text), width)
+    if len(text) < 3 or face.getlength(text) <= width:
+        return text
+
+    def shortened(keep: int) -> str:
         behind = keep - keep // 2 if middle else 0
-        short = f"{text[: keep - behind]}...{text[len(text) - behind :]}"
-    return short
+        return f"{text[: keep - behind]}...{text[len(text) - behind :]}"
+
+    low, high = 2, len(text) - 1  # characters to keep: bisection
+    while low < high:
+        keep = (low + high + 1) // 2
+        low, high = (keep, high) if face.getlength(shortened(keep)) <= width else (low, keep - 1)
+    return shortened(low)
 
 
 def wrapped(text: str, face: Any, width: float) -> list[str]:
     """Lines of at most ``width`` pixels. A wider word is shortened in its middle."""
     lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if face.getlength(longer) <= width or not lines[-1]:
+    for word in map(drawable, text.split()):
+        longer = f"{lines[-1]} {_cut(word, width)}".strip()
+        if not lines[-1] or face.getlength(longer) <= width:
             lines[-1] = longer
         else:
-            lines.append(word)
+            lines.append(_cut(word, width))
     return [fitting(line, face, width, middle=True) for line in lines]
+
+
+def _cut(text: str, width: float) -> str:
+    """The text without a middle that cannot fit into ``width`` pixels: a character needs at least one pixel."""
+    most = max(8, round(width))
+    return text if len(text) <= 2 * most else text[:most] + text[-most:]
 
 
 def scaled(image: Image.Image, scale: float) -> Image.Image:

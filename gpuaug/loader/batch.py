@@ -115,24 +115,31 @@ class Batch:
             values["key_of"] = partial(getitem, dict(zip(self.indices.tolist(), self.keys, strict=True)))
         return _made, (values,)
 
-    def _repr_png_(self) -> bytes:
+    def _repr_png_(self) -> bytes | None:
         from gpuaug.display.batches import picture
 
         stream = io.BytesIO()
-        picture(self, rows=None, columns=None, size=None, small=True).save(stream, "PNG")
+        try:
+            picture(self, rows=None, columns=None, size=None, small=True).save(stream, "PNG")
+        except Exception:  # the notebook shows the text instead
+            return None
         return stream.getvalue()
 
     def __repr__(self) -> str:
         def text(x: Any) -> str:
             if isinstance(x, list):
                 return f"[{', '.join(map(text, x))}]"
+            if not isinstance(x, Tensor):
+                return "None" if x is None else type(x).__name__
             return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
 
         first = self.targets[0] if isinstance(self.targets, list) else self.targets
         kinds = [k for k in ("masks", "boxes", "keypoints") if getattr(first, k, None) is not None]
-        parts = [f"images={text(self.images)}", f"labels={None if self.labels is None else text(self.labels)}"]
+        parts = [f"images={text(self.images)}", f"labels={text(self.labels)}"]
         parts += [f"targets={'+'.join(kinds)}"] if kinds else []
-        return f"Batch({', '.join(parts)}, {int(self.valid.sum())} of {len(self)} valid)"
+        if isinstance(self.valid, Tensor):
+            parts.append(f"{int(self.valid.sum())} of {len(self.valid)} valid")
+        return f"Batch({', '.join(parts)})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.

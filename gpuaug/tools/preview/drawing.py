@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -139,18 +139,27 @@ def preview(
     """
     checks.instance("loader", loader, Loader)
     checks.whole_number("size", size, 16, optional=True)
+    cell = size or cell_of(loader)
     if isinstance(epochs, int):
-        epochs = range(loader.epoch, loader.epoch + checks.whole_number("epochs", epochs, 1))
-    epochs = whole_numbers("epochs", list(epochs)).tolist()
+        check_pixels(checks.whole_number("epochs", epochs, 1) * cell**2)
+        epochs = range(loader.epoch, loader.epoch + epochs)
+    epochs = _listed("epochs", epochs, cell)
     if indices is not None:
-        indices = whole_numbers("indices", [indices] if isinstance(indices, int) else list(indices)).tolist()
+        indices = _listed("indices", [indices] if isinstance(indices, int) else indices, cell)
     numbers = chosen(loader.source, indices, count=SHOWN["samples"])
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
     decode = replace(loader.decode, num_threads=loader.decode.num_threads or 1)
-    made, legend = samples(loader, decode, numbers, epochs=epochs, cell=size or cell_of(loader))
+    made, legend = samples(loader, decode, numbers, epochs=epochs, cell=cell)
     lines = _lines(loader, len(numbers), epoch=epochs[0])
     return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
+
+
+def _listed(name: str, given: Any, cell: int) -> list[int]:
+    """Whole numbers as a list, which is not made if one picture for each would be too large."""
+    if isinstance(given, Sized):
+        check_pixels(len(given) * cell**2)
+    return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
 
 
 def cell_of(loader: Loader) -> int:
@@ -170,6 +179,7 @@ def samples(
     loader: Loader, decode: Decode, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
+    check_pixels(len(indices) * len(epochs) * (cell or 16) ** 2)  # before the list, which would be long
     crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
     pixels = sum(max(c.size[0] * c.size[1] if c else 0, (cell or 0) ** 2) for c in crops)
     check_pixels(len(indices) * pixels)  # an estimate, to fail early
@@ -294,6 +304,11 @@ def rows(
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
+    originals = [s.original.size for s in samples if s.original is not None]
+    check_pixels(
+        round(sum(p.width * p.height for s in samples for p in s.pictures) * scale**2)
+        + round(sum(w * h / max(w, h) ** 2 for w, h in originals) * (1.35 * scale * largest) ** 2)
+    )
     captions = [", ".join(filter(None, (f"epoch {epoch}", view))) for epoch in epochs for view in views]
     made = []
     for sample in samples:
