@@ -125,7 +125,6 @@ def test_looking_at_bad_samples_costs_no_fault_budget(tmp_path: Path) -> None:
     with loader(tmp_path, augment=recipe(size=SIZE), faults=faults) as made:
         for _ in range(3):
             assert not made[0][0].any()
-        assert not made.fetch([0]).valid.any()
         gpuaug.preview(made, [0], epochs=2)
     assert faults.count == 0
     assert not (tmp_path / "faults.jsonl").exists()

@@ -25,9 +25,9 @@ def fetch(
     epoch: int,
     repeats: Sequence[int] | None = None,
     mix: bool = False,
-    policy: Policy | None = None,
+    faults: Faults | None = None,
 ) -> Batch:
-    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``policy`` for bad samples; None: the loader's."""
+    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``faults`` of None: the loader's."""
     loader._resources.check_open()
     loader.augment.check_unchanged()
     source, pipeline = loader.source, loader.pipeline
@@ -45,13 +45,17 @@ def fetch(
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
-    faults = Faults(policy=policy or loader.faults.policy, truncated=loader.faults.truncated)  # a count of its own
-    pipeline = replace(pipeline, reader=reader, faults=faults)
+    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults)
     encoded = next(iter(pipeline.read([task], epoch)))
     ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
     if ready is None:
         raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
     return pipeline.hand_over(ready)
+
+
+def uncounted(faults: Faults, policy: Policy) -> Faults:
+    """Faults for somebody who looks at samples: no budget, no file."""
+    return Faults(policy=policy, truncated=faults.truncated)
 
 
 def sample(loader: Any, index: Any) -> tuple[Any, Any]:
@@ -75,7 +79,7 @@ def sample(loader: Any, index: Any) -> tuple[Any, Any]:
     if number < 0:
         number = count + number if source.indices is None else int(source.indices[number])
     source.key(number)  # IndexError if a source that leaves out samples has no such number
-    batch = loader.fetch([number])
+    batch = fetch(loader, [number], epoch=loader.epoch, faults=uncounted(loader.faults, loader.faults.policy))
     images, second = batch
     own: Any
     if batch.targets is None:

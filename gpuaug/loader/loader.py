@@ -418,8 +418,6 @@ class Loader(AsItIs):
     ) -> Batch:
         """Make one batch of chosen samples through the same stages, exactly as an epoch shows them.
 
-        Bad samples do not count towards ``faults.max`` here, and are not written to ``faults.file``.
-
         Args:
             indices: sample numbers in the source.
             epoch: the epoch whose random parameters are used; None: the current epoch.
@@ -427,7 +425,7 @@ class Loader(AsItIs):
             mix: whether to mix the batch.
 
         Raises:
-            DataError: if a sample is bad and ``faults.policy`` is ``raise``.
+            DataError, FaultBudgetError: depending on the loader's ``faults``.
             GpuaugError: if policy ``drop`` removes all samples.
         """
         epoch = self._epoch if epoch is None else _check_epoch(epoch)
@@ -442,6 +440,8 @@ class Loader(AsItIs):
 
         Args:
             index: number of the sample in the source; -1 is the last sample that the source does not leave out.
+
+        A bad sample does not count towards ``faults.max`` here, and is not written to ``faults.file``.
 
         Raises:
             IndexError: there is no such sample.

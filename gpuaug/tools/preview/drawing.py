@@ -22,7 +22,7 @@ from gpuaug.display.batches import label_text, name_of, pictures
 from gpuaug.display.sheet import Cell, Color, Row, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
-from gpuaug.loader.chosen import fetch
+from gpuaug.loader.chosen import fetch, uncounted
 from gpuaug.loader.faults import Policy
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import LiveStage
@@ -266,14 +266,15 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
-    policy: Policy | None = "blank" if loader.faults.policy == "drop" else None  # keep a row for each sample
+    policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep a row for each sample
+    faults = uncounted(loader.faults, policy)
     encoded = read(loader, indices)
     for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):
         picture = Image.fromarray(image) if image.size else None
         annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
         samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
-        batch = fetch(loader, indices, epoch=epoch, policy=policy)
+        batch = fetch(loader, indices, epoch=epoch, faults=faults)
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
         targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
         crops = stage.read_headers(encoded, epoch).windows if isinstance(stage, LiveStage) else [None] * len(images)
