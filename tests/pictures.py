@@ -1,7 +1,10 @@
-"""Real photographs, and images as the bytes of a file."""
+"""Real photographs, images as the bytes of a file, and files in a tar."""
 
 import io
+import tarfile
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,3 +36,14 @@ def encode(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
+    """A tar of (name, bytes), in a folder that is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path

@@ -12,7 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tarfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ import test_yolo
 import torch
 from common import recipe
 from conftest import ROOT
-from pictures import encode, photograph
+from pictures import encode, photograph, write_tar
 
 import gpuaug
 from gpuaug.tools.main import COMMANDS, main
@@ -160,22 +159,14 @@ def data(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "captions.tsv").write_text("path\tcaption\ntrain/chelsea/000.jpg\ta cat\n")
     for k in range(100):
         mask, objects = encode(photograph(size=(40, 30)).convert("L"), "PNG"), b'{"objects": []}'
-        write_tar(root / f"train-{k:03d}.tar", {"a.jpg": image, "a.json": b'{"category": 3}'})
-        write_tar(root / f"laion-{k:03d}.tar", {"a.jpg": image, "a.txt": b"a cat"})
-        write_tar(root / f"scenes-{k:03d}.tar", {"a.jpg": image, "a.seg.png": mask, "a.json": objects})
+        write_tar(root / f"train-{k:03d}.tar", {"a.jpg": image, "a.json": b'{"category": 3}'}.items())
+        write_tar(root / f"laion-{k:03d}.tar", {"a.jpg": image, "a.txt": b"a cat"}.items())
+        write_tar(root / f"scenes-{k:03d}.tar", {"a.jpg": image, "a.seg.png": mask, "a.json": objects}.items())
     source = gpuaug.FolderSource(photos, subset=8)
     pack(source, root / "packed", what=Pack(sizes=(128, 160)), decode=gpuaug.Decode(), num_workers=0)
     with gpuaug.Loader(source, augment=recipe(), seed=0, num_workers=0, device="cpu") as loader:
         gpuaug.Materialize(loader, out=root / "epochs").run()
     return folder
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
 
 
 @pytest.mark.parametrize("name", gpuaug.__all__)

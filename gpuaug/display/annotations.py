@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
 
 from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
 
 if TYPE_CHECKING:  # at run time these modules import this folder
+    from PIL import Image
+
     from gpuaug.targets.batch import BatchTargets
     from gpuaug.targets.rules import Targets
 
@@ -169,6 +170,8 @@ def drawn(
 
     ``crops`` are boxes (x1, y1, x2, y2) of the picture, and their colors. They are dashed if there are annotations.
     """
+    from PIL import ImageDraw
+
     image = scaled(picture, scale)
     if annotations is not None and style is not None and annotations.mask is not None:
         image = _tinted(image, annotations, style)
@@ -207,6 +210,8 @@ def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
 
 def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image.Image:
     """The image mixed half and half with mask colors; outlines in full color; stripes where pixels are ignored."""
+    from PIL import Image
+
     assert annotations.mask is not None
     mask = np.asarray(Image.fromarray(annotations.mask).resize(image.size, Image.Resampling.NEAREST))
     values, number = np.unique(mask, return_inverse=True)

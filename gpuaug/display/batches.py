@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw
 
 from gpuaug import checks
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.sheet import INK, Cell, check_pixels, drawable, grid
 from gpuaug.errors import ConfigError
+
+if TYPE_CHECKING:  # loaders import this module, and draw nothing
+    from PIL import Image
 
 Triple = tuple[float, ...]
 SAMPLES = 16  # shown, unless `rows` or `columns` is given
@@ -61,6 +63,8 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
 
     Images in uint8 are levels 0..255, without normalization.
     """
+    from PIL import Image
+
     pixels = images.detach().float().cpu().numpy()
     if str(images.dtype) == "torch.uint8":
         pixels = pixels / 255
@@ -148,6 +152,8 @@ def _captions(batch: Any, count: int, look: Look) -> list[str]:
 
 
 def _crossed(image: Image.Image) -> Image.Image:
+    from PIL import ImageDraw
+
     pen, (right, bottom) = ImageDraw.Draw(image), (image.width - 1, image.height - 1)
     pen.rectangle((0, 0, right, bottom), outline=WRONG, width=2)
     for line in ((0, 0, right, bottom), (0, bottom, right, 0)):

@@ -8,11 +8,12 @@ import io
 import unicodedata
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
-from typing import Any, NamedTuple
-
-from PIL import Image, ImageDraw, ImageFont
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuaug.errors import ConfigError
+
+if TYPE_CHECKING:  # loaders import this module, and draw nothing
+    from PIL import Image
 
 Color = tuple[int, int, int]
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
@@ -64,6 +65,8 @@ def sheet(
 
     ``legend``: color and name of each class. A color of None is drawn striped.
     """
+    from PIL import Image, ImageDraw
+
     big, bold, small = font(22), font(15), font(12)
     columns = zip_longest(*(row.cells for row in rows))
     widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
@@ -104,6 +107,8 @@ def grid(
 
     ``groups``: number of adjacent pictures that belong together. The gap after each group is twice as wide.
     """
+    from PIL import Image, ImageDraw
+
     small = font(12)
     columns = zip_longest(*rows)
     widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
@@ -153,6 +158,8 @@ def _flowing(
 
 def _swatch(color: Color | None) -> Image.Image:
     """A square of a color, or striped."""
+    from PIL import Image, ImageDraw
+
     swatch = Image.new("RGB", (SWATCH, SWATCH), color or STRIPED)
     if color is None:
         pen = ImageDraw.Draw(swatch)
@@ -198,6 +205,8 @@ def check_pixels(count: int) -> None:
 
 def font(size: int) -> Any:
     """Pillow's built-in font, because pictures should look the same on every machine."""
+    from PIL import ImageFont
+
     return ImageFont.load_default(size)
 
 
@@ -254,5 +263,7 @@ def _cut(text: str, width: float) -> str:
 
 def scaled(image: Image.Image, scale: float) -> Image.Image:
     """Resize the image by ``scale``: smooth when it shrinks, nearest neighbor when it grows."""
+    from PIL import Image
+
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

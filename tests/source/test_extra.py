@@ -1,10 +1,8 @@
 """Extra fields: every source gives the values that other libraries read, and `batch.extra` has them in order."""
 
 import csv
-import io
 import json
 import pickle
-import tarfile
 
 import datasets
 import numpy as np
@@ -13,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from common import loader, recipe
-from pictures import encode, photograph
+from pictures import encode, photograph, write_tar
 from servers import remote_copy
 from torch.utils.data import Subset
 
@@ -39,20 +37,10 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
-def tar(path, members):
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as file:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return path
-
-
 def shards(place):
     """Two shards; a sample is .jpg, .json, .txt, .cls and .npy."""
     for k, numbers in enumerate((range(6), range(6, N))):
-        tar(place / f"{k}.tar", [
+        write_tar(place / f"{k}.tar", [
             (f"{i:03}.{kind}", data)
             for i in numbers
             for kind, data in (("jpg", IMAGES[i]), ("json", json.dumps(META[i]).encode()),
@@ -143,7 +131,7 @@ def test_shards_are_read_as_webdataset_reads_them(tmp_path):
         assert source[i] == (sample["jpg"], None, texts)
     assert source.digest() == ShardSource(tmp_path / "data").digest()
     objects = {"objects": [{"bbox": [1, 2, 3, 4], "category_id": 1}]}
-    tar(tmp_path / "targets" / "a.tar", [("a.jpg", IMAGES[0]), ("a.json", json.dumps(objects).encode())])
+    write_tar(tmp_path / "targets" / "a.tar", [("a.jpg", IMAGES[0]), ("a.json", json.dumps(objects).encode())])
     image, target, extra = ShardSource(tmp_path / "targets", objects="json", extra="json")[0]  # one member, two uses
     assert (image, extra) == (IMAGES[0], objects)
     assert target.boxes.tolist() == [[1, 2, 4, 6]]
@@ -151,7 +139,7 @@ def test_shards_are_read_as_webdataset_reads_them(tmp_path):
 
 def test_a_sample_without_the_member_has_none_and_keeps_its_number(tmp_path, caplog):
     members = [("a.jpg", IMAGES[0]), ("a.txt", b"first"), ("b.jpg", IMAGES[1]), ("c.jpg", IMAGES[2]), ("c.txt", b"")]
-    tar(tmp_path / "data" / "a.tar", [*members, ("d.jpg", IMAGES[3]), ("d.txt", b"\xff"), ("d.json", b"[")])
+    write_tar(tmp_path / "data" / "a.tar", [*members, ("d.jpg", IMAGES[3]), ("d.txt", b"\xff"), ("d.json", b"[")])
     source = ShardSource(tmp_path / "data", labels="none", extra="TXT")
     assert [source[i] for i in range(3)] == [(IMAGES[0], None, "first"), (IMAGES[1], None, None), (IMAGES[2], None, "")]
     assert not [r for r in caplog.records if "left out" in r.message]
@@ -169,14 +157,14 @@ def test_a_large_extra_is_not_taken_for_an_image(tmp_path, monkeypatch):
     text, raw = b"x" * 20_000_000, b"y" * 17_000_000
     members = [(f"{name}.{kind}", data) for name in "ab" for kind, data in
                (("jpg", IMAGES[0]), ("txt", text), ("npy", raw))]  # fmt: skip
-    tar(tmp_path / "data" / "a.tar", members)
+    write_tar(tmp_path / "data" / "a.tar", members)
     source = ShardSource(tmp_path / "data", labels="none", extra=["txt", "npy"])
     for i in range(2):
         assert source[i] == (IMAGES[0], None, {"txt": text.decode(), "npy": raw})
     monkeypatch.setattr("gpuaug.source.shards.LARGEST_FILE", 18_000_000)
     with pytest.raises(SourceError, match=r"'a\.txt' has 20000000 bytes.*at most 18000000"):
         ShardSource(tmp_path / "data", labels="none", extra=["npy", "txt"])
-    tar(tmp_path / "large" / "a.tar", [("a.jpg", raw), ("a.txt", b"")])
+    write_tar(tmp_path / "large" / "a.tar", [("a.jpg", raw), ("a.txt", b"")])
     with pytest.raises(OSError, match="not an image"):
         ShardSource(tmp_path / "large", labels="none", extra="txt")[0]
 
@@ -246,11 +234,11 @@ def test_a_wrong_name_is_refused_with_the_names_that_exist(name, tmp_path):
 
 
 def test_members_that_cannot_be_extras_say_why(tmp_path):
-    tar(tmp_path / "one" / "a.tar", [("a.jpg", IMAGES[0]), ("a.txt", b"x"), ("b.jpg", IMAGES[1])])
+    write_tar(tmp_path / "one" / "a.tar", [("a.jpg", IMAGES[0]), ("a.txt", b"x"), ("b.jpg", IMAGES[1])])
     with pytest.raises(SourceError, match=r"`source\.extra` must name other members than the images\. Found: 'jpg'"):
         ShardSource(tmp_path / "one", labels="none", extra="jpg")
     apart = [("a.jpg", IMAGES[0]), ("b.jpg", IMAGES[1]), ("a.txt", b"x"), ("b.txt", b"y")]
-    tar(tmp_path / "two" / "a.tar", apart)
+    write_tar(tmp_path / "two" / "a.tar", apart)
     rule = "must stand next to each other, with the same name up to its first dot"
     with pytest.raises(SourceError, match=rf"'txt', which only samples have that are left out.*{rule}"):
         ShardSource(tmp_path / "two", labels="none", extra="txt")

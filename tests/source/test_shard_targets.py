@@ -6,13 +6,12 @@ import logging
 import pickle
 import subprocess
 import sys
-import tarfile
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import encode, photograph
+from pictures import encode, photograph, write_tar
 from PIL import Image
 from servers import remote_copy
 from test_remote import METHODS
@@ -93,16 +92,6 @@ FORMS = {
 }
 
 
-def write(path, entries):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in entries:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
 def entries_of(i: int, form="rows in objects", mask="seg.png"):
     image, target = scene(i)
     text = json.dumps(FORMS[form](target)).encode()
@@ -113,7 +102,7 @@ def entries_of(i: int, form="rows in objects", mask="seg.png"):
 def shards(tmp_path):
     root = tmp_path / "shards"
     for k in range(2):
-        write(root / f"train-{k}.tar", [entry for i in range(6 * k, 6 * k + 6) for entry in entries_of(i)])
+        write_tar(root / f"train-{k}.tar", [entry for i in range(6 * k, 6 * k + 6) for entry in entries_of(i)])
     return root
 
 
@@ -129,7 +118,7 @@ def same(found, want, names=("boxes", "labels", "keypoints", "crowd", "area", "i
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_objects(tmp_path, form):
-    path = write(tmp_path / "x.tar", [entry for i in range(8) for entry in entries_of(i, form)])
+    path = write_tar(tmp_path / "x.tar", [entry for i in range(8) for entry in entries_of(i, form)])
     source = ShardSource(path, **ALL)
     assert source.target_kinds == {"masks", "boxes", "keypoints"}
     assert source.labels is source.classes is None
@@ -193,7 +182,7 @@ def test_other_json_is_a_fault_of_its_sample(tmp_path, name):
     data, message = BAD[name]
     entries = [entry for i in range(4) for entry in entries_of(i)]
     entries[4] = (entries[4][0], data)
-    source = ShardSource(write(tmp_path / "x.tar", entries), **ALL)
+    source = ShardSource(write_tar(tmp_path / "x.tar", entries), **ALL)
     with pytest.raises(GpuaugError, match=rf"the json of 'x\.tar/001\.jpg' cannot be used: .*{message}"):
         source[1]
     for i in (0, 2, 3):
@@ -266,7 +255,7 @@ def test_json_that_is_nested_deeply_does_not_end_a_worker(tmp_path):
     entries = [entry for i in range(5) for entry in entries_of(i)]
     for k, text in enumerate([deep, b'{"objects": [{"bbox": ' + deep + b"}]}", b'{"a":' * 1_000_000]):
         entries[3 * k + 1] = (entries[3 * k + 1][0], text)
-    path = write(tmp_path / "x.tar", entries)
+    path = write_tar(tmp_path / "x.tar", entries)
     program = (
         "import sys; sys.path[:0] = sys.argv[2:]; from test_shard_targets import ALL, read; import gpuaug\n"
         "found, faults = read(gpuaug.ShardSource(sys.argv[1], **ALL), num_workers=1, start_method='fork')\n"
@@ -297,14 +286,14 @@ def test_without_the_new_arguments_nothing_changes(shards):
 
 def test_which_members_are_masks(tmp_path, caplog):
     image, target = scene(1)
-    plain = write(tmp_path / "p.tar", [("a.png", target.mask), ("a.jpg", image), ("b.png", target.mask)])
+    plain = write_tar(tmp_path / "p.tar", [("a.png", target.mask), ("a.jpg", image), ("b.png", target.mask)])
     with caplog.at_level(logging.WARNING, "gpuaug"):
         source = ShardSource(plain, masks="png")
     assert "1 samples without an image or png are left out: 'b'" in caplog.text
     assert source.target_kinds == {"masks"}
     assert list(source) == [(image, gpuaug.Target(mask=target.mask))]
     picture = png(np.zeros((4, 5), np.uint8))
-    upper = write(tmp_path / "u.tar", [("a.png", picture), ("a.SEG.png", target.mask), ("a.cls", b"3")])
+    upper = write_tar(tmp_path / "u.tar", [("a.png", picture), ("a.SEG.png", target.mask), ("a.cls", b"3")])
     assert list(ShardSource(upper, masks=".seg.png")) == [(picture, gpuaug.Target(mask=target.mask))]
     labelled = ShardSource(upper, masks="seg.png", labels="cls")
     assert labelled[0] == (picture, gpuaug.Target(mask=target.mask, label=3))
@@ -339,8 +328,8 @@ def test_remote_members_are_one_read_if_they_are_adjacent(tmp_path, kind):
         ("far.seg.png", scene(7)[1].mask),
     ]
     root = tmp_path / "shards"
-    write(root / "a.tar", [entry for i in range(6) for entry in entries_of(i)])
-    write(root / "b.tar", far)
+    write_tar(root / "a.tar", [entry for i in range(6) for entry in entries_of(i)])
+    write_tar(root / "b.tar", far)
     with remote_copy(kind, root, "shards", concurrency=8, tries=2) as (proxy, url, remote):
         source = ShardSource([f"{url}/a.tar", f"{url}/b.tar"], remote=remote, **ALL)
         assert source.prefetch is not None
@@ -375,7 +364,7 @@ def test_large_members_are_read_one_by_one(tmp_path):
     big = scene(0)[0] + bytes(17 << 20)  # a JPEG may have bytes after its end
     text = json.dumps(rows_of(scene(1)[1])).encode()
     entries = [("a.json", text), ("a.jpg", big), ("a.seg.png", scene(1)[1].mask)]
-    source = ShardSource(write(tmp_path / "x.tar", entries), **ALL)
+    source = ShardSource(write_tar(tmp_path / "x.tar", entries), **ALL)
     assert len(source._parts(0)[0]) == 3
     image, target = source[0]
     assert image == big
@@ -383,7 +372,7 @@ def test_large_members_are_read_one_by_one(tmp_path):
     np.testing.assert_array_equal(target.boxes, scene(1)[1].boxes)
     wide = [("a.json", b" " * (17 << 20)), *entries[1:]]
     with pytest.raises((OSError, GpuaugError)):
-        ShardSource(write(tmp_path / "y.tar", wide), **ALL)[0]
+        ShardSource(write_tar(tmp_path / "y.tar", wide), **ALL)[0]
 
 
 def test_a_damaged_index_cannot_pair_members_wrongly(shards, caplog):
