@@ -394,6 +394,12 @@ def test_drawing_needs_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_a_loader_that_draws_nothing_needs_no_pillow() -> None:
+    code = "import sys, gpuaug.loader.loader; print('PIL' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_texts_are_shortened_to_the_width() -> None:
     face, name = font(12), "".join(map(str, range(60)))
     assert fitting("short", face, 100) == "short"

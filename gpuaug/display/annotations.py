@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
 
-if TYPE_CHECKING:  # at run time these modules import this folder
+if TYPE_CHECKING:  # loaders import this module, and draw nothing
     from PIL import Image
 
     from gpuaug.targets.batch import BatchTargets
