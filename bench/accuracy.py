@@ -1,12 +1,12 @@
-"""What a recipe brings: the held-out accuracy with gpuaug's batches, beside that with the equal torchvision pipeline.
+"""Held-out accuracy after training with gpuaug's batches, and with the equal torchvision pipeline.
 
     python bench/accuracy.py --json accuracy.json      # recipe standard, three seeds each; minutes on two cores
     python bench/accuracy.py --recipe flip --json accuracy.json
     python bench/accuracy.py --table accuracy.json --readme bench/README.md
 
-The same network (SmallNet), with the same first weights per seed, learns the demo's photographs at 64 x 64. In one half
-of the runs gpuaug loads and augments. In the other half a DataLoader does, with torchvision's transforms (v1) on PIL
-images. Both are evaluated on the same batches. Runs take turns: gpuaug, torchvision, gpuaug, …
+The same network (SmallNet), with the same first weights per seed, learns the demo's photographs at 64 x 64. In half of
+the runs gpuaug loads and augments. In the other half a DataLoader does, with torchvision's transforms (v1) on PIL
+images. The same held-out batches evaluate both. Runs take turns: gpuaug, torchvision, gpuaug, ...
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def pipeline(recipe: str) -> Any:
 
 
 def upright(path: str) -> Image.Image:
-    """An image as gpuaug reads it: EXIF's orientation is applied."""
+    """Open an image and apply the orientation from EXIF, as gpuaug does."""
     with Image.open(path) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
@@ -100,7 +100,7 @@ def batches(who: str, recipe: str, root: Path, seed: int, stack: ExitStack) -> B
 
 
 def learn(epoch_of: Batches, held_out: list[tuple[Tensor, Tensor]], *, epochs: int, classes: int, seed: int) -> float:
-    """Train a network as `gpuaug train` does by default, and give back its held-out accuracy."""
+    """Train a network as `gpuaug train` does by default. Returns its held-out accuracy."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         net = SmallNet(num_classes=classes).to(memory_format=torch.channels_last)
@@ -120,14 +120,14 @@ def learn(epoch_of: Batches, held_out: list[tuple[Tensor, Tensor]], *, epochs: i
 
 @torch.no_grad()
 def accuracy(net: nn.Module, held_out: list[tuple[Tensor, Tensor]]) -> float:
-    """Share of the held-out images that get their class."""
+    """Share of the held-out images that are classified correctly."""
     net.eval()
     right = sum(int((net(images).argmax(dim=1) == labels).sum()) for images, labels in held_out)
     return right / sum(len(labels) for _, labels in held_out)
 
 
 def measure(recipe: str, folder: Path, *, seeds: int, epochs: int, count: int) -> dict[str, Any]:
-    """Train with both pipelines and every seed; the accuracies and the seconds of each run."""
+    """Train with both pipelines and every seed. Returns the accuracy and the seconds of each run."""
     photographs.cut(folder, count=count)
     words = [f"source.root={folder}/val", "augment.crop.resize=73", f"augment.crop.size={SIZE}", "device=cpu"]
     with gpuaug.build(gpuaug.compose("eval", [*words, "num_workers=0"])) as loader:

@@ -1,12 +1,12 @@
-"""The augment stage beside its peers: same uint8 pixels in, same normalised [B, 3, H, W] out, in turns.
+"""Compares the augment stage with its peers: the same uint8 pixels in, the same normalized [B, 3, H, W] out.
 
     python bench/augment.py --json augment.json --peer-python PYTHON      # everything that runs here
     python bench/augment.py --recipe standard --batch 64
     python bench/augment.py --table augment.json --readme bench/README.md
 
-Every round runs each peer once (A B C A B C ...), so that what else the machine does meets all of them; the median of
-the rounds counts. First calls (compilation, warm-up) are reported apart. Beside each ratio stands the largest
-difference to Kornia's pixels with the same parameters, in normalised units: without it a ratio says nothing.
+Every round runs each peer once (A B C A B C ...), so other work on the machine slows all of them alike. The figures are
+medians of the rounds. First calls (compilation, warm-up) have a column of their own. Each row has the largest
+difference from Kornia's pixels for the same parameters, in normalized units. A ratio means little without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RECIPES = ("standard", "standard_random", "simclr", "randaugment", "randaugment_torchvision", "imagenet", "dino")
 PEERS = ("kornia_eager", "kornia_compiled", "dali", "torchvision", "albumentations", "triton_augment", "cvcuda")
-# How a peer can do it; where there are several ways each has a row, and the ratio of the fastest counts.
+# The ways in which a peer can do a recipe. Each has a row, and the JSON file has the ratio to the fastest.
 VARIANTS = {
     "dali": ("color_twist", "as Kornia"),
     "torchvision": ("uint8", "float32"),
@@ -48,14 +48,14 @@ BEGIN, END = "<!-- augment.py on {} -->", "<!-- end of augment.py on {} -->"
 
 
 class CannotRunError(Exception):
-    """A peer has no part in this row; says why."""
+    """A peer cannot run this row. The message says why."""
 
 
 # --- recipes and draws
 
 
 class Case:
-    """One recipe at one batch size: images, our operations, what was chosen for every sample."""
+    """One recipe at one batch size: the images, our operations, and the random choices for every sample."""
 
     def __init__(self, recipe: str, batch: int, size: int, device: str, dtype: torch.dtype) -> None:
         import gpuaug
@@ -72,7 +72,7 @@ class Case:
             augment = gpuaug.build(gpuaug.compose("train", ["augment=flip", "source.root=."]).augment)
         self.recipe, self.batch, self.device, self.dtype = recipe, batch, torch.device(device), dtype
         self.augment = augment
-        # Of several views those of the full size; of several copies one.
+        # only views of the full size, and one copy of each
         self.views = [v for v in augment.views if v.copy == 0 and v.name != "local"]
         self.images = photographs(batch, size).to(self.device)
         indices = np.arange(batch)
@@ -91,7 +91,7 @@ class Case:
             torch.cuda.synchronize(self.device)
 
     def one_order(self) -> list[Any]:
-        """The choices with one order of the jitter for the batch, all that Kornia can do."""
+        """The choices with one order of the jitter for the whole batch, because Kornia cannot do more."""
         work = []
         for prepared, normalize, chosen in self.work:
             changed = []
@@ -117,7 +117,7 @@ class Case:
 
 
 def photographs(batch: int, size: int) -> torch.Tensor:
-    """uint8 [B, size, size, 3]: windows of the photographs in scikit-image's wheel."""
+    """uint8 [B, size, size, 3]: parts of the photographs in scikit-image's wheel."""
     from PIL import Image
     from skimage import data
 
@@ -135,7 +135,7 @@ def photographs(batch: int, size: int) -> torch.Tensor:
 
 
 def given(case: Case) -> dict[str, np.ndarray]:
-    """What was drawn, for peers with functions of their own (`Given` in bench/augment_peers.py reads it)."""
+    """The random choices, for peers with functions of their own (`Given` in bench/augment_peers.py reads them)."""
     out: dict[str, Any] = {"views": np.array(len(case.work))}
     for number, (prepared, _, chosen) in enumerate(case.work):
         names = [p.name for p in prepared]
@@ -168,7 +168,7 @@ def given(case: Case) -> dict[str, np.ndarray]:
 
 
 def one_given(case: Case) -> dict[str, np.ndarray]:
-    """The same for peers that can only do one view, of flips, a jitter of fixed order, and gray."""
+    """The random choices for peers that can do only one view, with flips, a jitter of fixed order, and gray."""
     f = given(case)
     order, names = f["0.order"], set(f["0.sequence"].tolist())
     if len(case.work) > 1 or names - {"vflip", "flip", "jitter", "gray"} or (order != np.arange(4)).any():
@@ -177,7 +177,7 @@ def one_given(case: Case) -> dict[str, np.ndarray]:
     return out | {k: f[f"0.value.{k}"] for k in ("brightness", "contrast", "saturation", "hue")}
 
 
-# --- peers: each gives a function of no arguments that does a whole batch, from the same uint8 images
+# --- peers: each returns a function without arguments that augments a whole batch of the same uint8 images
 
 
 def kornia_eager(case: Case) -> Callable[[], list[Any]]:
@@ -257,7 +257,7 @@ def dali(case: Case, variant: str) -> Callable[[], list[Any]]:
 
     gpu = case.device.type == "cuda"
     place = "gpu" if gpu else "cpu"
-    # On CUDA torch's own memory, read in place as ours is: no peer pays for bringing its pixels to the device.
+    # on CUDA the pixels are already on the device for all contestants
     images = case.images if gpu else case.images.numpy()
 
     def feed(name: str, values: Any, **more: Any) -> Any:  # one array is a batch of its rows
@@ -267,7 +267,7 @@ def dali(case: Case, variant: str) -> Callable[[], list[Any]]:
     scalars["hue"] = (f["hue"] * np.float32(360)).astype(np.float32)
     scalars["saturation"] = np.where(f["gray"], np.float32(0), scalars["saturation"])
     flips = {name: f[name].astype(np.int32) for name in ("vflip", "flip")}
-    # Where no sample is jittered (recipe imagenet) the operators that do nothing are left out.
+    # if no sample is jittered (recipe imagenet), the operators of the jitter are left out
     colours = any((v != neutral).any() for v, neutral in zip(scalars.values(), (1, 1, 1, 0), strict=True))
     if not colours and variant != "color_twist":
         raise CannotRunError("no colours in this recipe")
@@ -286,7 +286,7 @@ def dali(case: Case, variant: str) -> Callable[[], list[Any]]:
             x = fn.cast(x, dtype=types.FLOAT) * (1 / 255)
             x = dali_math.clamp(x * given["brightness"], 0.0, 1.0)
             weights = types.Constant(np.array([0.299, 0.587, 0.114], dtype=np.float32))
-            # The mean gray is the gray of the means.
+            # the mean of the gray image equals the gray value of the channels' means
             gray = fn.reductions.sum(
                 fn.reductions.mean(x, axes=(0, 1)) * (weights.gpu() if gpu else weights), axes=(0,)
             )
@@ -314,7 +314,7 @@ def dali(case: Case, variant: str) -> Callable[[], list[Any]]:
 
 
 class Elsewhere:
-    """A peer in a process of another Python (bench/augment_peers.py); it times itself."""
+    """A peer in a process of another Python (bench/augment_peers.py), which measures its own time."""
 
     def __init__(self, case: Case, peer: str, variant: str, python: str) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -420,7 +420,7 @@ def measure(case: Case, peers: list[str], rounds: int, pythons: list[str]) -> li
                 rows.append(_row(case, *name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"))
                 del runs[name]
                 continue
-            # What is compared: fused with Kornia's own modules; a peer with those, given what the peer was given.
+            # fused is compared with Kornia's modules, and a peer with Kornia's modules for the peer's own choices
             batch_order = name[0] in ("kornia_eager", "kornia_compiled") and case.recipe not in (
                 "randaugment",
                 "standard_random",
@@ -471,10 +471,9 @@ def measure(case: Case, peers: list[str], rounds: int, pythons: list[str]) -> li
 
 
 def _host_figures(case: Case) -> dict[str, Any]:
-    """Time of the host for a batch: draws, parameters, programs, the call, the launch.
+    """Host time for a batch: random values, parameters, programs, the call, the launch.
 
-    On the CPU, where the pixels are worked on by the same threads, the images have the fewest pixels that the recipe
-    allows, so that little else remains.
+    On the CPU the same threads also compute the pixels. So the images have the fewest pixels that the recipe allows.
     """
     blur = any(p.name == "blur" for prepared, _, _ in case.work for p in prepared)
     side = case.images.shape[1] if case.device.type == "cuda" else 12 if blur else 3
@@ -490,10 +489,10 @@ def _host_figures(case: Case) -> dict[str, Any]:
 
 
 def _device_figures(case: Case, seconds: float) -> dict[str, float]:
-    """Launches per batch, and bytes moved beside a device copy in the same run.
+    """Launches per batch, and bytes per second compared with a device copy in the same run.
 
-    By the device's own time, of kernels and copies: what the host takes is a figure of its own, and runs beside the
-    training. ``seconds`` of the whole call, host and all, give the lower share.
+    Only the device's time for kernels and copies counts. Host time is a separate figure, because it overlaps with the
+    training. ``seconds``, the time of the whole call with the host, give the lower share.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -598,7 +597,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def insert(text: str, section: str, device: str) -> str:
-    """A README with this section between the marks of its device, which are added behind the chapter where missing."""
+    """The README with this section between the marks of its device. Missing marks are added after the chapter."""
     begin, end = BEGIN.format(device), END.format(device)
     if begin not in text:
         before, mark, rest = text.partition("\n## loader.py")

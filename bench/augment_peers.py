@@ -1,9 +1,10 @@
-"""The peers of bench/augment.py that run in a process of their own, on the same pixels with given draws.
+"""The peers of bench/augment.py that run in a process of their own, with the same pixels and random values.
 
 python bench/augment_peers.py PEER VARIANT FOLDER DEVICE THREADS     # started by bench/augment.py
 
-FOLDER/in.npz holds the images and the draws of every view (see `given` in bench/augment.py). For each line on standard
-input, `run` or `save`, the process answers a line of JSON: how long a batch took, or that FOLDER/out.npz is written.
+FOLDER/in.npz has the images and the random values of every view (see `given` in bench/augment.py). The process reads
+lines from standard input and answers each with a line of JSON. `run` returns the seconds of a batch, and `save` writes
+FOLDER/out.npz.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ Run = Callable[[], list[Any]]  # one batch: [B, 3, H, W] per view
 
 @dataclass(frozen=True)
 class Given:
-    """One view: its operations in order, and what was drawn for every sample.
+    """One view: its operations in order, and the random values of every sample.
 
     Attributes:
         sequence: names of the operations.
-        gate: bool [B] per name, whether a sample goes through it.
-        order: int [B, 4], steps of the jitter in the order of a sample.
+        gate: bool [B] per name, whether the operation changes a sample.
+        order: int [B, 4], the order of the jitter's steps in each sample.
         value: float [B] per step of the jitter, and for ``blur`` (sigma) and ``solarize`` (threshold).
-        taps: of the blur.
-        policy: of RandAugment, per sample: (operation, magnitude) in their order; None: there is no policy.
+        taps: size of the blur's kernel.
+        policy: the operations of RandAugment per sample, as (operation, magnitude); None: there is no policy.
     """
 
     sequence: tuple[str, ...]
@@ -73,7 +74,7 @@ def read(folder: Path) -> tuple[Any, list[Given]]:
 
 
 def through(x: Any, view: Given, k: int, does: Does) -> Any:
-    """One image through its operations."""
+    """Apply the operations to one image."""
     for name in view.sequence:
         if not view.gate[name][k]:
             continue
@@ -107,7 +108,7 @@ def torchvision(images: Any, views: list[Given], variant: str, device: str, work
     rand = v2.RandAugment(interpolation=InterpolationMode.BILINEAR)
 
     def policy(x: Any, name: str, magnitude: float) -> Any:
-        """One operation of its RandAugment; it has no function for that with given draws."""
+        """One operation of its RandAugment. The library has no public function for it that takes the random values."""
         theirs = "".join(word.capitalize() for word in name.split("_"))
         magnitude -= theirs in ("Brightness", "Color", "Contrast", "Sharpness")
         magnitude /= 255 if theirs == "Solarize" else 1
@@ -140,7 +141,7 @@ def torchvision(images: Any, views: list[Given], variant: str, device: str, work
 
 
 def albumentations(images: Any, views: list[Given], variant: str, device: str, workers: int) -> tuple[Run, str]:
-    """The functions behind albumentations' transforms, without the cost of its Compose."""
+    """The functions behind albumentations' transforms, without the time of its Compose."""
     import albucore
     import albumentations.augmentations.pixel.functional as fp
     import cv2
@@ -174,7 +175,7 @@ def albumentations(images: Any, views: list[Given], variant: str, device: str, w
 
 
 def _fastest(one: Callable[[Given, int], Any], views: list[Given], shape: Any, workers: int) -> tuple[Run, str]:
-    """The batch on so many threads or so many processes, whichever took less time in three batches."""
+    """Augments the batch on ``threads`` threads or as many processes: the faster of both in three batches."""
     batch, height, width, _ = shape
     count = len(views) * batch * 3 * height * width
     out = torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32).view(len(views), batch, 3, height, width)
@@ -211,7 +212,7 @@ def _fastest(one: Callable[[Given, int], Any], views: list[Given], shape: Any, w
 
 
 class _Forked:
-    """A process that does its part of a batch whenever it is told to."""
+    """A process that augments its part of a batch on request."""
 
     def __init__(self, part: Callable[[int], None], start: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -307,7 +308,7 @@ def cvcuda(images: Any, views: list[Given], variant: str, device: str, workers: 
 
 
 def color_matrices(saturation: Any, turns: Any) -> Any:
-    """float32 [B, 3, 4]: saturation about luma and a rotation of the chroma in YIQ, as DALI has them."""
+    """float32 [B, 3, 4]: saturation around the luma, and a rotation of the hue in YIQ, as in DALI."""
     to_yiq = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
     angle, zero = 2 * np.pi * np.asarray(turns, np.float64), np.zeros(len(turns))
     s, one = np.asarray(saturation, np.float64), np.ones(len(turns))

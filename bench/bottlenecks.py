@@ -1,11 +1,11 @@
-"""Bottlenecks planted on purpose: what `gpuaug profile` names, what it predicts, and what its advice really brings.
+"""Planted bottlenecks: what `gpuaug profile` names and predicts, and the speed-up that its advice really brings.
 
     python bench/bottlenecks.py --json bottlenecks.json            # all of them; 8 minutes on two cores
     python bench/bottlenecks.py --only "busy worker" --json bottlenecks.json
     python bench/bottlenecks.py --table bottlenecks.json --readme bench/README.md
 
-A loader with a planted bottleneck is profiled; what is recommended is put into a second loader; both then run in turns,
-and the medians of the rounds are compared. The plants are those of the tests (tests/planted.py).
+`gpuaug profile` examines a loader with a planted bottleneck. A second loader follows the advice. Then both run in
+turns, and their medians are compared. The bottlenecks are those of the tests (tests/planted.py).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ RAW = ("~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}")
 
 @dataclass
 class Data:
-    """What is planted into: photographs, made once."""
+    """The photographs that all loaders read, made once."""
 
     folder: Path
     made: dict[str, Any] = field(default_factory=dict)
 
     def files(self, size: tuple[int, int] | None = None, count: int = 16) -> list[bytes]:
-        """Encoded photographs, enlarged to (width, height)."""
+        """Encoded photographs, resized to (width, height)."""
         key = f"files {size} {count}"
         if key not in self.made:
             self.made[key] = planted.jpegs(self.photos(), count=count, size=size)
@@ -75,7 +75,7 @@ class Data:
         return folder
 
     def packed(self, side: int) -> Path:
-        """What `gpuaug pack` makes of the large ones."""
+        """A packed copy of the large photographs."""
         out = self.folder / f"packed_{side}"
         if not out.exists():
             assert cli(["pack", f"source.root={self.large()}", f"out={out}", f"sizes=[{side}]", "samples=48"]) == 0
@@ -87,13 +87,13 @@ class Plant:
     """One row.
 
     Attributes:
-        name: of the bottleneck as it is planted.
-        named: the verdict that is right.
-        source: the source object; None: overrides name one.
-        overrides: beyond ``BASE``.
-        step: seconds that a model sleeps for a batch, as one on a device of its own; a function of what was measured.
-        other: what stands in the advice that changes more than a setting, and is followed here.
-        anyway: where nothing is recommended: overrides that are tried all the same.
+        name: name of the planted bottleneck.
+        named: the name that `gpuaug profile` should find.
+        source: the source object; None: the overrides set one.
+        overrides: in addition to ``BASE``.
+        step: seconds that a model sleeps per batch, as if it ran on its own device; a function of the measurements.
+        other: text in advice that changes more than a setting. The second loader follows it.
+        anyway: overrides that are tried if nothing is recommended.
     """
 
     name: str
@@ -140,7 +140,7 @@ PLANTS = [
 
 
 def build(plant: Plant, data: Data, overrides: tuple[str, ...]) -> Loader:
-    """The planted loader; a later override of a key counts."""
+    """The loader with the bottleneck. The last override of a key counts."""
     words = [*BASE, *(["~source"] if plant.source else plant.where(data)), *overrides]
     objects: dict[str, Any] = {"source": plant.source(data)} if plant.source else {}
     if plant.mix and "mix=none" not in overrides:
@@ -150,7 +150,7 @@ def build(plant: Plant, data: Data, overrides: tuple[str, ...]) -> Loader:
 
 
 def calm(cores: float, patience: float) -> float:
-    """Wait until so many cores are free, as long as patience lasts; how many there were."""
+    """Wait until ``cores`` cores are free, at most ``patience`` seconds. Returns the number of free cores."""
     until = time.monotonic() + patience
     while True:
         found = sorted(clock.free_cores(0.3) for _ in range(3))[1]
@@ -208,7 +208,7 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
 def side_by_side(
     loaders: list[Loader], step: profiling.Step | None, *, rounds: int, seconds: float
 ) -> list[profiling.Notes]:
-    """The whole of several loaders in turns, after one round that does not count."""
+    """Measure several loaders in turns. The first round is a warm-up."""
     notes, tasks = [profiling.Notes() for _ in loaders], [profiling.endless(loader) for loader in loaders]
     for n in range(-1, rounds):
         for loader, note, task in zip(loaders, notes, tasks, strict=True):
@@ -217,12 +217,12 @@ def side_by_side(
 
 
 def loader_cached(loader: Loader) -> bool:
-    """Whether it keeps bytes in memory."""
+    """Whether the loader keeps encoded bytes in memory."""
     return loader.pipeline.cache is not None
 
 
 def sleeping(seconds: float) -> profiling.Step:
-    """A step on a device of its own: the host only waits for it."""
+    """A training step as if on its own device: the host only waits."""
 
     def step(batch: Any) -> None:
         time.sleep(seconds)
@@ -256,7 +256,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def share(row: dict[str, Any]) -> float:
-    """Of the gain that was predicted, how much was reached."""
+    """The share of the predicted gain that was reached."""
     return float((row["reached"] - 1) / max(row["predicted"] - 1, 1e-9))
 
 

@@ -3,9 +3,10 @@
     python bench/coco_index.py                                    # 118,000 images, 860,000 objects, a few minutes
     python bench/coco_index.py --images 6000 --objects 43000      # a twentieth of it
 
-The file of annotations is synthetic, with an outline of 23 points for each object. Only the images that are read exist;
-they are not decoded. Each row is built in a process of its own. ``peak`` is the memory that building adds to the
-process; ``worker`` is how much private memory a forked worker has more after reading 5,000 samples, spread over all.
+The file of annotations is synthetic, with an outline of 23 points for each object. Only the images that are read exist,
+and nothing decodes them. Each row is measured in a process of its own. ``peak`` is the memory that building the index
+adds to the process. ``worker`` is the private memory that a forked worker adds while it reads 5,000 evenly spread
+samples.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def measure(folder: Path, parser: str = "msgspec", **settings: Any) -> dict[str,
 
 
 def index_bytes(source: Any) -> int:
-    """Bytes of the tensors of a source, which all processes of a machine share."""
+    """Bytes of a source's tensors, which all processes of a machine share."""
     tensors, waiting = dict[int, int](), [source]
     while waiting:
         thing = waiting.pop()
@@ -119,7 +120,7 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def write(folder: Path, images: int, objects: int) -> None:
-    """The files of annotations, and those images that are read."""
+    """Write the annotation files, and the images that are read."""
     (folder / "annotations").mkdir(parents=True)
     (folder / "train2017").mkdir()
     for i in spread(images, READ):

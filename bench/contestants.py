@@ -1,4 +1,4 @@
-"""The contestants of bench/loader.py, each run by a process of its own: ours, its stages alone, and the peers.
+"""The contestants of bench/loader.py, each in a process of its own: ours, its stages alone, and the peers.
 
 python bench/contestants.py SPEC        # started by bench/loader.py; one epoch for each line on standard input
 """
@@ -26,7 +26,7 @@ DALI_DEFAULT = 0.65  # of `hw_decoder_load`
 
 
 class CannotRunError(Exception):
-    """A contestant has no part in this row; says why."""
+    """A contestant cannot run this row. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def ours_ram(spec: Spec) -> Run:
 
 
 def ours_packed(spec: Spec) -> Run:
-    # what it gets by default: mapped pixels need no process that reads them, as FFCV has none
+    # the default: pixels mapped into memory need no worker, and FFCV has none either
     return _epoch(_loader(_at(spec, spec.places["packed"]), "source=packed", "num_workers=null"))
 
 
@@ -113,7 +113,7 @@ def _at(spec: Spec, root: str) -> Spec:
 
 
 def read(spec: Spec) -> Run:
-    """Workers and bytes alone."""
+    """Reading alone: workers send encoded bytes."""
     loader = _loader(spec)
 
     def run() -> int:
@@ -133,7 +133,7 @@ def _encoded(loader: Any) -> list[Any]:
 
 
 def decode(spec: Spec) -> Run:
-    """Headers, draws, decoding, cropping and resizing of bytes that are in memory."""
+    """Headers, random values, decoding, cropping and resizing of bytes in memory."""
     loader = _loader(spec)
     batches, pipeline = _encoded(loader), loader.pipeline
 
@@ -147,7 +147,7 @@ def decode(spec: Spec) -> Run:
 
 
 def augment(spec: Spec) -> Run:
-    """The recipe on pixels that are on the device; eight batches, over and over."""
+    """The recipe on pixels that are already on the device: eight batches, again and again."""
     loader = _loader(spec)
     batches, pipeline = _encoded(loader), loader.pipeline
     decoded = [pipeline.decode(batch, 0) for batch in batches[:8]]
@@ -162,7 +162,7 @@ def augment(spec: Spec) -> Run:
 
 
 def checks(spec: Spec) -> Run:
-    """What finding faults costs where there are none: every header, and the policy."""
+    """The checks for faults on images without faults: every header, and the policy."""
     loader = _loader(spec)
     batches, pipeline = _encoded(loader), loader.pipeline
 
@@ -176,7 +176,7 @@ def checks(spec: Spec) -> Run:
 
 
 def shapes(spec: Spec) -> Run:
-    """What is needed of a header without any check: height and width, which crops are drawn for."""
+    """Headers without any check: only height and width, which random crops need."""
     from nvidia import nvimgcodec
 
     batches = _encoded(_loader(spec))
@@ -203,7 +203,7 @@ def _synchronize(device: Any) -> None:
 
 
 def _torchvision_there() -> None:
-    """Import torchvision; PyPI's wheel has its compiled operators for CUDA only, and transforms need none of them."""
+    """Import torchvision. PyPI's wheel has compiled operators for CUDA only, and transforms need none of them."""
     import torch
 
     try:
@@ -261,7 +261,7 @@ def torchvision_v2(spec: Spec) -> Run:
 
 
 class Pictures:
-    """What a DataLoader gets of a dataset: PIL files through a transform, once per view."""
+    """A dataset for a DataLoader: opens files with PIL and applies a transform for each view."""
 
     def __init__(self, files: list[str], transform: Any, views: int) -> None:
         self.files, self.transform, self.views = files, transform, views
@@ -375,14 +375,14 @@ def _pipeline(spec: Spec, graph: Any, *, depth: int) -> Any:
 
 
 def _crop(fn: Any, encoded: Any, spec: Spec, views: int) -> list[Any]:
-    """Random resized crops of DALI; of several views each image is decoded once."""
+    """DALI's random resized crops. For several views each image is decoded once."""
     from hazards import ask
     from nvidia.dali import types
 
     gpu = spec.device != "cpu"
     way = types.INTERP_CUBIC if spec.recipe == "simclr" else types.INTERP_LINEAR
     mixed: dict[str, Any] = {"device": "mixed", "hw_decoder_load": spec.engine} if gpu else {"device": "cpu"}
-    # Some GPUs crash where parts of images are decoded (nvImageCodec 0.9): only where a test shows that it goes well.
+    # some GPUs crash if only parts of images are decoded (nvImageCodec 0.9), so a test decides
     if views == 1 and (not gpu or ask("parts").get("answer")):
         image = fn.decoders.image_random_crop(
             encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **mixed
@@ -398,7 +398,7 @@ def _crop(fn: Any, encoded: Any, spec: Spec, views: int) -> list[Any]:
 
 
 def _dali_operators(fn: Any, image: Any, spec: Spec) -> Any:
-    """The recipe by DALI's operators, with its own draws."""
+    """The recipe by DALI's operators, with DALI's own random values."""
     from nvidia.dali import types
 
     def uniform(low: float, high: float) -> Any:
@@ -567,7 +567,7 @@ CONTESTANTS: dict[str, Callable[[Spec], Run]] = {
 }  # fmt: skip
 
 
-# --- a contestant's process: this file, run by the same or another Python, answers one line per epoch
+# --- a contestant's process: this file, run by the same or another Python, prints one line per epoch
 
 
 def serve(spec: Spec, contestants: dict[str, Callable[[Spec], Run]]) -> None:

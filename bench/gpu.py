@@ -1,14 +1,14 @@
-"""Everything that needs a GPU, in one go: `python bench/gpu.py OUT`.
+"""Runs everything that needs a GPU: `python bench/gpu.py OUT`.
 
     python bench/gpu.py OUT --plan                      # what would run, how long, and which question it answers
     python bench/gpu.py OUT --minutes 9                 # the most important parts that fit into nine minutes
     python bench/gpu.py OUT --only loader tests         # these parts; `tests` is also tests_gpu, tests_decode, ...
     python bench/gpu.py OUT --rehearse                  # on the CPU, small: whatever can run without a GPU
 
-Each part is a process of its own with a limit, so that the failure of one stops no other; one that is out of time is
-asked for its traceback first. After each part OUT holds summary.json, report.txt (the end of what every part printed,
-and what it means) and results.tar.gz (logs, reports): what has run is there, even if this program is stopped.
-Parts that OUT's summary calls done are not run again; `--again` runs them.
+Each part is a process of its own with a time limit, so a failure does not stop the other parts. A part that exceeds its
+time prints its traceback before it is killed. After each part OUT has summary.json, report.txt (the last lines of every
+part, and what they mean) and results.tar.gz (logs, reports), so the results are there even if this program is killed.
+Parts that are done according to OUT/summary.json do not run again, except with `--again`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ DIFFERENT = 160  # in as many files as there are; the rest are further names of 
 
 
 def make_data(folder: Path) -> None:
-    """What bench/loader.py would prepare, by all cores: 500 x 375 as it has them, and ``large`` of 1024 x 768."""
+    """Make the data of bench/loader.py on all cores: photographs of 500 x 375, and ``large`` ones of 1024 x 768."""
     sys.path.insert(0, str(ROOT / "bench"))
     shutil.rmtree(folder, ignore_errors=True)
     with multiprocessing.Pool() as pool:
@@ -104,7 +104,7 @@ def _cut(folder: Path, seed: int) -> None:
 
 
 def _tile(folder: Path, number: int) -> None:
-    """Four windows of photographs side by side, so that a pixel's detail stays a photograph's."""
+    """Four parts of photographs side by side: larger, and still as detailed as a photograph."""
     from photographs import PHOTOGRAPHS, photograph
     from PIL import Image
 
@@ -122,12 +122,12 @@ def _tile(folder: Path, number: int) -> None:
 
 @dataclass(frozen=True)
 class Want:
-    """A figure of a part's report, and what it should be.
+    """A figure in a part's report, and its bounds.
 
     Attributes:
-        what: the figure.
-        of: the report to the figure; KeyError, TypeError or IndexError where it was not measured.
-        least, most: bounds; None: none.
+        what: name of the figure.
+        of: a function from the report to the figure; KeyError, TypeError or IndexError: it was not measured.
+        least, most: bounds; None: no bound.
     """
 
     what: str
@@ -136,7 +136,7 @@ class Want:
     most: float | None = None
 
     def said(self, report: Any) -> str:
-        """The figure beside its bound, in words."""
+        """A sentence with the figure and its bounds."""
         bound = f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
         try:
             value = float(self.of(report))
@@ -151,12 +151,12 @@ class Part:
     """One process.
 
     Attributes:
-        asks: the question that it answers.
-        reads: what its answer is where it ends well, or how to read it.
-        expected: seconds, as planned for a machine of 16 cores and one H200.
-        limit: seconds after which it is ended.
-        wants: figures of its report, the JSON file that its name names.
-        needs_gpu: whether it cannot be rehearsed.
+        asks: the question that this part answers.
+        reads: the answer if the part succeeds, or how to read its output.
+        expected: seconds it should take on a machine with 16 cores and one H200.
+        limit: seconds after which the part is killed.
+        wants: figures of its report, the JSON file with the part's name.
+        needs_gpu: whether it cannot run on a CPU.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Part:
     needs_gpu: bool = False
 
     def meaning(self, code: int | str, work: Path) -> list[str]:
-        """What its end means for its question, line by line."""
+        """What the part's result means for its question, line by line."""
         bad = f"No, or not answered: {code if isinstance(code, str) else f'exit status {code}'}."
         lines = [f"{self.asks} {self.reads if code == 0 else bad}"]
         report = work / f"{self.name}.json"
@@ -191,7 +191,7 @@ TESTS = {  # seconds expected of the files of tests that take long; the limit is
 
 
 def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part]:
-    """The most important first; what later ones need comes before them."""
+    """All parts, the most important first. A part comes after the parts that it needs."""
     python, small = sys.executable, rehearse
     device = "cpu" if small else "cuda"
     root, data = str(photographs / "train"), photographs / "bench"
@@ -224,7 +224,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
     def tests(file: Path) -> Part:
         name = file.stem.removeprefix("test_")
         place = str(file.relative_to(ROOT))
-        # Where there is no GPU, those of test_gpu.py that need none are run all the same.
+        # without a GPU, the tests of test_gpu.py that need none still run
         command = [python, "-m", "pytest", *PYTEST, place]
         command += [] if small and name == "gpu" else ["-m", "gpu"]
         expected, asks = TESTS.get(name, 25), f"Do the tests of {place} pass on CUDA?"
@@ -279,7 +279,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         ),
         Part(
             "cases",
-            # without a GPU by Triton's interpreter, which takes minutes for all of them
+            # without a GPU Triton's interpreter runs them, which takes minutes for all of them
             [*(["env", "TRITON_INTERPRET=1"] * small), python, "-m", "pytest", *PYTEST, "tests/augment/triton_cases.py",
              *(["-k", "chains or share or no_operations"] * small)],
             "Do the kernels equal Kornia, whatever the program?", 90, 240,
@@ -368,7 +368,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
 
 
 def run(part: Part, log: Path, limit: float, more: dict[str, str]) -> int | str:
-    """The exit status, or why there is none; what it started is ended with it."""
+    """Run a part. Returns its exit status, or the reason why there is none. Its child processes end with it."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **more}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT))))
     with open(log, "w") as out:
@@ -391,7 +391,7 @@ def run(part: Part, log: Path, limit: float, more: dict[str, str]) -> int | str:
 
 
 def write(out: Path, work: Path, summary: dict[str, dict[str, Any]]) -> None:
-    """The three files that hold everything, each replaced in one step."""
+    """Write the three files with all results. Each is replaced in one step."""
     (out / "summary.json.part").write_text(json.dumps(summary, indent=1) + "\n")
     (out / "summary.json.part").replace(out / "summary.json")
     text = []

@@ -1,11 +1,11 @@
-"""What only a GPU can answer, and a test cannot decide: `python bench/hazards.py OUT.jsonl [NAMES...]`.
+"""Questions that only a GPU can answer and no test can decide: `python bench/hazards.py OUT.jsonl [NAMES...]`.
 
     python bench/hazards.py hazards.jsonl                           # all of them, some twelve minutes
     python bench/hazards.py hazards.jsonl context engine paging     # these
     python bench/hazards.py hazards.jsonl --rehearse                # on the CPU, small: shows that they run
 
-Each is a process of its own with a limit; its answer is a line of OUT.jsonl as soon as it is there. What could be
-decided by a test is one (tests/test_gpu.py), or a test of `gpuaug doctor`.
+Each question runs in a process of its own with a time limit. Its answer is added to OUT.jsonl at once, as one line.
+Questions that a test can decide are in tests/test_gpu.py or in `gpuaug doctor`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEEDS_GPU = "needs a GPU"
 
 
 def jpegs(count: int, size: tuple[int, int] = (500, 375)) -> list[bytes]:
-    """Encoded windows of photographs, 4:4:4 and 4:2:0."""
+    """Encoded parts of photographs, 4:4:4 and 4:2:0."""
     from photographs import photograph
 
     found = []
@@ -50,7 +50,7 @@ def jpegs(count: int, size: tuple[int, int] = (500, 375)) -> list[bytes]:
 
 
 def contexts() -> list[int] | None:
-    """Devices on which this process has a primary context; opens none. None without a driver."""
+    """Devices on which this process has a primary context; None without a driver. This opens no context."""
     try:
         cu = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -74,7 +74,7 @@ def _synchronize() -> None:
 
 
 def _training() -> Callable[[int], None]:
-    """A function that queues so many matrix products, as a training step would; nothing on a CPU."""
+    """A function that queues ``count`` matrix products, like a training step; it does nothing on a CPU."""
     import torch
 
     if REHEARSE:
@@ -89,7 +89,7 @@ def _training() -> Callable[[int], None]:
 
 
 def context() -> Any:
-    """Devices on which a process has a context after an import: forked workers must not inherit one."""
+    """On which devices does a process have a context after an import? Forked workers must not inherit one."""
     ours = "from gpuaug.tools.doctor.probes import _batch, _images; from gpuaug.decode.decoder import Decode\n"
     ours += "d = Decode().open('cpu'); b = _batch([_images()[0][1]]); d.full(b, d.read_headers(b))"
     ways = {
@@ -108,7 +108,7 @@ def context() -> Any:
 
 
 def feed() -> Any:
-    """Milliseconds of the host per batch, stage by stage: waiting included, and of the calling thread's CPU alone."""
+    """Host milliseconds per batch and stage: with waiting, and CPU time of the calling thread alone."""
     import numpy as np
     import torch
 
@@ -141,7 +141,8 @@ def feed() -> Any:
 
 
 def ceiling() -> Any:
-    """DALI alone, images per second and CPU per image: by threads, share of the engine, Huffman threshold, depth."""
+    """DALI alone, images per second and CPU time per image, for several settings: threads, share of the JPEG engine,
+    Huffman threshold, prefetch depth."""
     import numpy as np
     import torch
     from nvidia.dali import Pipeline, fn, types
@@ -195,9 +196,9 @@ def ceiling() -> Any:
 
 
 def graveyard() -> Any:
-    """Cores that decoding takes while the GPU trains: by us, and by DALI with outputs that are handed out by DLPack.
+    """Cores that decoding uses while the GPU trains: ours, and DALI's own with outputs through DLPack.
 
-    DALI frees those after a cudaDeviceSynchronize, in a thread that spins until the device is idle.
+    DALI frees such outputs after a cudaDeviceSynchronize, in a thread that spins until the device is idle.
     """
     import numpy as np
     import torch
@@ -250,7 +251,7 @@ def graveyard() -> Any:
 
 
 def loader() -> Any:
-    """Images per second of the whole loader, without a training beside it and with one; and with the JPEG engine."""
+    """Images per second of the whole loader: alone, during a training, and with the JPEG engine."""
     import gpuaug
 
     files = jpegs(64 if REHEARSE else 512)
@@ -288,7 +289,7 @@ def loader() -> Any:
 
 
 def engine() -> Any:
-    """Batches decoded in a row on a busy device, as `gpuaug doctor` tests them, without the JPEG engine and with it."""
+    """Batches decoded in sequence on a busy device, as `gpuaug doctor` does, without and with the JPEG engine."""
     from gpuaug.tools.doctor import probes
 
     if REHEARSE:
@@ -297,7 +298,7 @@ def engine() -> Any:
 
 
 def paging() -> Any:
-    """Whether a large copy from pageable memory holds up the host on a stream that waits; and from pinned memory."""
+    """Does a large copy from pageable memory block the host on a stream that waits? And one from pinned memory?"""
     import torch
 
     if REHEARSE:
@@ -323,7 +324,7 @@ def paging() -> Any:
 
 
 def batch() -> Any:
-    """The largest difference of a sample in different batches, by backend; 0 is promised of `fused` alone."""
+    """The largest difference of a sample in different batches, by backend. Only `fused` promises 0."""
     import torch
 
     import gpuaug
@@ -373,7 +374,7 @@ def parts() -> bool:
     return True
 
 
-# seconds that each may take
+# time limit of each question, in seconds
 LIMITS = {
     context: 120, feed: 90, engine: 120, paging: 40, batch: 90, graveyard: 60, loader: 260, ceiling: 170, parts: 60,
 }  # fmt: skip
@@ -381,7 +382,7 @@ HAZARDS = {f.__name__: (f, limit) for f, limit in LIMITS.items()}
 
 
 def ask(name: str) -> dict[str, Any]:
-    """The answer of one, by a process of its own that is ended when its time is over."""
+    """The answer to one question, from a process of its own that is killed after its time limit."""
     command = [sys.executable, "-X", "faulthandler", __file__, "--one", name, *(["--rehearse"] * REHEARSE)]
     began = time.perf_counter()
     process = subprocess.Popen(

@@ -1,11 +1,11 @@
-"""Time that the main process's own threads need for a batch, stage by stage, where pixels cost nothing.
+"""CPU time of the main process's threads for a batch, stage by stage, without the work on pixels.
 
     python bench/host.py                                # standard and dino, B = 256, a few seconds
     python bench/host.py --other ../other --json host.json   # another checkout too, in turns
 
-The images are of 8 x 8 pixels, the views of the recipe's own size, and the graph is the one for CUDA, run by DALI's
-operators for the CPU: what remains is Python. Times are those of the calling thread's CPU (`time.thread_time`), so a
-busy machine and DALI's own threads do not count. Launches of kernels are not part of it: they need a GPU.
+The images have 8 x 8 pixels, so only Python takes time. The views have the recipe's own size, and the graph is the one
+for CUDA, run by DALI's operators for the CPU. Times are CPU times of the calling thread (`time.thread_time`), without
+other work on the machine and without DALI's threads. Launching kernels needs a GPU and is not included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES = tuple(stage for thread in THREADS for stage in thread)
 
 
 def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
-    """Stage to milliseconds of the thread's CPU, the median of ``rounds`` batches."""
+    """CPU milliseconds of the thread by stage, the median of ``rounds`` batches."""
     import torch
     from PIL import Image
 
@@ -93,7 +93,7 @@ def programs(augment: Any, drawn: Any, sizes: list[tuple[int, int]]) -> None:
 
 
 def executor(augment: Any) -> Any:
-    """The recipe's fused backend, which keeps the programs' tables."""
+    """The recipe's fused backend, which holds the tables of the programs."""
     if augment._executor is None:
         from gpuaug.augment.fused.backend import FusedBackend
 

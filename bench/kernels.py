@@ -1,11 +1,11 @@
-"""The CUDA kernels alone, on a GPU: time on the device beside a copy's, launches and host time per batch.
+"""The CUDA kernels alone, on a GPU: device time compared with a copy, launches and host time per batch.
 
     python bench/kernels.py --json kernels.json
     python bench/kernels.py --tune --json kernels.json     # other block sizes too, a minute more
 
-`bytes` are those that have to move: every input read once, every output written once. The work is queued while the
-device is kept busy, so that the time between two events is the device's own; inputs rotate, so that no cache serves
-them. `host` is the whole call, lowering of the program and upload included, without waiting for the device.
+`bytes` is the least that must be moved: every input read once, every output written once. The work is queued while the
+device is busy, so the time between two events is device time only. The inputs alternate, so they are not in a cache.
+`host` is the whole call with lowering and upload of the program, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TILES = [((64, 32), 8), ((64, 32), 4), ((32, 32), 8), ((32, 32), 4), ((32, 64), 
 
 
 def on_device(queue: Callable[[], Any]) -> float:
-    """Seconds that queued work takes of the device, the median of five."""
+    """Device seconds of the queued work, the median of five."""
     found = []
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -48,7 +48,7 @@ def on_device(queue: Callable[[], Any]) -> float:
 
 
 def copy_rate(moved: int) -> float:
-    """Bytes per second, read and written, of device copies that move as many bytes."""
+    """Bytes per second (read and written) of device copies of the same size."""
     pairs = [[torch.empty(moved // 2, dtype=torch.uint8, device="cuda").random_() for _ in range(2)] for _ in range(4)]
 
     def queue() -> None:
@@ -60,7 +60,7 @@ def copy_rate(moved: int) -> float:
 
 
 class Case:
-    """All views of a recipe for one batch of random images, smooth enough to have every colour path taken."""
+    """All views of a recipe for one batch of random images, smooth enough to use every branch of the colour code."""
 
     def __init__(self, recipe: str, batch: int, dtype: torch.dtype, channels_last: bool) -> None:
         import gpuaug
@@ -88,13 +88,13 @@ class Case:
         return sum(inputs[0].numel() * (1 + self.dtype.itemsize) for _, _, inputs in self.views)
 
     def whole(self, k: int = 0) -> None:
-        """What the loader calls."""
+        """The function that the loader calls."""
         memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         for backend, chosen, inputs in self.views:
             backend(inputs[k % INPUTS], chosen, dtype=self.dtype, memory_format=memory_format)
 
     def queued(self) -> Callable[[], None] | None:
-        """The kernels without lowering and upload; None where an operation draws a field or runs through Kornia."""
+        """The kernels without lowering and upload; None if an operation draws a field or runs through Kornia."""
         from gpuaug.augment.fused import backend as fused
         from gpuaug.augment.fused import cuda as triton_kernels
         from gpuaug.augment.fused import cuda_steps
@@ -121,7 +121,7 @@ class Case:
 
 
 def launches(run: Callable[[], Any]) -> int:
-    """Kernels that a call launches; copies are none."""
+    """Number of kernels that a call launches, without copies."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -159,7 +159,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def tune(recipe: str) -> list[dict[str, Any]]:
-    """Device time with other blocks and warps; B = 256, bfloat16."""
+    """Device time with other block sizes and numbers of warps; B = 256, bfloat16."""
     from gpuaug.augment.fused import cuda as kernels
 
     case, rows = Case(recipe, 256, torch.bfloat16, False), []

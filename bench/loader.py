@@ -1,20 +1,20 @@
-"""End to end beside its peers: from files to consumed batches, real photographs, each contestant a process of its own.
+"""Compares loaders end to end: from files of photographs to consumed batches, each contestant in its own process.
 
     python bench/loader.py --json loader.json                       # everything that runs here
     python bench/loader.py --recipe standard --who ours torchvision --peer-python ~/other/bin/python
     python bench/loader.py --table loader.json                      # the section of bench/README.md
     python bench/loader.py --quick --json loader.json               # a minute: shows that it runs, measures nothing
 
-All are started first and have done one epoch (compilation, page cache). Then every round lets each of them run one
-epoch while the others sleep (A B C A B C ...); the median of the rounds counts. One more epoch, which no time is taken
-of, gives the highest sum of PSS over all processes of a contestant. Consuming a batch is waiting until it is there.
+All contestants start first and run one epoch as a warm-up (compilation, page cache). Then each runs one epoch per round
+while the others sleep (A B C A B C ...). The figures are medians of the rounds. One more epoch, without measuring time,
+gives the highest sum of PSS over all processes of a contestant. To consume a batch is to wait until it is ready.
 
 Who is who:
     ours            files -> gpuaug.Loader -> batches; ours_ram, ours_packed, ours_s3: the same from another place
-    ours_reduced    the same with decode.reduced=true: large JPEGs are decoded at a part of their size
-    read, decode, augment   a stage of ours alone, on the same cores; `ceiling` is what they allow together
-    checks          reading and checking the headers, and the faults' policy, alone
-    shapes          reading height and width alone, which crops are drawn for, with nvImageCodec and no check
+    ours_reduced    the same with decode.reduced=true: large JPEGs are decoded at a fraction of their size
+    read, decode, augment   one of our stages alone, on the same cores; `ceiling` is the speed that they allow together
+    checks          only reading and checking the headers, and the policy for faults
+    shapes          only reading height and width, which random crops need, with nvImageCodec and without checks
     torchvision, torchvision_v2     DataLoader over PIL files, transforms v1 on PIL images, v2 on tensors
     kornia_eager    DataLoader of bytes, DALI decodes, crops and resizes in the main process, Kornia eager on the batch
     dali_reader     DALI alone: its file reader, decoder and operators
@@ -75,7 +75,7 @@ BEGIN, END = "<!-- loader.py -->", "<!-- end of loader.py -->"
 
 
 class Contestant:
-    """A process that runs an epoch when it is told to."""
+    """A process that runs an epoch on request."""
 
     def __init__(
         self, spec: Spec, python: str, *, preload: str | None = None, data: str = "", delay: float = 0.0,
@@ -126,7 +126,7 @@ class Contestant:
             self.reason = answer["reason"]
 
     def weigh(self) -> None:
-        """One epoch with an eye on the memory; looking costs time, so none is taken."""
+        """The highest memory in one epoch. Its time does not count, because measuring memory slows it."""
         self._ask()
         assert self.process.stdout is not None
         until = time.monotonic() + PATIENCE
@@ -143,7 +143,7 @@ class Contestant:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process and its descendants, shared pages once: the sum of their PSS."""
+    """Bytes of a process and its descendants, shared pages counted once: the sum of their PSS."""
     total = 0
     with contextlib.suppress(OSError):
         sizes = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
@@ -189,7 +189,7 @@ def prepare(folder: Path, kind: str, count: int) -> Path:
 
 
 def pack(root: Path, out: Path) -> str:
-    """The same photographs as pixels, at their full size."""
+    """The same photographs, packed as pixels at full size."""
     if not (out / "manifest.json").exists():
         subprocess.run(
             [sys.executable, "-m", "gpuaug.tools", "pack", f"source.root={root}", f"out={out}", "format=uint8"],
@@ -199,7 +199,7 @@ def pack(root: Path, out: Path) -> str:
 
 
 def write_ffcv(root: str, out: str, mode: str) -> None:
-    """FFCV's own file; run by the Python that has it."""
+    """Write FFCV's file. Runs in the Python that has FFCV."""
     from ffcv.fields import IntField, RGBImageField
     from ffcv.writer import DatasetWriter
     from PIL import Image
@@ -218,7 +218,7 @@ def write_ffcv(root: str, out: str, mode: str) -> None:
 
 
 def places(root: Path, who: list[str], python: str) -> dict[str, str]:
-    """Where the data of contestants is that read no files."""
+    """Paths of the data of contestants that do not read the photographs' files."""
     found = {}
     if "ours_packed" in who:
         found["packed"] = pack(root, root.parent / "packed")
@@ -265,7 +265,7 @@ int openat(int dir, const char *path, int flags, ...) {
 
 
 def slow_open(folder: Path) -> str:
-    """A library that delays every opening of a file, for all contestants alike."""
+    """Build a preloaded library that delays every opening of a file, for all contestants alike."""
     source, library = folder / "slow_open.c", folder / "slow_open.so"
     source.write_text(SLOW_OPEN)
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
@@ -276,7 +276,7 @@ def slow_open(folder: Path) -> str:
 
 
 def takes_part(who: str, recipe: str, kind: str, device: str) -> bool:
-    """Rows that say nothing new are left out."""
+    """Whether a contestant runs. Rows that would repeat others are left out."""
     if who.endswith("_engine") and device == "cpu":
         return False
     if who in ("ours_packed", "ffcv", "ffcv_raw", "spdl"):
@@ -350,18 +350,18 @@ def _median(values: list[float]) -> float:
 
 
 def _derived(rows: list[dict[str, Any]], kind: str, recipe: str, *, on_gpu: bool) -> list[dict[str, Any]]:
-    """The ceiling, and the share of the time that finding faults takes where there are none."""
+    """The ceiling, and the share of the CPU time that checks for faults take if there are none."""
     rate = {r["who"]: r["images_per_second"] for r in rows if "images_per_second" in r}
     out = []
     if {"read", "decode", "augment"} <= set(rate):
         device = 1 / (1 / rate["decode"] + 1 / rate["augment"])
-        # on a CPU all stages share the cores, on a GPU reading has cores of its own
+        # on a CPU all stages share the cores; on a GPU only reading uses them
         ceiling = min(rate["read"], device) if on_gpu else 1 / (1 / device + 1 / rate["read"])
         out.append({"set": kind, "recipe": recipe, "who": "ceiling", "images_per_second": ceiling})
     if {"checks", "ours"} <= set(rate):
         row = {"set": kind, "recipe": recipe, "who": "fault_machinery"}
         spent = {who: 1e6 / rate[who] for who in ("checks", "shapes", "ours") if who in rate}
-        # checks and shapes are the work of one thread; ours keeps all cores busy, so its processor time counts
+        # checks and shapes use one thread, and ours uses all cores, so their CPU times are compared
         spent["ours"] = next(r for r in rows if r["who"] == "ours").get("processor_us") or spent["ours"]
         row["share_of_time_at_most"] = spent["checks"] / spent["ours"]
         if "shapes" in spent:
@@ -371,7 +371,7 @@ def _derived(rows: list[dict[str, Any]], kind: str, recipe: str, *, on_gpu: bool
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """ours/peer per recipe; null where the peer did not run."""
+    """ours/peer per recipe; null if the peer did not run."""
     rate = {(r["set"], r["recipe"], r["who"]): r["images_per_second"] for r in rows if "images_per_second" in r}
 
     def ratio(a: tuple[str, str, str], b: tuple[str, str, str]) -> float | None:
@@ -466,7 +466,7 @@ def table(report: dict[str, Any]) -> str:
     for r in report["results"]:
         local = mine.get((r["set"], r["recipe"]))
         if "server" in r and local:
-            # the server's share of the cores given back to training
+            # without the CPU time of the server
             alone = 1 / (1 / r["images_per_second"] - r["server_us"] / 1e6 / m["cores"])
             ours = next(x for x in report["results"] if (x["set"], x["who"]) == (r["set"], "ours"))
             lines += ["", (
@@ -479,7 +479,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def insert(text: str, section: str) -> str:
-    """A README with this section between its marks, which are added at the end where there are none."""
+    """The README with this section between its marks. Missing marks are added at the end."""
     if BEGIN not in text:
         return f"{text.rstrip()}\n\n## loader.py: end to end\n\n{PROSE}\n{BEGIN}\n{section}\n{END}\n"
     before, rest = text.split(BEGIN, 1)

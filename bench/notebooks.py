@@ -1,10 +1,10 @@
-"""Execute the notebooks where they lie, and print the seconds that each took: `make notebooks`.
+"""Execute the notebooks in place, and print the seconds of each: `make notebooks`.
 
     python bench/notebooks.py [NAME ...]
 
-A notebook is written only when all its cells ran without error and without a warning. What would name this machine is
-taken out: temporary folders become DIR, the repository's path a dot, and metadata name nothing but the kernel.
-A picture that Pillow gives both as PNG and as JPEG is kept as JPEG, which is many times smaller.
+A notebook is written only if all its cells ran without an error or a warning. Names of this machine are removed:
+temporary folders become DIR, the repository's path becomes a dot, and only the kernel stays in the metadata. If Pillow
+returns a picture as PNG and JPEG, only the JPEG is kept, which is many times smaller.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TEMPORARY = re.compile(rf"(?:{'|'.join({re.escape(tempfile.gettempdir()), '/tmp'
 
 
 def without_machine(text: str) -> str:
-    """``text`` without the temporary folders of notebooks and the place of this repository."""
+    """``text`` without temporary folders and the path of this repository."""
     return TEMPORARY.sub("DIR", text).replace(str(ROOT), ".")
 
 
 def strip(notebook: nbformat.NotebookNode) -> None:
-    """Take out, in place, what names the machine, and second forms of pictures."""
+    """Remove names of this machine and PNG copies of pictures, in place."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
@@ -49,7 +49,7 @@ def strip(notebook: nbformat.NotebookNode) -> None:
 
 
 def execute(path: Path) -> float:
-    """Run one notebook and write it back; seconds, with the start of its kernel."""
+    """Run one notebook and write it back. Returns the seconds, with the start of its kernel."""
     notebook = nbformat.read(path, as_version=4)
     begin = time.perf_counter()
     NotebookClient(

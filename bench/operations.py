@@ -1,4 +1,4 @@
-"""Each operation of Kornia beside one plain call of Kornia on the same batch: uint8 pixels in, float32 out, in turns.
+"""Compares each operation with one plain call of Kornia on the same batch: uint8 pixels in, float32 out, in turns.
 
     python bench/operations.py --readme bench/README.md
     python bench/operations.py --only rain jpeg
@@ -26,7 +26,7 @@ from bench.readme import put
 
 
 def operations() -> dict[str, Callable[..., Any]]:
-    """Kornia's 2-D operations, except the usual ones, which bench/augment.py measures in recipes."""
+    """Kornia's 2-D operations, without the common ones that bench/augment.py measures in recipes."""
     import kornia.augmentation as K
 
     pair = torch.tensor([-0.3, 0.3])

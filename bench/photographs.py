@@ -1,10 +1,10 @@
-"""Cut an ImageFolder of JPEGs out of the photographs that scikit-image and scikit-learn ship in their wheels.
+"""Make an ImageFolder of JPEGs from the photographs in the wheels of scikit-image and scikit-learn.
 
     python bench/photographs.py OUT [--count 800] [--seed 0]
 
-A class is a photograph. ``OUT/train/<class>`` holds windows of its left part, ``OUT/val/<class>`` windows of its right
-part, so no held-out pixel is ever trained on. What a camera roll brings is there on purpose: several sizes around
-500 x 375, portrait and landscape, 4:4:4 and 4:2:0, progressive, grayscale, EXIF-rotated files. Nothing is downloaded.
+Each photograph is a class. ``OUT/train/<class>`` has parts of its left side, and ``OUT/val/<class>`` parts of its right
+side, so training never sees a held-out pixel. As in real collections, the files differ: several sizes around 500 x 375,
+portrait and landscape, 4:4:4 and 4:2:0, progressive, grayscale, EXIF-rotated. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-# Read by path: scikit-image's own functions would download what a wheel lacks.
+# read by path, because scikit-image's functions would download missing files
 PHOTOGRAPHS = {
     "astronaut": ("skimage", "data/astronaut.png"),
     "cat": ("skimage", "data/chelsea.png"),
@@ -34,7 +34,7 @@ SIZES = ((500, 375), (500, 375), (500, 375), (500, 333), (480, 360), (512, 384),
 TRAIN_PART = 0.6  # of the width; the rest is held out
 VAL_SHARE = 0.2  # of the files
 
-# An image stored with this orientation was turned by that operation, so a reader who applies the tag sees it upright.
+# EXIF orientation: how the pixels are turned before they are stored; a reader that applies the tag undoes it
 STORED_AS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -62,7 +62,7 @@ def photograph(name: str) -> Image.Image:
 
 
 def window(image: Image.Image, rng: random.Random) -> Image.Image:
-    """A random window of the image, between half and all of what fits, resized to one of the sizes."""
+    """A random part of the image, from half of the largest that fits to all of it, resized to one of the sizes."""
     width, height = rng.choice(SIZES)
     if rng.random() < 0.3:
         width, height = height, width
@@ -73,7 +73,7 @@ def window(image: Image.Image, rng: random.Random) -> Image.Image:
 
 
 def save(image: Image.Image, path: Path, rng: random.Random) -> None:
-    """Write one JPEG: of every hundred about ten progressive, five grayscale and five EXIF-rotated."""
+    """Write one JPEG. About 10 % are progressive, 5 % grayscale and 5 % EXIF-rotated."""
     gray, progressive, rotated = rng.random() < 0.05, rng.random() < 0.10, rng.random() < 0.05
     subsampling = rng.choice(("4:4:4", "4:2:0", "4:2:0"))
     orientation, quality = rng.choice(tuple(STORED_AS)), rng.randint(75, 95)
@@ -88,9 +88,9 @@ def save(image: Image.Image, path: Path, rng: random.Random) -> None:
 
 
 def cut(out: str | Path, *, count: int = 800, seed: int = 0, progress: bool = False) -> Path:
-    """Write ``count`` JPEGs below ``out``/train and ``out``/val, a function of (count, seed); gives back ``out``.
+    """Write ``count`` JPEGs below ``out``/train and ``out``/val, always the same for (count, seed). Returns ``out``.
 
-    Each file is drawn from its own (seed, folder, class, number): a larger ``count`` only adds files.
+    The random values of a file depend on (seed, folder, class, number), so a larger ``count`` only adds files.
     """
     out, names = Path(out), sorted(PHOTOGRAPHS)
     if count < 2 * len(names):

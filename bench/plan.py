@@ -1,11 +1,11 @@
-"""`gpuaug plan` beside what a run really takes: sources, workers, start methods, caches, recipes and sizes of images.
+"""Compares `gpuaug plan` with the memory of real runs: sources, workers, start methods, caches, recipes, image sizes.
 
     python bench/plan.py --json plan.json                     # everything; 20 minutes on two cores
     python bench/plan.py --only folder packed --json plan.json
     python bench/plan.py --table plan.json --readme bench/README.md
 
-Every configuration is `gpuaug plan`, and then the run itself, with its cache and until everything has filled
-up, in a process of its own that is measured.
+For every configuration `gpuaug plan` predicts the memory. Then a process of its own runs it until all buffers and the
+cache are full, and its memory is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS = ("main", "workers", "shared", "files")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row: which data, and which overrides."""
+    """One row: its data and overrides."""
 
     name: str
     data: str
@@ -73,7 +73,7 @@ CONFIGURATIONS = [
 
 
 def cli(*words: str) -> None:
-    """A command of ours, without its output."""
+    """Run a gpuaug command without its output."""
     subprocess.run(
         [sys.executable, "-m", "gpuaug.tools", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ def cli(*words: str) -> None:
 
 
 def source(folder: Path, data: str, *, count: int, large: int) -> list[str]:
-    """Overrides that name the data, which are made once per folder."""
+    """Overrides that set the source. The data are made once per folder."""
     if data == "large":
         return [f"source.root={prepare(folder, 'large', large)}"]
     photos = prepare(folder, "photos", count)
@@ -132,7 +132,7 @@ with gpuaug.build(gpuaug.compose("train", sys.argv[2:])) as loader:
 
 
 def measure(configuration: Configuration, where: Sequence[str], *, seconds: float) -> dict[str, Any]:
-    """One row: planned and measured, in MiB, as a whole and in parts."""
+    """One row: planned and measured MiB, in sum and in parts."""
     words = [*where, *configuration.overrides, "device=cpu"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")

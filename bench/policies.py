@@ -1,11 +1,11 @@
-"""How much the policies change an image: ours beside torchvision's, timm's and Kornia's own.
+"""How much the policies of gpuaug, torchvision, timm and Kornia change an image.
 
     PYTHONPATH=.venv/torchvision python bench/policies.py --json policies.json    # two minutes; needs torchvision, timm
     python bench/policies.py --table policies.json --readme bench/README.md
 
-The mean absolute change of a pixel in levels of 255, over windows of the demo's photographs (bench/photographs.py) at
-224 x 224. Both sides get the same images and draw their own random numbers, with the arguments of the training
-scripts. So equal means that a recipe is equally strong, not that pixels are equal (tests/augment/test_auto.py).
+The mean absolute change of a pixel in levels of 255, over parts of the demo's photographs (bench/photographs.py) at
+224 x 224. Both sides get the same images, the arguments of the training scripts, and their own random numbers. Equal
+figures mean that a recipe is equally strong, not that pixels are equal (see tests/augment/test_auto.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Theirs = Callable[[], Callable[[Image.Image], Any]]  # makes their transform of 
 
 
 def policies() -> dict[str, tuple[Any, Theirs]]:
-    """Name to our operation and their transform."""
+    """Our operation and their transform, by name."""
     import kornia.augmentation as K
 
     import gpuaug
@@ -94,7 +94,7 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
 
 
 def images(count: int) -> Iterator[Image.Image]:
-    """Windows of the photographs, one photograph after the other."""
+    """Parts of the photographs, one photograph after the other."""
     rng, names = random.Random(0), sorted(photographs.PHOTOGRAPHS)
     whole = {name: photographs.photograph(name) for name in names}
     for number in range(count):

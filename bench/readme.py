@@ -1,4 +1,4 @@
-"""Tables of the scripts of bench: what is printed of an earlier run, and its place in bench/README.md."""
+"""Prints the tables of the scripts in bench/, and writes them into bench/README.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def put(readme: Path, script: str, text: str) -> None:
-    """Replace what stands between the marks of a script."""
+    """Replace the text between a script's marks."""
     begin, end = f"<!-- {script} -->", f"<!-- end of {script} -->"
     before, mark, rest = readme.read_text(encoding="utf-8").partition(begin)
     _, last, after = rest.partition(end)
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser, kept: str = "") -> None:
 
 
 def show(args: argparse.Namespace, script: str, table: Callable[[Any], str]) -> bool:
-    """Print the table of an earlier run, if ``--table`` asks for one, and put it into ``--readme``."""
+    """If ``--table`` is given, print the table of this earlier run, and write it into ``--readme``."""
     if args.table is None:
         return False
     text = table(json.loads(args.table.read_text()))

@@ -1,7 +1,7 @@
-"""An S3 server for measurements: moto's answers, kept by nginx, each after a latency that costs no processor.
+"""An S3 server for measurements: nginx caches moto's answers, and sends them after a latency that costs no CPU time.
 
-moto's server takes 4 ms of processor per request, more than decoding the image. nginx stands in front of it, keeps the
-whole objects that moto gave and gives them again, 50 us each; listings, HEAD and everything else still go to moto.
+moto's server takes 4 ms of CPU time per request, more than decoding the image. nginx in front of it caches whole
+objects, which takes 50 us per request. Listings, HEAD and everything else still go to moto.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Server:
     """A bucket behind an endpoint.
 
     Args:
-        endpoint: of S3's protocol.
-        url: of the folder in the bucket.
-        how: what answers, in words.
-        pids: processes that answer, and their children.
+        endpoint: URL of the S3 API.
+        url: URL of the folder in the bucket.
+        how: description of the server.
+        pids: the server's processes.
     """
 
     endpoint: str
@@ -82,12 +82,12 @@ class Server:
     pids: list[int]
 
     def seconds(self) -> float:
-        """Processor time so far."""
+        """CPU seconds of the server so far."""
         return sum(map(seconds, self.pids))
 
 
 def seconds(pid: int) -> float:
-    """Processor time of a process and its descendants that live, user and system."""
+    """CPU seconds of a process and its living descendants, user and system."""
     total = 0.0
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

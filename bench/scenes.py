@@ -1,9 +1,9 @@
-"""Photographs with things on them, whose masks, boxes and keypoints are known exactly.
+"""Makes photographs with objects whose masks, boxes and keypoints are known exactly.
 
     python bench/scenes.py FOLDER [--count 24] [--size 375 500] [--things 7] [--tint 0.0] [--seed 0]
 
-Things are ellipses, rectangles and triangles, cut out of other photographs. ``--tint 0.6`` mixes about
-the color of its class into each thing, so that things are easy to see and to learn. FOLDER gets:
+The objects ("things") are ellipses, rectangles and triangles, cut out of other photographs. ``--tint 0.6`` mixes 60 %
+of the colour of its class into each thing, so things are easy to see and to learn. FOLDER gets:
 
     images/000.jpg ...          photographs
     masks/000.png ...           palette PNGs: 0 background, 1 ellipse, 2 rectangle, 3 triangle, 255 at the edges

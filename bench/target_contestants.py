@@ -1,4 +1,4 @@
-"""The contestants of bench/targets.py, each run by a process of its own: ours and the peers, with masks or boxes.
+"""The contestants of bench/targets.py, each in a process of its own: ours and the peers, with masks or boxes.
 
 python bench/target_contestants.py SPEC        # started by bench/targets.py; one epoch for each line on standard input
 """
@@ -28,7 +28,7 @@ Facts = dict[str, float]
 
 @dataclass
 class Sums:
-    """What the batches of an epoch hold, so that one sees whether all contestants do the same work."""
+    """Statistics of an epoch's batches, to compare the work of the contestants."""
 
     images: int = 0
     totals: dict[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Sums:
 
 
 def _run(batches: Callable[[], Any]) -> Run:
-    """Epochs of ``(images, masks or None, boxes or None)``; the first one, which is not timed, is also summed up."""
+    """Run epochs of ``(images, masks or None, boxes or None)``. The first is a warm-up that fills the statistics."""
     sums: list[Sums] = []
 
     def run() -> int:
@@ -78,7 +78,7 @@ def _run(batches: Callable[[], Any]) -> Run:
 
 
 def recipe(name: str) -> Any:
-    """Ours: the shipped recipe, or the one of this bench."""
+    """Our recipe: a shipped one, or the one of this benchmark."""
     import kornia.augmentation as K
 
     import gpuaug
@@ -103,7 +103,7 @@ def source(root: str, kinds: tuple[str, ...]) -> Any:
 
 
 def loader(spec: Spec, kinds: tuple[str, ...], augment: Any = None) -> Any:
-    """Our loader; without ``kinds`` the same images alone."""
+    """Our loader. Without ``kinds``, the same images without targets."""
     import torch
 
     import gpuaug
@@ -132,7 +132,7 @@ def ours(spec: Spec) -> Run:
 
 
 def images_only(spec: Spec) -> Run:
-    """Ours with the same crops, without targets."""
+    """Our loader with the same crops, without targets."""
     if spec.recipe == DET:
         raise CannotRunError("its crop needs boxes")
     made = loader(spec, ())
@@ -143,7 +143,7 @@ def images_only(spec: Spec) -> Run:
 
 
 class Scenes:
-    """What a DataLoader gets of a dataset: an image, its mask, its boxes and labels, through a function."""
+    """A dataset for a DataLoader: a function transforms an image with its mask, or its boxes and labels."""
 
     def __init__(self, root: str, transform: Callable[[str, str, Any], Any]) -> None:
         self.transform = transform
@@ -174,12 +174,12 @@ def _data_loader(spec: Spec, transform: Callable[[str, str, Any], Any], collate:
 
 
 def torchvision(spec: Spec) -> Run:
-    """v2 on tensors: the `tv_tensor` backend of its references."""
+    """v2 on tensors: the `tv_tensor` backend of torchvision's reference scripts."""
     return _torchvision(spec, tensors=True)
 
 
 def torchvision_pil(spec: Spec) -> Run:
-    """v2 on PIL images, to tensors at the end: the default of its references."""
+    """v2 on PIL images, converted to tensors at the end: the default of torchvision's reference scripts."""
     return _torchvision(spec, tensors=False)
 
 
@@ -236,7 +236,7 @@ def _torchvision(spec: Spec, *, tensors: bool) -> Run:
 
 
 def albumentations(spec: Spec) -> Run:
-    """Its documented way: OpenCV reads, its Compose transforms, its ToTensorV2 converts."""
+    """albumentations as in its documentation: OpenCV reads, Compose transforms, ToTensorV2 converts."""
     import albumentations as A
     import cv2
     import torch
@@ -248,7 +248,7 @@ def albumentations(spec: Spec) -> Run:
         raise CannotRunError("it has no IoU crop as torchvision has it")
     cv2.setNumThreads(0)
     if spec.recipe == SEG:
-        # its scale is drawn as a number, not as a whole side; its pixels beside the image have 255 in the mask
+        # torchvision draws any whole side from 260 to 1040, here it is every 20th; outside the image the mask is 255
         steps: list[Any] = [
             A.SmallestMaxSize(max_size=list(range(260, 1041, 20)), area_for_downscale="image"),
             A.HorizontalFlip(), A.PadIfNeeded(size, size, position="top_left", fill_mask=IGNORE),
@@ -274,7 +274,7 @@ def albumentations(spec: Spec) -> Run:
 
 
 def kornia(spec: Spec) -> Run:
-    """Kornia's AugmentationSequential on whole batches, which our loader reads, decodes and resizes."""
+    """Kornia's AugmentationSequential on whole batches that our loader reads, decodes and resizes."""
     import kornia.augmentation as K
     import torch
     from kornia.constants import DataKey, Resample, SamplePadding

@@ -1,4 +1,4 @@
-"""Masks, boxes and keypoints beside their peers: from files to consumed batches, and the augment stage alone.
+"""Compares loaders with masks, boxes and keypoints: from files to consumed batches, and the augment stage alone.
 
     python bench/targets.py --json targets.json --peer-python PYTHON     # everything that runs here
     python bench/targets.py --recipe seg_torchvision --who ours torchvision --peer-python PYTHON
@@ -6,11 +6,11 @@
     python bench/targets.py --quick --json targets.json                  # shows that it runs, measures nothing
 
 Photographs of 500 x 375 with seven things each (bench/scenes.py). Every contestant is a process of its own, and they
-run in turns, as in bench/loader.py; the median of the rounds counts. What the batches of its first epoch hold stands
-beside its speed: peers draw for themselves, so the numbers must be near each other and are not equal.
+run in turns, as in bench/loader.py. The figures are medians of the rounds. Statistics of the first epoch's batches are
+in the table too. Peers use their own random values, so the statistics should be similar, not equal.
 
-The rows "stage" are ours alone, in one process, in turns: the same recipe on decoded images, and
-what targets add to it, in processor time of one thread. Decoding is not in it.
+The rows "stage" are ours alone, in one process, in turns: CPU time of one thread for the same recipe on decoded images,
+without and with targets. Decoding is not included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WHO = {  # who can do a recipe
 }
 EVERYBODY = tuple(dict.fromkeys(who for names in WHO.values() for who in names))
 ELSEWHERE = ("torchvision", "torchvision_pil", "albumentations")
-# recipe, who, the smallest accepted ratio; of both torchvisions the faster counts
+# recipe, who, the smallest accepted ratio (for torchvision: the faster of both)
 BARS = {(SEG, "torchvision"): 2.5, (DET, "torchvision"): 4.0, (WARP, "albumentations"): 1.2, (WARP, "kornia"): 5.0}
 STAGES = {(WARP, ("masks",)): 1.15, (SEG, ("masks",)): None, (WARP, ("boxes", "keypoints")): 1.02}
 
@@ -61,7 +61,7 @@ def data(folder: Path, count: int) -> Path:
 
 
 def end_to_end(args: argparse.Namespace, name: str, root: Path) -> list[dict[str, Any]]:
-    """One row per contestant."""
+    """Measure every contestant. Returns a row for each."""
     rows, running = [], list[Contestant]()
     with contextlib.ExitStack() as stack:
         for who in [who for who in WHO[name] if who in args.who]:
@@ -102,7 +102,7 @@ def end_to_end(args: argparse.Namespace, name: str, root: Path) -> list[dict[str
 
 
 def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Path) -> dict[str, Any]:
-    """The time of the augment stage with targets as a multiple of the time without. One thread's processor time."""
+    """CPU time of one thread for the augment stage with targets, divided by the time without."""
     import torch
 
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
 
 
 def _in_turns(functions: list[Callable[[], Any]], *, rounds: int) -> list[list[float]]:
-    """Processor seconds of this thread for each function in each round."""
+    """CPU seconds of this thread for each function in each round."""
     took: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds + 2):  # two rounds to warm up
         for k, function in enumerate(functions):
@@ -160,7 +160,7 @@ def _in_turns(functions: list[Callable[[], Any]], *, rounds: int) -> list[list[f
 
 
 def ratios(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bars, with what was measured; None where a contestant did not run."""
+    """The required ratios and the measured ones; None if a contestant did not run."""
     out: list[dict[str, Any]] = []
     for (name, peer), bar in BARS.items():
         found = [
