@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,19 +58,29 @@ def main(request: Request, settings: Settings) -> int:
         listening = socket.create_server((HOST, settings.port))
     except OSError as error:
         raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free one.") from error
-    token = secrets.token_urlsafe(16)
-    with listening, ThreadPoolExecutor(1) as worker:
+    token, worker = secrets.token_urlsafe(16), ThreadPoolExecutor(1)
+    with listening:
         print(f"http://{HOST}:{listening.getsockname()[1]}/{token}/", flush=True)
         log.info("open this address in a browser on this machine; Ctrl-C ends the page")
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
         served = application(live, token, worker)
         web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
+    idle = worker.submit(int)  # cannot start while a picture is being drawn
+    worker.shutdown(wait=False)
+    if not wait([idle], timeout=0.1).done:
+        sys.stdout.flush()
+        os._exit(0)  # a normal exit waits for the thread that draws
     return 0
 
 
 def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. All work runs in the one thread of ``worker``, one request after the other."""
+    """The page's routes. ``worker`` has one thread, so only one request is worked on at a time.
+
+    While a picture is being drawn, further requests for pictures wait. Then only the newest of them is drawn.
+    """
     from aiohttp import web
+
+    newest: Any = None  # the newest request for a picture
 
     @web.middleware
     async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -106,12 +118,23 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
             return web.Response(body=answer, content_type="image/png")
         return web.Response(text=answer)
 
+    async def render(request: web.Request) -> web.Response:
+        nonlocal newest
+        newest = request
+
+        def picture(asked: Any) -> bytes:
+            if request is not newest:
+                raise ConfigError("This picture is not drawn, because a newer request arrived. To get it, ask again.")
+            return live.png(asked)
+
+        return await made(request, make=picture)
+
     served = web.Application(middlewares=[guarded], client_max_size=LARGEST_BODY)
     served.on_response_prepare.append(headers)
     for place, (name, kind) in FILES.items():
         served.router.add_get(f"/{token}/{place}", partial(file, name=name, kind=kind))
     served.router.add_get(f"/{token}/state", state)
-    served.router.add_post(f"/{token}/render", partial(made, make=live.png))
+    served.router.add_post(f"/{token}/render", render)
     served.router.add_post(f"/{token}/overrides", partial(made, make=live.overrides))
     served.router.add_post(f"/{token}/yaml", partial(made, make=live.yaml))
     return served
