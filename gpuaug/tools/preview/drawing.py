@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -33,8 +34,9 @@ from gpuaug.tools.preview.originals import read, upright_targets
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
-WIDE, CELL = 6, 160  # pictures in a row and pixels of one, unless `draws` and `cell` are set
+WIDE, CELL = 6, 160  # pictures in a row unless `draws` is set, and pixels of a picture unless `cell` is set
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
+ORIGINAL = 1.35  # the original is drawn larger than the other pictures, because boxes are drawn on it
 SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations shows the most colorful one of them
 
 
@@ -68,7 +70,7 @@ class Settings(Keys):
 
 
 class Drawing(NamedTuple):
-    """Rows of pictures with what is written above them."""
+    """Rows of pictures, and the text above them."""
 
     rows: list[Row]
     heading: str
@@ -83,9 +85,9 @@ class Drawing(NamedTuple):
 def drawing(
     request: Request, config: Any, settings: Settings, report: Report, *, is_page: bool = False, **objects: Any
 ) -> Drawing:
-    """Build the loader that ``config`` describes, with existing ``objects`` as arguments, and draw its samples.
+    """Build the loader that ``config`` describes, and draw its samples.
 
-    For a page (``is_page``) the pictures are not scaled.
+    ``objects`` are arguments of the loader that replace parts of ``config``. For a page the pictures are not scaled.
     """
     if config.get("faults") is not None and config.faults.get("policy") == "drop":
         config.faults.policy = "blank"  # keep a row for each sample
@@ -156,7 +158,7 @@ def preview(
 
 
 def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Whole numbers as a list, which is not made if one picture for each would be too large."""
+    """Whole numbers as a list. ConfigError, before the list is made, if one picture for each would be too large."""
     if isinstance(given, Sized):
         check_pixels(len(given) * cell**2)
     return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
@@ -179,10 +181,11 @@ def samples(
     loader: Loader, decode: Decode, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
-    check_pixels(len(indices) * len(epochs) * (cell or 16) ** 2)  # before the list, which would be long
-    crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
-    pixels = sum(max(c.size[0] * c.size[1] if c else 0, (cell or 0) ** 2) for c in crops)
-    check_pixels(len(indices) * pixels)  # an estimate, to fail early
+    # fail before anything is decoded; the largest stage of a Progressive counts for all epochs
+    crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
+    least = (cell or 16) ** 2
+    of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
+    check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
     views = [name_of(view) for view in loader.augment.at(epochs[0]).views]
     read = samples_of(loader, decode, indices=indices, epochs=epochs)
     style = None if loader.targets is None else Style.of(loader.source, loader.targets)
@@ -219,13 +222,13 @@ def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample to show: the original image, and the training images of some epochs."""
+    """A sample to show: the original image, and the augmented images of some epochs."""
 
     index: int
     key: str
     label: str | None
     original: Image.Image | None
-    boxes: list[tuple[int, int, int, int]]  # (left, top, right, bottom) in the original, one box per picture
+    boxes: list[tuple[int, int, int, int]]  # crop of each picture: (left, top, right, bottom) in the original
     pictures: list[Image.Image]  # all views of the first epoch, then all views of the next one
     absent: str = "cannot be decoded"  # why the original is None
     annotations: list[Annotations] = field(default_factory=list)  # one per picture; [] without targets
@@ -233,7 +236,7 @@ class Sample:
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """The value of the key `indices`: a list of numbers, one number, or None."""
+    """The value of the key `indices` as a list, or None. ConfigError if it is no number, list of numbers or null."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
@@ -262,14 +265,14 @@ COLORS = (
 
 
 def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequence[int]) -> list[Sample]:
-    """The samples ``indices`` of the source: the original images, and the training images of some epochs."""
+    """The samples ``indices``: the original images, and the images that training sees in some epochs."""
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
     policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep a row for each sample
     faults = uncounted(loader.faults, policy)
     encoded = read(loader, indices)
-    for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):
+    for i, (image, known) in zip(indices, _originals(loader, decode, encoded), strict=True):
         picture = Image.fromarray(image) if image.size else None
         annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
         samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
@@ -305,16 +308,11 @@ def rows(
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
-    originals = [s.original.size for s in samples if s.original is not None]
-    check_pixels(
-        round(sum(p.width * p.height for s in samples for p in s.pictures) * scale**2)
-        + round(sum(w * h / max(w, h) ** 2 for w, h in originals) * (1.35 * scale * largest) ** 2)
-    )
     captions = [", ".join(filter(None, (f"epoch {epoch}", view))) for epoch in epochs for view in views]
     made = []
     for sample in samples:
         own = None if style is None else style.for_sample(sample.annotated)
-        cells = [_original(sample, 1.35 * scale * largest, own)]  # larger, because boxes are drawn on it
+        cells = [_original(sample, ORIGINAL * scale * largest, own)]
         known: Sequence[Annotations | None] = sample.annotations or [None] * len(captions)
         for n, (picture, caption, shown) in enumerate(zip(sample.pictures, captions, known, strict=True)):
             picture = drawn(picture, scale, shown, own)
@@ -357,12 +355,10 @@ def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
     return indices[int(np.argmax(spread))]
 
 
-def _originals(
-    loader: Loader, decode: Decode, encoded: EncodedBatch, *, annotate: bool = False
-) -> list[tuple[Any, BatchTargets | None]]:
-    """Whole images, uint8 [H, W, 3] on the CPU, an empty array for a bad sample; with ``annotate`` their targets."""
+def _originals(loader: Loader, decode: Decode, encoded: EncodedBatch) -> list[tuple[Any, BatchTargets | None]]:
+    """The whole images, uint8 [H, W, 3] on the CPU, and their targets. A bad sample has an empty array."""
     decoder = decode.open("cpu")
     images = [image.numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
-    known = [upright_targets(loader, decoder, index) if annotate else None for index in encoded.indices.tolist()]
+    known = [upright_targets(loader, decoder, index) for index in encoded.indices.tolist()]
     decoder.close()
     return list(zip(images, known, strict=True))

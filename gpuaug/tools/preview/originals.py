@@ -19,7 +19,7 @@ from gpuaug.targets.batch import BatchTargets
 def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTargets | None:
     """The targets of a whole upright image, before the recipe, as a batch of one on the CPU.
 
-    None if the loader has no targets, or those of the sample cannot be used.
+    None if the loader has no targets, or if the targets of this sample cannot be used.
     """
     stage = loader.pipeline.stage
     if not isinstance(stage, LiveStage) or stage.targets is None:

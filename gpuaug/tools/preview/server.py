@@ -1,8 +1,8 @@
 """`gpuaug preview serve=true`: a page with sliders for a recipe, on this machine only.
 
-The page can do three things: read the list of parameters, draw samples by number, and read the changed recipe. No
-request names a file. Every address begins with a random token. Requests under another host name are refused, because
-a foreign web page can give this machine's address a name of its own (DNS rebinding).
+The page can read the list of parameters, draw samples by number, and read the changed recipe. No request names a file.
+Every address begins with a random token. Requests to another host name are refused, because a foreign web page can let
+its own host name point to this machine (DNS rebinding).
 """
 
 from __future__ import annotations
