@@ -4,9 +4,9 @@ takes: a loader, and the epochs to store.
 does: iterates these epochs and writes chunks: pixels before normalization as uint8, or final pixels in their dtype.
 gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
 
-A chunk is a file of consecutive samples of one epoch. First the whole chunk is written, then its note with checksum and
-faults. After a killed run, the next run writes the chunks that have no note. The final bytes are the same. The manifest
-is written last.
+A chunk is a file of consecutive samples of one epoch. After each chunk follows a note: a file with the checksum of the
+chunk and its faults. If a run is killed, the next run writes the chunks that have no note, and the result is the same.
+The manifest is written last.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Materialize:
     Attributes:
         plan: what will be written, as JSON.
         samples, bytes: totals over all epochs.
-        missing: chunks that are not written yet, as (epoch counted from 0, chunk number).
+        missing: chunks that are not written yet, as (number of the stored epoch from 0, number of the chunk).
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
@@ -319,7 +319,7 @@ class Materialize:
         return faults
 
     def _seal(self) -> str:
-        """Hash of all files except the chunks. The notes hold the chunks' checksums."""
+        """Hash of all files except the chunks, whose checksums are in the notes."""
         sealed = [self.out / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
         for slot in range(self.plan["epochs"]):
             sealed.append(epoch_folder(self.out, self.plan, slot) / "order.npy")
@@ -379,7 +379,7 @@ class Writer:
 
 
 class Noted(Faults):
-    """A Faults that also keeps the last fault of each sample. This fault is stored instead of the sample's pixels."""
+    """Keeps the last fault of each sample, which is stored instead of the pixels of this sample."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -4,7 +4,7 @@ takes: any source, and an output folder.
 does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
 gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
 ``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
-If samples have extra values, ``out/index/extra.bin`` holds them as JSON, and ``extra.npy`` where each begins.
+Extra values of samples are JSON in ``out/index/extra.bin``, and ``extra.npy`` holds the position of each.
 If the source has targets, each mask follows its image, as a tar member ``.seg.png``, and ``out/index/`` has the arrays
 of :func:`gpuaug.tools.pack.targets.index_arrays`.
 
@@ -46,27 +46,24 @@ from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
 from gpuaug.tools.pack.job import FIELDS, MASK_FIELDS, Job, Pack, Packer, checked_out, finished
 from gpuaug.tools.pack.targets import describe, index_arrays
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Request
+from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, refuse_changes, results, to_json
 
 PARTS = ("source", "decode", "faults")  # the keys of the loader that `gpuaug pack` uses
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Pack):
-    """What to write and how. ``conf/gpuaug/command/pack.yaml`` explains the keys."""
+class Settings(Keys, Pack):
+    """What to write, and how."""
 
     out: str | None = None
     num_workers: int | None = None
     on: Literal["local", "ray"] = "local"
     verify: bool = False
-    json: str | None = None
 
     def __post_init__(self) -> None:
+        Pack.__post_init__(self)
         super().__post_init__()
-        checks.text("out", self.out, optional=True)
-        checks.text("json", self.json, optional=True)
-        checks.flag("verify", self.verify)
 
 
 def main(request: Request) -> int:

@@ -34,7 +34,7 @@ from gpuaug.source.base import parse_manifest
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
-from gpuaug.tools.pack.targets import TargetPacker
+from gpuaug.tools.pack.targets import TargetPacker, to_note
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
@@ -127,8 +127,7 @@ class Job:
         try:
             note: dict[str, Any] = read_json(self.note_file(shard))
             for name in self.what.names:
-                file = shard_name(name, shard, self.what.format)
-                path = self.work / file if (self.work / file).exists() else self.out / file
+                path = self.work / shard_name(name, shard, self.what.format)
                 if path.stat().st_size != note["files"][str(name)]["bytes"]:
                     return None
         except (OSError, ValueError, KeyError):
@@ -172,9 +171,6 @@ class Job:
             refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for name in self.what.names:
-            if not (self.out / str(name)).exists():
-                (self.work / str(name)).mkdir(exist_ok=True)
         for part in self.work.rglob("*.part"):  # of a killed run: this run has the lock
             part.unlink()
 
@@ -289,7 +285,7 @@ class Packer:
                 raise _BadSampleError(note["faults"])
             progress(len(some))
         if self._targets is not None:
-            note["objects"] = self._targets.to_note(columns)
+            note["objects"] = to_note(columns)
         return note
 
     def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:

@@ -26,7 +26,6 @@ from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Drawn, View
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import EncodedBatch
 from gpuaug.decode import header
 from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
@@ -96,7 +95,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
     decoder, stage = replace(loader.decode, reduced=False).open(loader.device), loader.pipeline.stage
     samples, turned = [], 0
     for index in indices:
-        encoded = read(loader, [index])
+        encoded = read(loader, [index], epoch=epoch)
         headers = decoder.read_headers(encoded)
         sample = Sample(index, loader.source.key(index))
         faults = [*encoded.faults, *headers.faults]
@@ -117,11 +116,12 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
             parity.note("decoding is not compared: the source stores pixels, which need no decoding")
         else:
             parity.at("decode", decoder.backend, "Pillow", DECODE).add(image, theirs, **sample.named)
-        windows = stage.read_headers(encoded, epoch).windows
-        sample.targets = upright_targets(loader, decoder, index)
+        batch = stage.read_headers(encoded, epoch)
+        reduced = stage.decode(batch)[0] if loader.decode.reduced else None
+        sample.targets = upright_targets(loader, decoder, encoded, headers)
         if loader.targets is not None and sample.targets is None:
             parity.note(f"sample {index} ({sample.key}): masks and boxes are left out, because they cannot be used")
-        for view, window in zip(loader.augment.at(epoch).views, windows, strict=True):
+        for n, (view, window) in enumerate(zip(loader.augment.at(epoch).views, batch.windows, strict=True)):
             if view not in views:
                 continue
             resized = bool((window.resized[0] != window.window[0, 2:]).any())
@@ -132,10 +132,12 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
             cropped = partial(crop_by_pillow, window=window, resample=resample, fill=tuple(fill.tolist()))
             difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
             difference.add(ours, cropped(image), **sample.named, epoch=epoch, what=what)
+            if reduced is not None:  # the later stages use these pixels
+                full, ours = ours, reduced[n][0].cpu().numpy()
+                difference = parity.at("reduced", "reduced", "full decoding", REDUCED, view=view.name)
+                difference.add(ours, full, **sample.named, epoch=epoch)
             sample.ours[view.name], sample.theirs[view.name] = ours, cropped(theirs)
         samples.append(sample)
-        if loader.decode.reduced:
-            _reduced(parity, loader, stage, encoded, sample, epoch=epoch)
     decoder.close()
     for d in parity.differences:
         if d.stage == "reduced":
@@ -146,17 +148,6 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
             "torchvision's ImageFolder does not, so a model trained with it saw them unturned"
         )
     return samples
-
-
-def _reduced(parity: Parity, loader: Loader, stage: Any, encoded: EncodedBatch, sample: Sample, *, epoch: int) -> None:
-    """Compare the views that `decode.reduced` gives with those of full decoding, and keep them for the later stages."""
-    images, _ = stage.decode(stage.read_headers(encoded, epoch))
-    for view, pixels in zip(loader.augment.at(epoch).views, images, strict=True):
-        if view.name in sample.ours and view.copy == 0:
-            ours, full = pixels[0].cpu().numpy(), sample.ours[view.name]
-            difference = parity.at("reduced", "reduced", "full decoding", REDUCED, view=view.name)
-            difference.add(ours, full, **sample.named, epoch=epoch)
-            sample.ours[view.name] = ours
 
 
 def _by_pillow(data: bytes) -> Image:

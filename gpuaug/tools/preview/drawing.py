@@ -16,8 +16,6 @@ from tqdm import tqdm
 from gpuaug import checks
 from gpuaug.augment.describe import lines as described
 from gpuaug.augment.recipe import View
-from gpuaug.batch import EncodedBatch
-from gpuaug.decode.decoder import Decode
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.batches import label_text, name_of, pictures
 from gpuaug.display.sheet import Cell, Color, Row, check_pixels, sheet
@@ -91,19 +89,17 @@ def drawing(
     """
     if config.get("faults") is not None and config.faults.get("policy") == "drop":
         config.faults.policy = "blank"  # keep a row for each sample
-    decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
-    decode = replace(decode, num_threads=decode.num_threads or 1)  # only a few images are decoded whole
     legend: list[tuple[Color | None, str]] = []
     # workers change no pixel
     with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if settings.show == "operations":
             if settings.indices is None and settings.samples is None:
-                indices = [colorful(loader, decode, indices=indices)]
-            made = _operations(loader, decode, indices, settings, report)
+                indices = [colorful(loader, indices, epoch=settings.epoch)]
+            made = _operations(loader, indices, settings, report)
         else:
             epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
-            made, legend = samples(loader, decode, indices, epochs=epochs, cell=cell)
+            made, legend = samples(loader, indices, epochs=epochs, cell=cell)
             views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
             report.values |= {"epochs": list(epochs), "views": views}
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
@@ -151,8 +147,7 @@ def preview(
     numbers = chosen(loader.source, indices, count=SHOWN["samples"])
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
-    decode = replace(loader.decode, num_threads=loader.decode.num_threads or 1)
-    made, legend = samples(loader, decode, numbers, epochs=epochs, cell=cell)
+    made, legend = samples(loader, numbers, epochs=epochs, cell=cell)
     lines = _lines(loader, len(numbers), epoch=epochs[0])
     return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
 
@@ -178,7 +173,7 @@ def _epochs(loader: Loader, settings: Settings) -> range:
 
 
 def samples(
-    loader: Loader, decode: Decode, indices: list[int], *, epochs: Sequence[int], cell: int | None
+    loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
     # fail before anything is decoded; the largest stage of a Progressive counts for all epochs
@@ -187,14 +182,14 @@ def samples(
     of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
     check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
     views = [name_of(view) for view in loader.augment.at(epochs[0]).views]
-    read = samples_of(loader, decode, indices=indices, epochs=epochs)
+    read = samples_of(loader, indices, epochs=epochs)
     style = None if loader.targets is None else Style.of(loader.source, loader.targets)
     shown = [each for sample in read for each in (*sample.annotations, sample.annotated) if each is not None]
     made = rows(read, epochs=epochs, views=views, cell=cell, style=style)
     return made, [] if style is None else style.legend(shown)
 
 
-def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report) -> list[Row]:
+def _operations(loader: Loader, indices: list[int], settings: Settings, report: Report) -> list[Row]:
     if isinstance(loader.source, MaterializedSource):
         raise ConfigError(
             "show=operations needs images to augment. Found: materialized epochs, which are already augmented. "
@@ -203,7 +198,7 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
     views = [view for view in loader.augment.at(settings.epoch).views if not view.copy]
     cell = settings.cell or CELL
     check_pixels(len(indices) * len({name for view in views for name in view.augment.ops}) * cell**2)
-    images = whole(loader, decode, views=views, indices=indices)
+    images = whole(loader, indices, views=views, epoch=settings.epoch)
     made = operations.rows(views, images, seed=loader.seed, cell=cell)
     if not made:
         raise ConfigError(
@@ -226,7 +221,7 @@ class Sample:
 
     index: int
     key: str
-    label: str | None
+    label: str  # "" if there is none
     original: Image.Image | None
     boxes: list[tuple[int, int, int, int]]  # crop of each picture: (left, top, right, bottom) in the original
     pictures: list[Image.Image]  # all views of the first epoch, then all views of the next one
@@ -264,18 +259,20 @@ COLORS = (
 )  # fmt: skip
 
 
-def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequence[int]) -> list[Sample]:
+def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
     """The samples ``indices``: the original images, and the images that training sees in some epochs."""
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
     policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep a row for each sample
     faults = uncounted(loader.faults, policy)
-    encoded = read(loader, indices)
-    for i, (image, known) in zip(indices, _originals(loader, decode, encoded), strict=True):
+    encoded = read(loader, indices, epoch=epochs[0])
+    labels = [None] * len(indices) if encoded.labels is None else encoded.labels.tolist()
+    for i, label, (image, known) in zip(indices, labels, _originals(loader, indices, epochs[0]), strict=True):
         picture = Image.fromarray(image) if image.size else None
-        annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
-        samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
+        annotated = None if known is None else Annotations.of(known, 0, loader.targets)
+        text = label_text(label, source.classes)
+        samples.append(Sample(i, source.key(i), text, picture, [], [], why, [], annotated))
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         batch = fetch(loader, indices, epoch=epoch, faults=faults)
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
@@ -289,8 +286,7 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
                 if crop is not None:
                     top, left, height, width = crop.window[row].tolist()
                     sample.boxes.append((left, top, left + width, top + height))
-    labels = [None] * len(indices) if batch.labels is None else batch.labels.tolist()
-    return [replace(s, label=label_text(v, source.classes)) for s, v in zip(samples, labels, strict=True)]
+    return samples
 
 
 def rows(
@@ -330,9 +326,9 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     return Cell(image, ", ".join(filter(None, ("original", counted(sample.annotated)))))
 
 
-def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Sequence[int]) -> list[list[Tensor]]:
+def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoch: int) -> list[list[Tensor]]:
     """Center crops of each image at each view's size: per view and sample, uint8 [H, W, 3] on the loader's device."""
-    originals = [image for image, _ in _originals(loader, decode, read(loader, indices))]
+    originals = [image for image, _ in _originals(loader, indices, epoch)]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
             raise ConfigError(
@@ -348,17 +344,20 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
     return made
 
 
-def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
+def colorful(loader: Loader, indices: Sequence[int], *, epoch: int) -> int:
     """The sample whose channels differ most, because half of the operations do not change a gray image."""
-    images = _originals(loader, decode, read(loader, indices))
+    images = _originals(loader, indices, epoch)
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image, _ in images]
     return indices[int(np.argmax(spread))]
 
 
-def _originals(loader: Loader, decode: Decode, encoded: EncodedBatch) -> list[tuple[Any, BatchTargets | None]]:
+def _originals(loader: Loader, indices: Sequence[int], epoch: int) -> list[tuple[Any, BatchTargets | None]]:
     """The whole images, uint8 [H, W, 3] on the CPU, and their targets. A bad sample has an empty array."""
-    decoder = decode.open("cpu")
-    images = [image.numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
-    known = [upright_targets(loader, decoder, index) for index in encoded.indices.tolist()]
+    decoder, found = replace(loader.decode, num_threads=1).open("cpu"), []
+    for index in indices:
+        encoded = read(loader, [index], epoch=epoch)
+        headers = decoder.read_headers(encoded)
+        image = decoder.full(encoded, headers)[0].numpy()
+        found.append((image, upright_targets(loader, decoder, encoded, headers)))
     decoder.close()
-    return list(zip(images, known, strict=True))
+    return found

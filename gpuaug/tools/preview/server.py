@@ -36,7 +36,7 @@ Answer = Callable[[Any], str | bytes]  # takes a request's JSON, returns a PNG o
 HOST = "127.0.0.1"
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may have another one
 LARGEST_BODY = 1 << 16  # bytes
-FILES = {"": ("live.html", "text/html"), "live.js": ("live.js", "text/javascript")}
+FILES = {"": "live.html", "live.js": "live.js"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -96,9 +96,8 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
     async def headers(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
 
-    async def file(_: web.Request, *, name: str, kind: str) -> web.Response:
-        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        return web.Response(text=text, content_type=kind)
+    async def file(_: web.Request, *, name: str) -> web.FileResponse:
+        return web.FileResponse(Path(__file__).with_name(name))
 
     async def state(_: web.Request) -> web.Response:
         return web.json_response(live.state())
@@ -131,8 +130,8 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
 
     served = web.Application(middlewares=[guarded], client_max_size=LARGEST_BODY)
     served.on_response_prepare.append(headers)
-    for place, (name, kind) in FILES.items():
-        served.router.add_get(f"/{token}/{place}", partial(file, name=name, kind=kind))
+    for place, name in FILES.items():
+        served.router.add_get(f"/{token}/{place}", partial(file, name=name))
     served.router.add_get(f"/{token}/state", state)
     served.router.add_post(f"/{token}/render", render)
     served.router.add_post(f"/{token}/overrides", partial(made, make=live.overrides))
