@@ -39,7 +39,7 @@ from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json,
 
 Format = Literal["jpeg", "uint8"]
 PARTIAL = ".partial"
-_READ_SAMPLES = 32  # per read
+_READ_SAMPLES = 32  # samples per read
 _CANVAS_BYTES = 1 << 28  # limit for the resized images of a batch; above it, images are resized one by one
 _LONGEST_JPEG = 65_535  # pixels per side
 

@@ -73,7 +73,7 @@ def compare(
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        parity.note("keypoints are not compared: torchvision's are up to a pixel off; ours move exactly as boxes do")
+        parity.note("keypoints are not compared: torchvision's are up to a pixel off; ours use the boxes' matrices")
     if getattr(view.augment.crop, "centres", False):
         parity.note(
             "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop says"

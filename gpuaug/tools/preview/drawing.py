@@ -87,8 +87,6 @@ def drawing(
 
     ``objects`` are arguments of the loader that replace parts of ``config``. For a page the pictures are not scaled.
     """
-    if config.get("faults") is not None and config.faults.get("policy") == "drop":
-        config.faults.policy = "blank"  # keep a row for each sample
     legend: list[tuple[Color | None, str]] = []
     # workers change no pixel
     with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:

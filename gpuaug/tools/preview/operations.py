@@ -27,7 +27,7 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # numbered as in `order`
+STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # by their numbers in `order`
 EXAMPLES = 3  # pictures of an operation whose range is unknown
 
 

@@ -73,14 +73,9 @@ def main(request: Request, settings: Settings) -> int:
     return 0
 
 
-def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. ``worker`` has one thread, so only one request is worked on at a time.
-
-    While a picture is being drawn, further requests for pictures wait. Then only the newest of them is drawn.
-    """
+def _guard(token: str) -> Any:
+    """A middleware that refuses other hosts, requests from other pages, and addresses without the token."""
     from aiohttp import web
-
-    newest: Any = None  # the newest request for a picture
 
     @web.middleware
     async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -92,6 +87,18 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
             raise web.HTTPNotFound(text="There is nothing here. Open the address that the terminal shows.")
         answer: web.StreamResponse = await handler(request)
         return answer
+
+    return guarded
+
+
+def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
+    """The page's routes. ``worker`` has one thread, so only one request is worked on at a time.
+
+    While a picture is being drawn, further requests for pictures wait. Then only the newest of them is drawn.
+    """
+    from aiohttp import web
+
+    newest: Any = None  # the newest request for a picture
 
     async def headers(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
@@ -128,7 +135,7 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
 
         return await made(request, make=picture)
 
-    served = web.Application(middlewares=[guarded], client_max_size=LARGEST_BODY)
+    served = web.Application(middlewares=[_guard(token)], client_max_size=LARGEST_BODY)
     served.on_response_prepare.append(headers)
     for place, name in FILES.items():
         served.router.add_get(f"/{token}/{place}", partial(file, name=name))
