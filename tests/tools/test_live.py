@@ -12,10 +12,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -260,6 +263,61 @@ def test_only_this_machine_is_answered(page: Page, photos: Path, capsys: pytest.
     ):
         assert main(["preview", f"source.root={photos}", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_only_the_newest_of_the_waiting_requests_is_drawn() -> None:
+    from aiohttp.test_utils import TestClient, TestServer
+
+    from gpuaug.tools.preview.server import application
+
+    drawn, begun, go_on = [], threading.Event(), threading.Event()
+
+    class Slow:
+        overrides = yaml = None
+
+        def png(self, asked: int) -> bytes:
+            drawn.append(asked)
+            begun.set()
+            assert go_on.wait(60)
+            return b"png"
+
+    async def ask() -> list[int]:
+        with ThreadPoolExecutor(1) as worker:
+            async with TestClient(TestServer(application(Slow(), "token", worker))) as client:
+                asked = [asyncio.create_task(client.post("/token/render", json=0))]
+                await asyncio.to_thread(begun.wait, 60)
+                for number in (1, 2, 3):
+                    asked.append(asyncio.create_task(client.post("/token/render", json=number)))
+                    await asyncio.sleep(0.2)  # they arrive in this order
+                go_on.set()
+                answers = await asyncio.gather(*asked)
+                assert "a newer request arrived" in await answers[1].text()
+                return [answer.status for answer in answers]
+
+    assert asyncio.run(ask()) == [200, 400, 400, 200]
+    assert drawn == [0, 3]
+
+
+def test_ctrl_c_does_not_wait_for_the_picture(photos: Path) -> None:
+    words = (f"source.root={photos}", "augment=simclr", "augment.crop.size=32", "samples=2", "draws=9000", "cell=16")
+    process = subprocess.Popen([*PROGRAM, "preview", "serve=true", *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    page = Page(process, process.stdout.readline().strip(), words)
+
+    def draw() -> None:
+        with suppress(OSError, HTTPException):  # the server ends before it answers
+            page.ask("render", {})
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    try:
+        time.sleep(2)  # the picture takes far longer
+        assert drawing.is_alive()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        drawing.join()
 
 
 def test_loaders_of_earlier_changes_are_closed(page: Page) -> None:

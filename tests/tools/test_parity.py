@@ -404,10 +404,14 @@ def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_packed_and_materialized_pixels(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Packed ones are compared from the crop on; materialized ones are refused with what to do instead."""
     few = [f"source.root={photos}", "source.subset=4", "num_workers=0"]
-    assert main(["pack", *few[:2], f"out={tmp_path}/packed", "format=uint8", "sizes=[64]", "num_workers=0"]) == 0
+    assert main(["pack", *few[:2], f"out={tmp_path}/packed", "format=uint8", "sizes=[48,64]", "num_workers=0"]) == 0
     words = ["parity", "samples=2", f"out={tmp_path}/p.png"]
     assert main([*words, "source=packed", f"source.root={tmp_path}/packed"]) == 0
     assert "decoding is not compared" in capsys.readouterr().out
+    by_epoch = ["source=packed", f"source.root={tmp_path}/packed", "source.size={0:48,2:64}", "epoch=1"]
+    assert main([*words, *by_epoch]) == 0
+    assert main(["preview", f"out={tmp_path}/p.png", *by_epoch]) == 0
+    assert main(["preview", f"out={tmp_path}/p.png", *by_epoch, "show=operations"]) == 0
     assert main(["materialize", *few, f"out={tmp_path}/epochs"]) == 0
     assert main([*words, "source=materialized", f"source.root={tmp_path}/epochs"]) == 2
     assert "source=folder" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
                 break
     chosen = sorted(trained)[:3]
     with compose(photos, f"augment={recipe}", "seed=3") as loader:
-        samples = preview.samples_of(loader, gpuaug.Decode(), indices=chosen, epochs=range(2, 4))
+        samples = preview.samples_of(loader, chosen, epochs=range(2, 4))
         views = loader.augment.views
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     for sample in samples:
@@ -65,7 +65,7 @@ def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
 def test_boxes_are_what_was_cut_out_of_the_original(photos: Path) -> None:
     more = ["augment=flip", "augment.ops.flip.p=0.0", "augment.crop.interpolation=bilinear"]
     with compose(photos, *more) as loader:
-        samples = preview.samples_of(loader, gpuaug.Decode(), indices=[0, 11, 30], epochs=[5])
+        samples = preview.samples_of(loader, [0, 11, 30], epochs=[5])
     for sample in samples:
         assert sample.original is not None
         part = sample.original.crop(sample.boxes[0]).resize((224, 224), Image.Resampling.BILINEAR)
@@ -78,7 +78,7 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
 
     with compose(photos) as loader:
         indices = list(range(len(loader.source)))
-        samples = preview.samples_of(loader, gpuaug.Decode(), indices=indices, epochs=[0])
+        samples = preview.samples_of(loader, indices, epochs=[0])
     for sample in samples:
         with Image.open(photos / sample.key) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
@@ -193,7 +193,7 @@ def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_
     text = (tmp_path / "p.html").read_text()
     data = iter(re.findall(r'<img src="data:image/webp;base64,([^"]+)"', text))
     with compose(photos, f"augment={recipe}", "seed=5") as loader:
-        samples = preview.samples_of(loader, gpuaug.Decode(), indices=[3, 17], epochs=[4, 5, 6])
+        samples = preview.samples_of(loader, [3, 17], epochs=[4, 5, 6])
     for sample in samples:
         next(data)  # the original
         for picture in sample.pictures:
@@ -350,7 +350,7 @@ def test_operations_start_from_the_middle_at_the_size_of_training(
         Image.fromarray(ramp).save(tmp_path / "a" / f"{n}.png")
     augment = gpuaug.Augment(crop=crop, ops={"flip": K.RandomHorizontalFlip()})
     with gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=augment, num_workers=0, prefetch=0) as loader:
-        ((first, second),) = preview.whole(loader, gpuaug.Decode(), views=augment.views, indices=[0, 1])
+        ((first, second),) = preview.whole(loader, [0, 1], views=augment.views, epoch=0)
     assert tuple(first.shape) == (*size, 3)
     assert torch.equal(first, second)
     columns = first.float().mean(dim=(0, 2))

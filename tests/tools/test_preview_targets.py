@@ -43,7 +43,7 @@ POSE = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
 
 def samples(source: object, targets: gpuaug.Targets, augment: gpuaug.Augment, count: int = 3) -> list[preview.Sample]:
     with gpuaug.Loader(source, targets=targets, augment=augment, num_workers=0, prefetch=0, device="cpu") as loader:
-        return preview.samples_of(loader, gpuaug.Decode(num_threads=1), indices=range(count), epochs=[0, 1])
+        return preview.samples_of(loader, range(count), epochs=[0, 1])
 
 
 def blended(picture: np.ndarray, color: tuple[int, int, int], share: float) -> np.ndarray:
@@ -268,7 +268,7 @@ def test_a_sample_with_damaged_targets_is_shown_without_them(scenes: Path, tmp_p
     source, faults = gpuaug.MaskFolderSource(tmp_path), gpuaug.Faults(policy="blank")
     settings = {"targets": SEGMENTATION, "augment": augment, "faults": faults, "num_workers": 0, "device": "cpu"}
     with gpuaug.Loader(source, **settings) as loader:
-        bad, good = preview.samples_of(loader, gpuaug.Decode(num_threads=1), indices=[0, 1], epochs=[0])
+        bad, good = preview.samples_of(loader, [0, 1], epochs=[0])
         rows = preview.rows([bad, good], epochs=[0], views=[""], cell=64, style=Style.of(loader.source, loader.targets))
     assert bad.annotated is None
     assert good.annotated is not None

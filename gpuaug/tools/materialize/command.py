@@ -4,9 +4,9 @@ takes: a loader, and the epochs to store.
 does: iterates these epochs and writes chunks: pixels before normalization as uint8, or final pixels in their dtype.
 gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
 
-A chunk is a file of consecutive samples of one epoch. First the whole chunk is written, then its note with checksum and
-faults. After a killed run, the next run writes the chunks that have no note. The final bytes are the same. The manifest
-is written last.
+A chunk is a file of consecutive samples of one epoch. After each chunk follows a note: a file with the checksum of the
+chunk and its faults. If a run is killed, the next run writes the chunks that have no note, and the result is the same.
+The manifest is written last.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import plain
 from gpuaug.random.keyed import EPOCHS
-from gpuaug.source.base import checksum
+from gpuaug.source.base import checksum, parse_manifest
 from gpuaug.source.index import Names
+from gpuaug.source.local import read_file
 from gpuaug.source.materialized import (
     KIND,
     MANIFEST,
@@ -68,7 +69,6 @@ from gpuaug.tools.store import (
     file_digest,
     npy,
     only_writer,
-    read_json,
     refuse_changes,
     results,
     to_json,
@@ -143,9 +143,9 @@ class Materialize:
     """Stores augmented epochs of a loader. The constructor decodes a few samples and makes a plan; :meth:`run` writes.
 
     Args:
-        loader: source, recipe, order, seed, decoding and faults are taken from this loader, which is not iterated. Its
-            batch size and workers change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by
-            2e-6). Its `mix` is applied at replay.
+        loader: gives source, recipe, order, seed, decoding and faults. It is not iterated. Batch size and workers
+            change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). A `mix` is not
+            stored; the loader that replays the epochs applies one.
         out: the folder. An earlier run of the same job in it is continued, or extended to more epochs.
         epochs: number of epochs.
         start_epoch: the first epoch.
@@ -158,7 +158,7 @@ class Materialize:
     Attributes:
         plan: what will be written, as JSON.
         samples, bytes: totals over all epochs.
-        missing: chunks that are not written yet, as (epoch counted from 0, chunk number).
+        missing: chunks that are not written yet, as (number of the stored epoch from 0, number of the chunk).
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
@@ -282,7 +282,7 @@ class Materialize:
         for part in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
             part.unlink()
         if not (self.out / MANIFEST).exists():
-            files.write(self.out / PLAN, to_json(self.plan), sync=True)
+            _save(self.out / PLAN, self.plan)
         source = self._loader.source
         numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
         blocks = np.array_split(numbers, 1 + len(numbers) // 65536)
@@ -313,13 +313,12 @@ class Materialize:
                 f"{len(self.missing)} chunks are missing in {str(self.out)!r}. Run the same command again."
             )
         faults = sum(len(self._note(*place)["faults"]) for place in self._chunks)
-        manifest = {**self.plan, "faults": faults, "seal": self._seal()}
-        files.write(self.out / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+        _save(self.out / MANIFEST, {**self.plan, "faults": faults, "seal": self._seal()})
         (self.out / PLAN).unlink(missing_ok=True)
         return faults
 
     def _seal(self) -> str:
-        """Hash of all files except the chunks. The notes hold the chunks' checksums."""
+        """Hash of all files except the chunks, whose checksums are in the notes."""
         sealed = [self.out / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
         for slot in range(self.plan["epochs"]):
             sealed.append(epoch_folder(self.out, self.plan, slot) / "order.npy")
@@ -379,7 +378,7 @@ class Writer:
 
 
 class Noted(Faults):
-    """A Faults that also keeps the last fault of each sample. This fault is stored instead of the sample's pixels."""
+    """Keeps the last fault of each sample, which is stored instead of the pixels of this sample."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -519,21 +518,23 @@ def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) 
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """The manifest or plan of an earlier run; None if the folder is new. ConfigError for other files."""
+    """The manifest or plan of an earlier run; None if the folder is new. ConfigError if it holds other files."""
     check_out(out, MANIFEST, PLAN)
     if (out / MANIFEST).exists():
         return read_manifest(out)
-    if not (out / PLAN).exists():
-        return None
     try:
-        plan: Any = read_json(out / PLAN)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`out` cannot be read: {str(out)!r} ({error}). Set another `out`.") from error
-    if not isinstance(plan, dict) or plan.get("version") != VERSION:
+        return parse_manifest(read_file(str(out / PLAN)), KIND, VERSION)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"another version of gpuaug wrote `out`, {str(out)!r}. Set another `out`, or remove the folder."
-        )
-    return plan
+            f"`out` cannot be read: {str(out)!r} ({error}). Set another `out`, or remove the folder."
+        ) from error
+
+
+def _save(file: Path, plan: dict[str, Any]) -> None:
+    """Write a plan or manifest with its checksum."""
+    files.write(file, to_json({**plan, "checksum": checksum(plan)}), sync=True)
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:

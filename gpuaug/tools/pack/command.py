@@ -4,7 +4,7 @@ takes: any source, and an output folder.
 does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
 gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
 ``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
-If samples have extra values, ``out/index/extra.bin`` holds them as JSON, and ``extra.npy`` where each begins.
+Extra values of samples are JSON in ``out/index/extra.bin``, and ``extra.npy`` holds the position of each.
 If the source has targets, each mask follows its image, as a tar member ``.seg.png``, and ``out/index/`` has the arrays
 of :func:`gpuaug.tools.pack.targets.index_arrays`.
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
@@ -45,27 +46,24 @@ from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
 from gpuaug.tools.pack.job import FIELDS, MASK_FIELDS, Job, Pack, Packer, checked_out, finished
 from gpuaug.tools.pack.targets import describe, index_arrays
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Request
-from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, results, to_json
+from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, refuse_changes, results, to_json
 
-PARTS = ("source", "decode", "faults")  # the loader's keys that affect packing
+PARTS = ("source", "decode", "faults")  # the keys of the loader that `gpuaug pack` uses
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Pack):
-    """What to write and how. ``conf/gpuaug/command/pack.yaml`` explains the keys."""
+class Settings(Keys, Pack):
+    """What to write, and how."""
 
     out: str | None = None
     num_workers: int | None = None
     on: Literal["local", "ray"] = "local"
     verify: bool = False
-    json: str | None = None
 
     def __post_init__(self) -> None:
+        Pack.__post_init__(self)
         super().__post_init__()
-        checks.text("out", self.out, optional=True)
-        checks.text("json", self.json, optional=True)
-        checks.flag("verify", self.verify)
 
 
 def main(request: Request) -> int:
@@ -209,7 +207,7 @@ def pack(
         targets=describe(source, pixel_centers=what.pixel_centers),
     )
     if (manifest := finished(place)) is not None:
-        job.check_same(manifest["job"])
+        refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
         shutil.rmtree(job.work, ignore_errors=True)  # left by a run that was killed at its very end
         log.info("pack %s: already finished", place)
         return manifest
@@ -249,44 +247,32 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
 
 def _write_index(job: Job) -> None:
     """Write the index from the notes of the shards, then the manifest."""
-    notes = []
-    for shard in range(job.shards):
-        if (note := job.note(shard)) is None:
-            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {GO_ON}")
-        notes.append(note)
-    if not any(note["keys"] for note in notes):
-        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
+    notes = _notes(job)
     written: dict[str, list[Any]] = {}  # size and digest of every file
 
     def put(name: str, *parts: bytes | memoryview) -> None:
         files.write(job.work / name, *parts, sync=True)
         written[name] = [sum(map(len, parts)), digest(*parts)]
 
-    keys = [os.fsencode(key) for note in notes for key in note["keys"]]
-    put("index/keys.bin", b"".join(keys))
-    put("index/keys.npy", *npy(np.cumsum([0, *map(len, keys)]), np.int64))
-    put("index/numbers.npy", *npy([n for note in notes for n in note["numbers"]], np.int64))
-    labels = [label for note in notes for label in note["labels"]]
-    label_dtype: Any = None
-    if missing := sum(label is None for label in labels):
-        if missing < len(labels):
-            raise SourceError("some samples have no label. Label all samples, or set `source.labels=none`.")
-    else:
-        label_dtype = np.int64 if all(isinstance(label, int) for label in labels) else np.float32
-        put("index/labels.npy", *npy(labels, label_dtype))
-    extra = [text.encode() for note in notes for text in note.get("extra", ["null"] * len(note["keys"]))]
+    texts = {"keys": [os.fsencode(key) for note in notes for key in note["keys"]]}
+    extra = [text.encode() for note in notes for text in note["extra"]]
     if any(text != b"null" for text in extra):
-        put("index/extra.bin", b"".join(extra))
-        put("index/extra.npy", *npy(np.cumsum([0, *map(len, extra)]), np.int64))
-    classes = None if job.source.classes is None else list(job.source.classes)
-    fields = dict[str, Any](FIELDS)
-    targets = None if job.targets is None else dict(job.targets)
+        texts["extra"] = extra
+    for name, lines in texts.items():
+        put(f"index/{name}.bin", b"".join(lines))
+        put(f"index/{name}.npy", *npy(np.cumsum([0, *map(len, lines)]), np.int64))
+    put("index/numbers.npy", *npy([n for note in notes for n in note["numbers"]], np.int64))
+    labels = _labels(notes)
+    if labels is not None:
+        put("index/labels.npy", *npy(labels))
+    fields, targets = dict[str, Any](FIELDS), None if job.targets is None else dict(job.targets)
     if targets is not None:
         fields |= MASK_FIELDS if "masks" in targets["kinds"] else {}
         for name, array in index_arrays(notes).items():
             put(f"index/{name}.npy", *npy(array))
             if name.endswith("keypoints"):
                 targets["num_keypoints"] = array.shape[1]
+    classes = None if job.source.classes is None else list(job.source.classes)
     for size in job.what.names:
         shards = [note["files"][str(size)] for note in notes]
         for field, dtype in fields.items():
@@ -300,10 +286,10 @@ def _write_index(job: Job) -> None:
         "version": VERSION,
         "format": job.what.format,
         "sizes": job.what.names,
-        "samples": len(keys),
+        "samples": len(texts["keys"]),
         "shards": [len(note["keys"]) for note in notes],
         "classes": classes,
-        "labels": None if label_dtype is None else np.dtype(label_dtype).name,
+        "labels": None if labels is None else labels.dtype.name,
         **({} if targets is None else {"targets": targets}),
         "dropped": _dropped(job, notes),
         "job": job.describe(),
@@ -311,6 +297,28 @@ def _write_index(job: Job) -> None:
     }
     manifest = json.loads(json.dumps(manifest))
     files.write(job.work / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+
+
+def _notes(job: Job) -> list[dict[str, Any]]:
+    """The notes of all shards. Raises SourceError if no sample could be packed."""
+    notes = []
+    for shard in range(job.shards):
+        if (note := job.note(shard)) is None:
+            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {GO_ON}")
+        notes.append(note)
+    if not any(note["keys"] for note in notes):
+        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
+    return notes
+
+
+def _labels(notes: list[dict[str, Any]]) -> NDArray[Any] | None:
+    """The labels of all samples, int64 or float32; None if no sample has one."""
+    labels = [label for note in notes for label in note["labels"]]
+    if missing := sum(label is None for label in labels):
+        if missing < len(labels):
+            raise SourceError("some samples have no label. Label all samples, or set `source.labels=none`.")
+        return None
+    return np.array(labels, np.int64 if all(isinstance(label, int) for label in labels) else np.float32)
 
 
 def _dropped(job: Job, notes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -34,13 +34,13 @@ from gpuaug.source.base import parse_manifest
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
-from gpuaug.tools.pack.targets import TargetPacker
+from gpuaug.tools.pack.targets import TargetPacker, to_note
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
 PARTIAL = ".partial"
-_READ_SAMPLES = 32  # per read
-_CANVAS_BYTES = 1 << 28  # resized images of a batch; a batch that needs more is resized image by image
+_READ_SAMPLES = 32  # samples per read
+_CANVAS_BYTES = 1 << 28  # limit for the resized images of a batch; above it, images are resized one by one
 _LONGEST_JPEG = 65_535  # pixels per side
 
 FIELDS = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}  # of the index
@@ -53,8 +53,7 @@ Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (
 class Pack:
     """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys.
 
-    Images are never enlarged. Tar shards get JPEGs unchanged that are small enough and have no EXIF rotation.
-    After a stop, only unfinished shards are written again.
+    Images are never enlarged. A JPEG that is small enough and has no EXIF rotation goes into a tar shard unchanged.
     """
 
     format: Format = "jpeg"
@@ -93,7 +92,7 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that a process needs to write a shard. Jobs with equal descriptions write equal bytes."""
+    """Everything that a process needs to write a shard. Two jobs with equal :meth:`describe` write equal bytes."""
 
     source: Source
     out: Path
@@ -105,7 +104,7 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """The folder that holds all files until the last one is written."""
+        """The folder of unfinished work. All files move from here to ``out`` when the last one is written."""
         return self.out / PARTIAL
 
     @property
@@ -120,7 +119,7 @@ class Job:
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """The file that lists a shard's content. It is written after the shard."""
+        """The file that lists a shard's content. This note is written after the shard."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
@@ -128,8 +127,7 @@ class Job:
         try:
             note: dict[str, Any] = read_json(self.note_file(shard))
             for name in self.what.names:
-                file = shard_name(name, shard, self.what.format)
-                path = self.work / file if (self.work / file).exists() else self.out / file
+                path = self.work / shard_name(name, shard, self.what.format)
                 if path.stat().st_size != note["files"][str(name)]["bytes"]:
                     return None
         except (OSError, ValueError, KeyError):
@@ -170,18 +168,11 @@ class Job:
                 raise SourceError(
                     f"{file} cannot be read ({error}). Remove {str(self.work)!r} and pack again."
                 ) from error
-            self.check_same(earlier)
+            refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for name in self.what.names:
-            if not (self.out / str(name)).exists():
-                (self.work / str(name)).mkdir(exist_ok=True)
-        for part in self.work.rglob("*.part"):  # this run holds the lock, so the writers of these files are dead
+        for part in self.work.rglob("*.part"):  # of a killed run: this run has the lock
             part.unlink()
-
-    def check_same(self, earlier: dict[str, Any]) -> None:
-        """Raise ConfigError if the folder holds another job, and name what differs."""
-        refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -283,19 +274,18 @@ class Packer:
                 for shard, (data, shape), mask in zip(shards, encoded, masks, strict=True):
                     shard.add(int(some[row]), data, shape, label, mask)
                 note["labels"].append(label)
-            if batch.extra is not None:
-                note["extra"] += [_json(batch.extra[row], self.job.source.key(int(some[row]))) for row in kept]
-            else:
-                note["extra"] += ["null"] * len(kept)
+            keys = [self.job.source.key(number) for number in some[kept].tolist()]
+            extra = batch.extra or [None] * len(batch)
+            note["extra"] += [_json(extra[row], key) for row, key in zip(kept, keys, strict=True)]
             note["numbers"] += some[kept].tolist()
-            note["keys"] += [self.job.source.key(number) for number in some[kept].tolist()]
+            note["keys"] += keys
             if targets is not None:
                 columns.append(targets.columns(kept, self.job.what.names))
             if note["faults"] and not self.job.drop:
                 raise _BadSampleError(note["faults"])
             progress(len(some))
         if self._targets is not None:
-            note["objects"] = self._targets.to_note(columns)
+            note["objects"] = to_note(columns)
         return note
 
     def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
@@ -309,15 +299,13 @@ class Packer:
         faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
         rows = range(len(batch))
         if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
-            return [faults.get(row) or self._encode_alone(_single(batch, row)) for row in rows]
+            alone = (_single(batch, row) for row in rows)
+            return [faults.get(row) or self._encode(one, *self._plan(one))[0] for row, one in enumerate(alone)]
         images, bad = self._decoder.pixels(batch, headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         return [
             faults.get(row) or self._encode_row(row, batch, headers, zip(windows, images, strict=True)) for row in rows
         ]
-
-    def _encode_alone(self, batch: EncodedBatch) -> Encoded | Fault:
-        return self._encode(batch, *self._plan(batch))[0]
 
     def _encode_row(
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
@@ -369,7 +357,7 @@ def _same(read: Any, value: Any) -> bool:
 
 
 class _BadSampleError(Exception):
-    """Aborts a shard, whose files are then not kept. The argument is the list of faults."""
+    """Stops the writing of a shard, so that its files are removed. The argument is the list of faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:

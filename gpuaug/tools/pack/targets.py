@@ -1,8 +1,8 @@
 """Targets of packed images: masks resized by the same rule as the images, and objects in pixels of the packed images.
 
 takes: an :class:`EncodedBatch` with targets, its headers, and the windows that resize its images.
-does: checks targets as a training run does, resizes masks by half-pixel nearest, and moves objects. Nothing is clipped
-or dropped, because the rules of a training run decide that.
+does: checks targets as a training run does, resizes masks by half-pixel nearest, and moves objects. Objects are neither
+clipped nor dropped: the rules of a training run do this later.
 gives: the encoded masks of each size, and columns of numbers for ``out/index/``.
 """
 
@@ -82,8 +82,7 @@ class TargetPacker:
     Args:
         described: from :func:`describe`.
         decoder: the decoder of the images.
-        raw: whether images are written as pixels. Then masks are written as runs, which need no decoder, unless a PNG
-            is much smaller.
+        raw: whether images are written as pixels. Then most masks are written as runs, which need no decoder.
     """
 
     def __init__(self, described: Mapping[str, Any], decoder: Decoder, *, raw: bool) -> None:
@@ -112,10 +111,6 @@ class TargetPacker:
             sizes.append(_moved(objects, matrices, scale.prod(axis=1)))
         ids = upright.table.ids[objects.ids]
         return TargetRows(faults, encoded, [replace(each, ids=ids) for each in sizes], self._rules)
-
-    def to_note(self, parts: Sequence[Columns]) -> dict[str, str]:
-        """The joined columns as text, for JSON."""
-        return {name: base64.b64encode(b"".join(npy(column))).decode() for name, column in _joined(parts).items()}
 
     def _masks(
         self, row: int, data: NDArray[np.uint8], headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -178,11 +173,11 @@ def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.fl
 
 
 def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
-    """A mask, uint8 or int32 [H, W], without loss.
+    """A mask, uint8 or int32 [H, W], encoded without loss.
 
-    With ``raw``: runs (see `source.runs`), unless they need more bytes than the pixels. Else a PNG of gray values (8
-    bits, or 16 if a value needs them). Values above 16 bits are a PNG of colours R + 256 G + 65536 B for panoptic
-    masks, and runs for other masks.
+    With ``raw``: runs (see `source.runs`), unless the runs need more bytes than the pixels. Otherwise a PNG of gray
+    values with 8 or 16 bits. If a value needs more than 16 bits, a panoptic mask becomes a PNG of colours
+    (R + 256 G + 65536 B), and another mask becomes runs.
     """
     largest = int(mask.max())
     if raw and len(made := runs.encode(mask)) <= mask.nbytes:
@@ -196,6 +191,11 @@ def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(values).save(stream, "PNG")
     return stream.getvalue()
+
+
+def to_note(parts: Sequence[Columns]) -> dict[str, str]:
+    """Join the columns of a shard's batches, as text for the shard's note."""
+    return {name: base64.b64encode(b"".join(npy(column))).decode() for name, column in _joined(parts).items()}
 
 
 def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
@@ -219,7 +219,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
     joined: Columns = {}
     for name in parts[0] if parts else ():
         columns = [part[name] for part in parts]
-        some = [column for column in columns if len(column)] or columns[:1]  # without objects, K may differ
+        some = [column for column in columns if len(column)] or columns[:1]  # a part without objects may have another K
         if len({column.shape[1:] for column in some}) > 1:
             found = sorted({column.shape[1] for column in some})
             raise SourceError(f"all objects must have the same number of keypoints. Found: {found}.")

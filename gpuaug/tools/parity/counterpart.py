@@ -1,7 +1,7 @@
-"""Maps a Kornia operation to the corresponding torchvision functions, and says why their pixels differ.
+"""The other side of a comparison: torchvision's functions for a Kornia operation, and crops by Pillow.
 
-A counterpart is a list of ``torchvision.transforms.v2.functional`` calls with the operation's random parameters. If
-there is none, it is a text with the reason.
+The counterpart of an operation is a list of ``torchvision.transforms.v2.functional`` calls with the operation's random
+parameters. An operation without a counterpart gets a text with the reason instead.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from gpuaug.augment.ops import by_class, noise
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared
+from gpuaug.batch import CropWindows
 from gpuaug.tools.peers import torchvision
 
 Call = tuple[str, dict[str, Any]]  # a torchvision function and its arguments, for pixels in 0..1
@@ -31,6 +35,18 @@ def call(one: Call, image: Tensor) -> Tensor:
         given = {"threshold": given["threshold"] * 255}
     out: Tensor = getattr(torchvision()[0].functional, name)(image, **given)
     return out
+
+
+def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Resampling, fill: Any) -> NDArray[Any]:
+    """Crop, resize and place one image, uint8 [H, W, 3], or one mask, int32 [H, W]."""
+    top, left, height, width = window.window[0].tolist()
+    (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
+    part = Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
+    if (h, w) != (height, width):
+        part = part.resize((w, h), resample)
+    canvas = Image.new(part.mode, window.size[::-1], fill)
+    canvas.paste(part, (x, y))
+    return np.array(canvas)
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
@@ -76,14 +92,14 @@ def calls_of(
 
 
 def why(kinds: Iterable[str], reference: str) -> str:
-    """Why Kornia's classes differ from torchvision's functions in the arithmetic of ``reference``."""
+    """Why these Kornia classes differ from torchvision's functions. ``reference`` tells torchvision's arithmetic."""
     cut = reference.endswith("uint8")
     reasons = [table[kind] for table in (_ALWAYS, _UINT8 if cut else _FLOAT) for kind in sorted(kinds) if kind in table]
     return next(iter(reasons), _CUT if cut else "")
 
 
 def text(calls: list[Call]) -> str:
-    """``adjust_hue(0.0312), ...`` for a caption."""
+    """The calls as a caption, such as ``adjust_hue(0.0312), ...``."""
 
     def short(value: Any) -> str:
         if isinstance(value, list):

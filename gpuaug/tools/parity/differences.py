@@ -56,16 +56,16 @@ class Difference:
     count: int = 0  # pixels or boxes
     largest: float = 0.0
     mean: float = 0.0  # of the absolute differences
-    largest_mean: float = 0.0  # of one image
+    largest_mean: float = 0.0  # the largest mean of one image
     bias: float = 0.0  # mean of ours minus theirs
-    off: float = 0.0  # share of pixels or boxes that differ by more than LEVEL or NEAR_BOX in some channel or edge
-    worst: Worst | str | None = None  # in the stage `targets`: the sample's key
+    off: float = 0.0  # share of pixels with a channel beyond LEVEL, or of boxes with an edge beyond NEAR_BOX
+    worst: Worst | str | None = None  # in the stage `targets`: the key of the sample
 
     @property
     def verdict(self) -> str:
         """``equal``, ``rounding`` (one level, except rare pixels), ``close`` (four levels on average) or ``other``.
 
-        ``close`` means half a pixel for boxes, and one differing pixel in 100 for masks.
+        For boxes, ``close`` is at most half a pixel. For masks, it is at most one differing pixel in 100.
         """
         if self.kind == "boxes":
             return "equal" if self.largest <= SAME_BOX else "close" if self.largest <= NEAR_BOX else "other"
@@ -159,13 +159,12 @@ class Parity:
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "", kind: str = "") -> Difference:
         """The comparison with these names; it is created if it does not exist yet."""
-        new = Difference(stage, name, reference, view, kind, why)
-        names = ("stage", "name", "reference", "view", "kind")
-        for known in self.differences:
-            if all(getattr(known, n) == getattr(new, n) for n in names):
-                return known
-        self.differences.append(new)
-        return new
+        names = stage, name, reference, view, kind
+        for d in self.differences:
+            if (d.stage, d.name, d.reference, d.view, d.kind) == names:
+                return d
+        self.differences.append(Difference(*names, why))
+        return self.differences[-1]
 
     def note(self, text: str) -> None:
         """Add a note, unless it is there already."""

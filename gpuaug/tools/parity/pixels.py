@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,11 @@ from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.recipe import Drawn, View
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import CropWindows, EncodedBatch
 from gpuaug.decode import header
 from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.parity import targets
-from gpuaug.tools.parity.counterpart import Call, call, calls_of, text, why
+from gpuaug.tools.parity.counterpart import Call, call, calls_of, crop_by_pillow, text, why
 from gpuaug.tools.parity.differences import EPOCHS, HEADINGS, Image, Parity
 from gpuaug.tools.peers import torchvision
 from gpuaug.tools.preview.originals import read, upright_targets
@@ -43,13 +43,13 @@ RESIZE = (
     "both use antialiased filters with half-pixel centers; Pillow and torch round to uint8 between the horizontal and "
     "the vertical pass, and the order of the passes depends on the release"
 )
-REDUCED = "libjpeg decodes each block to fewer pixels, and this filter differs from that of the resizing"
+REDUCED = "libjpeg decodes each block to fewer pixels, which filters the image differently than resizing does"
 ADDED = "all differences above add up; a threshold (solarize, posterize, equalize) turns one level into many"
 
 
 @dataclass(eq=False)
 class Sample:
-    """One image: its views after the recipe's crop, made by us and by Pillow."""
+    """One sample: its views after the recipe's crop, made by gpuaug (ours) and by Pillow (theirs)."""
 
     index: int
     key: str
@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Its number and key."""
+        """The arguments of ``Difference.add`` that name the sample."""
         return {"index": self.index, "key": self.key}
 
 
@@ -95,7 +95,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
     decoder, stage = replace(loader.decode, reduced=False).open(loader.device), loader.pipeline.stage
     samples, turned = [], 0
     for index in indices:
-        encoded = read(loader, [index])
+        encoded = read(loader, [index], epoch=epoch)
         headers = decoder.read_headers(encoded)
         sample = Sample(index, loader.source.key(index))
         faults = [*encoded.faults, *headers.faults]
@@ -116,23 +116,28 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
             parity.note("decoding is not compared: the source stores pixels, which need no decoding")
         else:
             parity.at("decode", decoder.backend, "Pillow", DECODE).add(image, theirs, **sample.named)
-        windows = stage.read_headers(encoded, epoch).windows
-        sample.targets = upright_targets(loader, decoder, index)
+        batch = stage.read_headers(encoded, epoch)
+        reduced = stage.decode(batch)[0] if loader.decode.reduced else None
+        sample.targets = upright_targets(loader, decoder, encoded, headers)
         if loader.targets is not None and sample.targets is None:
             parity.note(f"sample {index} ({sample.key}): masks and boxes are left out, because they cannot be used")
-        for view, window in zip(loader.augment.at(epoch).views, windows, strict=True):
+        for n, (view, window) in enumerate(zip(loader.augment.at(epoch).views, batch.windows, strict=True)):
             if view not in views:
                 continue
             resized = bool((window.resized[0] != window.window[0, 2:]).any())
             what = f"(top, left, height, width) {window.window[0].tolist()} to {window.resized[0].tolist()}"
             name = f"crop, {window.interpolation}" if resized else "crop"
             ours = decoder.pixels(encoded, headers, [window])[0][0][0].cpu().numpy()
+            resample, fill = PIL.Image.Resampling[window.interpolation.upper()], np.broadcast_to(window.fill, 3)
+            cropped = partial(crop_by_pillow, window=window, resample=resample, fill=tuple(fill.tolist()))
             difference = parity.at("resize", name, "Pillow", RESIZE, view=view.name)
-            difference.add(ours, _canvas(image, window), **sample.named, epoch=epoch, what=what)
-            sample.ours[view.name], sample.theirs[view.name] = ours, _canvas(theirs, window)
+            difference.add(ours, cropped(image), **sample.named, epoch=epoch, what=what)
+            if reduced is not None:  # the later stages use these pixels
+                full, ours = ours, reduced[n][0].cpu().numpy()
+                difference = parity.at("reduced", "reduced", "full decoding", REDUCED, view=view.name)
+                difference.add(ours, full, **sample.named, epoch=epoch)
+            sample.ours[view.name], sample.theirs[view.name] = ours, cropped(theirs)
         samples.append(sample)
-        if loader.decode.reduced:
-            _reduced(parity, loader, stage, encoded, sample, epoch=epoch)
     decoder.close()
     for d in parity.differences:
         if d.stage == "reduced":
@@ -145,35 +150,12 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
     return samples
 
 
-def _reduced(parity: Parity, loader: Loader, stage: Any, encoded: EncodedBatch, sample: Sample, *, epoch: int) -> None:
-    """Compare the views that `decode.reduced` gives with those of full decoding, and keep them for the later stages."""
-    images, _ = stage.decode(stage.read_headers(encoded, epoch))
-    for view, pixels in zip(loader.augment.at(epoch).views, images, strict=True):
-        if view.name in sample.ours and view.copy == 0:
-            ours, full = pixels[0].cpu().numpy(), sample.ours[view.name]
-            difference = parity.at("reduced", "reduced", "full decoding", REDUCED, view=view.name)
-            difference.add(ours, full, **sample.named, epoch=epoch)
-            sample.ours[view.name] = ours
-
-
 def _by_pillow(data: bytes) -> Image:
     """Decode to uint8 [H, W, 3]. Raises ValueError if Pillow opens the image as 16 or 32-bit gray."""
     with PIL.Image.open(io.BytesIO(data)) as image:
         if image.mode.startswith("I"):
             raise ValueError(DEEP)
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
-
-
-def _canvas(image: Image, window: CropWindows) -> Image:
-    """Crop, resize and place a window of an image, uint8 [H, W, 3], with Pillow."""
-    top, left, height, width = window.window[0].tolist()
-    (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
-    part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
-    if (h, w) != (height, width):
-        part = part.resize((w, h), PIL.Image.Resampling[window.interpolation.upper()])
-    canvas = PIL.Image.new("RGB", window.size[::-1], tuple(np.broadcast_to(window.fill, 3).tolist()))
-    canvas.paste(part, (x, y))
-    return np.array(canvas)
 
 
 # --- operations

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL.Image import Resampling
 
 from gpuaug.augment.ops import entry_of
 from gpuaug.augment.parameters import Chosen, Prepared
@@ -23,7 +23,7 @@ from gpuaug.batch import CropWindows
 from gpuaug.loader.loader import Loader
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.rules import Boxes, Masks, Targets
-from gpuaug.tools.parity.counterpart import Call, calls_of, why
+from gpuaug.tools.parity.counterpart import Call, calls_of, crop_by_pillow, why
 from gpuaug.tools.parity.differences import EPOCHS, Difference, Parity
 from gpuaug.tools.peers import torchvision
 
@@ -36,8 +36,8 @@ _OLD_NEAREST = (
 )
 _TIES = "where two pixels are equally near, rounding decides which one is taken"
 _HULLS = (
-    "after several operations that rotate or shear, torchvision's boxes are larger: it puts a box around the box of "
-    "the previous operation; gpuaug puts one box around the moved corners"
+    "after several operations that rotate or shear, torchvision's boxes are larger: torchvision puts each box around "
+    "the box of the previous operation, gpuaug puts one box around the moved corners of the original box"
 )
 _SAMPLED = "torchvision samples a mask in every operation, gpuaug once for all of them"
 
@@ -46,12 +46,12 @@ Sample = tuple[int, str, "_Placed"]  # number, key, upright or cropped targets
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """Mask and boxes of one image."""
+    """The mask and the boxes of one image."""
 
     mask: NDArray[np.int32] | None  # [h, w]
     boxes: NDArray[np.float32] | None  # [n, 4]
-    numbers: NDArray[np.int64]  # [n], row of each box in the original
-    size: tuple[int, int]
+    numbers: NDArray[np.int64]  # [n], row of each box in the input of a step
+    size: tuple[int, int]  # (H, W) of the image
 
 
 def compare(
@@ -73,21 +73,17 @@ def compare(
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        parity.note("keypoints are not compared: torchvision's are up to a pixel off; ours move by the boxes' matrices")
+        parity.note("keypoints are not compared: torchvision's are up to a pixel off; ours use the boxes' matrices")
     if getattr(view.augment.crop, "centres", False):
         parity.note(
             "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop says"
         )
     originals = [(index, key, _placed(targets, rules)) for index, key, targets in samples]
     comparer = _Comparer(parity, loader.seed, view, rules)
-    crop = comparer.recipe(ops=None)
+    crop, cropped = comparer.recipe(ops=None), []
     for sample in originals:
-        comparer.compare("crop", crop, sample, epoch)
-    cropped = []
-    for index, key, original in originals:
-        made, _, _ = comparer.ours(crop, index, original, epoch)
-        # numbered again, because each step looks up its boxes in its own input
-        cropped.append((index, key, replace(made, numbers=np.arange(len(made.numbers)))))
+        made, _ = comparer.compare("crop", crop, sample, epoch)
+        cropped.append((*sample[:2], replace(made, numbers=np.arange(len(made.numbers)))))
     moving = [op for op in view.augment.prepared if any(_moves(m) for modules in op.slots for m in modules)]
     if still := [f"`{op.name}`" for op in view.augment.prepared if op not in moving]:
         parity.note(f"{', '.join(still)}: only pixel values change, so masks and boxes stay the same")
@@ -96,7 +92,7 @@ def compare(
         for now in range(epoch, epoch + EPOCHS):
             for sample in cropped:
                 if applied < len(cropped):
-                    applied += comparer.compare(op.name, alone, sample, now)
+                    applied += comparer.compare(op.name, alone, sample, now)[1]
         if not applied:
             parity.note(f"`{op.name}` moved no target of these images in {EPOCHS} epochs")
     everything = comparer.recipe()
@@ -136,21 +132,21 @@ class _Comparer:
         augment = self.view.augment.replace(**changes, copies=1, normalize=None)
         return MultiView(views={self.view.name: augment}) if self.view.name else augment
 
-    def compare(self, name: str, recipe: Augment | MultiView, sample: Sample, epoch: int) -> bool:
-        """Compare a step on one sample. Return whether it changes the sample; for crops, True."""
+    def compare(self, name: str, recipe: Augment | MultiView, sample: Sample, epoch: int) -> tuple[_Placed, bool]:
+        """Compare a step on one sample. Returns our result, and whether the step is a crop or moved pixels."""
         index, key, given = sample
-        ours, window, chosen = self.ours(recipe, index, given, epoch)
+        ours, window, chosen = self._ours(recipe, index, given, epoch)
         (now,) = (each.augment for each in recipe.views)
         taken = [(op, c, _slots(op, c)) for op, c in zip(now.prepared, chosen, strict=True)]
         if now.crop is None and not any(slots for _, _, slots in taken):
-            return False
+            return ours, False
         calls: list[Call] = []
         kinds: set[str] = set()
         for op, c, slots in taken:
             found, names = calls_of(op, c, slots, ours.size)
             if isinstance(found, str):
                 self.parity.note(f"masks and boxes: `{op.name}` is not compared, so neither is `everything`: {found}")
-                return True
+                return ours, True
             calls += [call for call in found if call[0] in MOVES]
             kinds |= names
         resized = bool((window.resized[0] != window.window[0, 2:]).any())
@@ -170,17 +166,17 @@ class _Comparer:
             theirs = _mask(given.mask, window, calls, self.fill)
             self._at(name, "masks", TORCHVISION, reason).add_targets(theirs != ours.mask, key)
             if now.crop is not None and not now.prepared:
-                theirs = _by_pillow(given.mask, window, self.fill)
+                theirs = crop_by_pillow(given.mask, window, Resampling.NEAREST, self.fill)
                 self._at(name, "masks", PILLOW, _TIES).add_targets(theirs != ours.mask, key)
-        return True
+        return ours, True
 
     def _at(self, name: str, kind: str, reference: str, reason: str) -> Difference:
         return self.parity.at("targets", name, reference, reason, view=self.view.name, kind=kind)
 
-    def ours(
+    def _ours(
         self, recipe: Augment | MultiView, index: int, given: _Placed, epoch: int
     ) -> tuple[_Placed, CropWindows, list[Chosen]]:
-        """Masks and boxes after the recipe, its crop window, and the choices of its operations."""
+        """Mask and boxes after the recipe, the window of the crop, and the choices of the operations."""
         asked = Given(
             masks=None if given.mask is None else torch.from_numpy(given.mask)[None],
             boxes=None if given.boxes is None else [given.boxes],
@@ -213,9 +209,9 @@ def _slots(op: Prepared, chosen: Chosen) -> list[int]:
 
 
 def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Boxes [n, 4] by torchvision, in float64; and whether the crop or an operation left nothing of a box.
+    """Boxes [n, 4] by torchvision, in float64, and whether the crop or an operation left nothing of each box.
 
-    torchvision keeps a box without area at the border, and the next rotation gives it an area again.
+    torchvision keeps a box that has no area any more at the border. A later rotation then gives such a box an area.
     """
     from torchvision.tv_tensors import BoundingBoxes
 
@@ -236,7 +232,7 @@ def _mask(mask: NDArray[np.int32], window: CropWindows, calls: Sequence[Call], f
 
 
 def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, int]) -> Iterator[Any]:
-    """Crop, resize and pad, then each operation, by torchvision's functions."""
+    """Yield what torchvision's functions make of ``x``: after crop, resize and pad, and after each operation."""
     F = torchvision()[0].functional
     (h, w), (top, left), (H, W) = window.resized[0].tolist(), window.offset[0].tolist(), window.size
     x = F.crop(x, *window.window[0].tolist())
@@ -248,13 +244,3 @@ def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, 
     for name, given in calls:
         x = getattr(F, name)(x, **given, **(fill if name in FILLED else {}))
         yield x
-
-
-def _by_pillow(mask: NDArray[np.int32], window: CropWindows, fill: int) -> NDArray[Any]:
-    """Crop, resize and place a mask with Pillow's NEAREST."""
-    top, left, height, width = window.window[0].tolist()
-    (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
-    part = Image.fromarray(np.ascontiguousarray(mask[top : top + height, left : left + width]))
-    canvas = Image.new("I", window.size[::-1], fill)
-    canvas.paste(part.resize((w, h), Image.Resampling.NEAREST), (x, y))
-    return np.asarray(canvas)

@@ -12,7 +12,7 @@ from typing import Any
 from gpuaug import checks
 from gpuaug.errors import ConfigError
 
-# Ends and step of sliders by argument name. Numbers outside can be typed; only the operation checks them.
+# Lower end, upper end and step of sliders, by argument name. Other numbers can be typed; the operation checks them.
 RANGES = {
     "p": (0, 1, 0.01),
     "hue": (0, 0.5, 0.005),
@@ -31,8 +31,8 @@ CHOICES = {  # values that are valid in every class that has the argument
     "policy": ("imagenet", "cifar10", "svhn"),
     "style": ("torchvision", "mmseg"),
 }
-# These do not change a preview: it shows pixels before `normalize`, and both backends give the same pixels. `mean` and
-# `std` of an operation must equal those of `normalize`.
+# Arguments that do not change a preview: pixels are shown before `normalize`, and both backends give the same pixels.
+# `mean` and `std` of an operation must equal those of `normalize`.
 LEFT_OUT = ("normalize", "backend", "mean", "std")
 LONGEST = 4  # numbers in a list
 LARGEST = 1e9  # largest number that can be typed

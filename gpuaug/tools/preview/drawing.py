@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,8 +16,6 @@ from tqdm import tqdm
 from gpuaug import checks
 from gpuaug.augment.describe import lines as described
 from gpuaug.augment.recipe import View
-from gpuaug.batch import EncodedBatch
-from gpuaug.decode.decoder import Decode
 from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.batches import label_text, name_of, pictures
 from gpuaug.display.sheet import Cell, Color, Row, check_pixels, sheet
@@ -33,8 +32,9 @@ from gpuaug.tools.preview.originals import read, upright_targets
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
-WIDE, CELL = 6, 160  # pictures in a row and pixels of one, unless `draws` and `cell` are set
+WIDE, CELL = 6, 160  # pictures in a row unless `draws` is set, and pixels of a picture unless `cell` is set
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
+ORIGINAL = 1.35  # the original is drawn larger than the other pictures, because boxes are drawn on it
 SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations shows the most colorful one of them
 
 
@@ -68,7 +68,7 @@ class Settings(Keys):
 
 
 class Drawing(NamedTuple):
-    """Rows of pictures with what is written above them."""
+    """Rows of pictures, and the text above them."""
 
     rows: list[Row]
     heading: str
@@ -83,25 +83,21 @@ class Drawing(NamedTuple):
 def drawing(
     request: Request, config: Any, settings: Settings, report: Report, *, is_page: bool = False, **objects: Any
 ) -> Drawing:
-    """Build the loader that ``config`` describes, with existing ``objects`` as arguments, and draw its samples.
+    """Build the loader that ``config`` describes, and draw its samples.
 
-    For a page (``is_page``) the pictures are not scaled.
+    ``objects`` are arguments of the loader that replace parts of ``config``. For a page the pictures are not scaled.
     """
-    if config.get("faults") is not None and config.faults.get("policy") == "drop":
-        config.faults.policy = "blank"  # keep a row for each sample
-    decode: Decode = request.build(config.decode) if config.get("decode") is not None else Decode()
-    decode = replace(decode, num_threads=decode.num_threads or 1)  # only a few images are decoded whole
     legend: list[tuple[Color | None, str]] = []
     # workers change no pixel
     with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if settings.show == "operations":
             if settings.indices is None and settings.samples is None:
-                indices = [colorful(loader, decode, indices=indices)]
-            made = _operations(loader, decode, indices, settings, report)
+                indices = [colorful(loader, indices, epoch=settings.epoch)]
+            made = _operations(loader, indices, settings, report)
         else:
             epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
-            made, legend = samples(loader, decode, indices, epochs=epochs, cell=cell)
+            made, legend = samples(loader, indices, epochs=epochs, cell=cell)
             views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
             report.values |= {"epochs": list(epochs), "views": views}
         report.values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
@@ -149,14 +145,13 @@ def preview(
     numbers = chosen(loader.source, indices, count=SHOWN["samples"])
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
-    decode = replace(loader.decode, num_threads=loader.decode.num_threads or 1)
-    made, legend = samples(loader, decode, numbers, epochs=epochs, cell=cell)
+    made, legend = samples(loader, numbers, epochs=epochs, cell=cell)
     lines = _lines(loader, len(numbers), epoch=epochs[0])
     return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
 
 
 def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Whole numbers as a list, which is not made if one picture for each would be too large."""
+    """Whole numbers as a list. ConfigError, before the list is made, if one picture for each would be too large."""
     if isinstance(given, Sized):
         check_pixels(len(given) * cell**2)
     return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
@@ -176,22 +171,23 @@ def _epochs(loader: Loader, settings: Settings) -> range:
 
 
 def samples(
-    loader: Loader, decode: Decode, indices: list[int], *, epochs: Sequence[int], cell: int | None
+    loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
-    check_pixels(len(indices) * len(epochs) * (cell or 16) ** 2)  # before the list, which would be long
-    crops = [view.augment.crop for epoch in epochs for view in loader.augment.at(epoch).views]
-    pixels = sum(max(c.size[0] * c.size[1] if c else 0, (cell or 0) ** 2) for c in crops)
-    check_pixels(len(indices) * pixels)  # an estimate, to fail early
+    # fail before anything is decoded; the largest stage of a Progressive counts for all epochs
+    crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
+    least = (cell or 16) ** 2
+    of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
+    check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
     views = [name_of(view) for view in loader.augment.at(epochs[0]).views]
-    read = samples_of(loader, decode, indices=indices, epochs=epochs)
+    read = samples_of(loader, indices, epochs=epochs)
     style = None if loader.targets is None else Style.of(loader.source, loader.targets)
     shown = [each for sample in read for each in (*sample.annotations, sample.annotated) if each is not None]
     made = rows(read, epochs=epochs, views=views, cell=cell, style=style)
     return made, [] if style is None else style.legend(shown)
 
 
-def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Settings, report: Report) -> list[Row]:
+def _operations(loader: Loader, indices: list[int], settings: Settings, report: Report) -> list[Row]:
     if isinstance(loader.source, MaterializedSource):
         raise ConfigError(
             "show=operations needs images to augment. Found: materialized epochs, which are already augmented. "
@@ -200,7 +196,7 @@ def _operations(loader: Loader, decode: Decode, indices: list[int], settings: Se
     views = [view for view in loader.augment.at(settings.epoch).views if not view.copy]
     cell = settings.cell or CELL
     check_pixels(len(indices) * len({name for view in views for name in view.augment.ops}) * cell**2)
-    images = whole(loader, decode, views=views, indices=indices)
+    images = whole(loader, indices, views=views, epoch=settings.epoch)
     made = operations.rows(views, images, seed=loader.seed, cell=cell)
     if not made:
         raise ConfigError(
@@ -219,13 +215,13 @@ def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample to show: the original image, and the training images of some epochs."""
+    """A sample to show: the original image, and the augmented images of some epochs."""
 
     index: int
     key: str
-    label: str | None
+    label: str  # "" if there is none
     original: Image.Image | None
-    boxes: list[tuple[int, int, int, int]]  # (left, top, right, bottom) in the original, one box per picture
+    boxes: list[tuple[int, int, int, int]]  # crop of each picture: (left, top, right, bottom) in the original
     pictures: list[Image.Image]  # all views of the first epoch, then all views of the next one
     absent: str = "cannot be decoded"  # why the original is None
     annotations: list[Annotations] = field(default_factory=list)  # one per picture; [] without targets
@@ -233,7 +229,7 @@ class Sample:
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """The value of the key `indices`: a list of numbers, one number, or None."""
+    """The value of the key `indices` as a list, or None. ConfigError if it is no number, list of numbers or null."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
@@ -261,18 +257,20 @@ COLORS = (
 )  # fmt: skip
 
 
-def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs: Sequence[int]) -> list[Sample]:
-    """The samples ``indices`` of the source: the original images, and the training images of some epochs."""
+def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
+    """The samples ``indices``: the original images, and the images that training sees in some epochs."""
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
     policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep a row for each sample
     faults = uncounted(loader.faults, policy)
-    encoded = read(loader, indices)
-    for i, (image, known) in zip(indices, _originals(loader, decode, encoded, annotate=True), strict=True):
+    encoded = read(loader, indices, epoch=epochs[0])
+    labels = [None] * len(indices) if encoded.labels is None else encoded.labels.tolist()
+    for i, label, (image, known) in zip(indices, labels, _originals(loader, indices, epochs[0]), strict=True):
         picture = Image.fromarray(image) if image.size else None
-        annotated = None if known is None or loader.targets is None else Annotations.of(known, 0, loader.targets)
-        samples.append(Sample(i, source.key(i), None, picture, [], [], why, [], annotated))
+        annotated = None if known is None else Annotations.of(known, 0, loader.targets)
+        text = label_text(label, source.classes)
+        samples.append(Sample(i, source.key(i), text, picture, [], [], why, [], annotated))
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         batch = fetch(loader, indices, epoch=epoch, faults=faults)
         images: list[Tensor] = batch.images if isinstance(batch.images, list) else [batch.images]
@@ -286,8 +284,7 @@ def samples_of(loader: Loader, decode: Decode, *, indices: Sequence[int], epochs
                 if crop is not None:
                     top, left, height, width = crop.window[row].tolist()
                     sample.boxes.append((left, top, left + width, top + height))
-    labels = [None] * len(indices) if batch.labels is None else batch.labels.tolist()
-    return [replace(s, label=label_text(v, source.classes)) for s, v in zip(samples, labels, strict=True)]
+    return samples
 
 
 def rows(
@@ -305,16 +302,11 @@ def rows(
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
-    originals = [s.original.size for s in samples if s.original is not None]
-    check_pixels(
-        round(sum(p.width * p.height for s in samples for p in s.pictures) * scale**2)
-        + round(sum(w * h / max(w, h) ** 2 for w, h in originals) * (1.35 * scale * largest) ** 2)
-    )
     captions = [", ".join(filter(None, (f"epoch {epoch}", view))) for epoch in epochs for view in views]
     made = []
     for sample in samples:
         own = None if style is None else style.for_sample(sample.annotated)
-        cells = [_original(sample, 1.35 * scale * largest, own)]  # larger, because boxes are drawn on it
+        cells = [_original(sample, ORIGINAL * scale * largest, own)]
         known: Sequence[Annotations | None] = sample.annotations or [None] * len(captions)
         for n, (picture, caption, shown) in enumerate(zip(sample.pictures, captions, known, strict=True)):
             picture = drawn(picture, scale, shown, own)
@@ -332,9 +324,9 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     return Cell(image, ", ".join(filter(None, ("original", counted(sample.annotated)))))
 
 
-def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Sequence[int]) -> list[list[Tensor]]:
+def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoch: int) -> list[list[Tensor]]:
     """Center crops of each image at each view's size: per view and sample, uint8 [H, W, 3] on the loader's device."""
-    originals = [image for image, _ in _originals(loader, decode, read(loader, indices))]
+    originals = [image for image, _ in _originals(loader, indices, epoch)]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
             raise ConfigError(
@@ -350,19 +342,20 @@ def whole(loader: Loader, decode: Decode, *, views: Sequence[View], indices: Seq
     return made
 
 
-def colorful(loader: Loader, decode: Decode, *, indices: Sequence[int]) -> int:
+def colorful(loader: Loader, indices: Sequence[int], *, epoch: int) -> int:
     """The sample whose channels differ most, because half of the operations do not change a gray image."""
-    images = _originals(loader, decode, read(loader, indices))
+    images = _originals(loader, indices, epoch)
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image, _ in images]
     return indices[int(np.argmax(spread))]
 
 
-def _originals(
-    loader: Loader, decode: Decode, encoded: EncodedBatch, *, annotate: bool = False
-) -> list[tuple[Any, BatchTargets | None]]:
-    """Whole images, uint8 [H, W, 3] on the CPU, an empty array for a bad sample; with ``annotate`` their targets."""
-    decoder = decode.open("cpu")
-    images = [image.numpy() for image in decoder.full(encoded, decoder.read_headers(encoded))]
-    known = [upright_targets(loader, decoder, index) if annotate else None for index in encoded.indices.tolist()]
+def _originals(loader: Loader, indices: Sequence[int], epoch: int) -> list[tuple[Any, BatchTargets | None]]:
+    """The whole images, uint8 [H, W, 3] on the CPU, and their targets. A bad sample has an empty array."""
+    decoder, found = replace(loader.decode, num_threads=1).open("cpu"), []
+    for index in indices:
+        encoded = read(loader, [index], epoch=epoch)
+        headers = decoder.read_headers(encoded)
+        image = decoder.full(encoded, headers)[0].numpy()
+        found.append((image, upright_targets(loader, decoder, encoded, headers)))
     decoder.close()
-    return list(zip(images, known, strict=True))
+    return found

@@ -1,4 +1,4 @@
-"""Draws the images of a recipe again after each change of its parameters, for the live page and the notebook."""
+"""Draws samples again after each change of the recipe's parameters, for the live page and the notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
-QUESTION = ("changes", "indices", "epoch")  # the keys of a call's mapping
+QUESTION = ("changes", "indices", "epoch")  # what the page or the notebook can ask for
 
 
 class Live:
@@ -52,17 +52,16 @@ class Live:
         Raises:
             ConfigError: for a key that is no parameter of the recipe, and for a value that is not allowed.
         """
-        asked = _checked(asked)
-        given = {k: asked[k] for k in ("indices", "epoch") if asked.get(k) is not None}
-        settings, request = replace(self.settings, **given), self._changed(asked)
-        stream = io.BytesIO()
+        request, stream = self._changed(asked), io.BytesIO()
+        given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
+        settings = replace(self.settings, **given)
         shown = drawing(request, request.loader(), settings, Report(), source=self.source, cache=None)
-        shown.picture().save(stream, "PNG", compress_level=1)  # fast; the larger file does not matter on one machine
+        shown.picture().save(stream, "PNG", compress_level=1)  # fast, and large files do not matter here
         return stream.getvalue()
 
     def overrides(self, asked: Any = None) -> str:
         """The changed loader's overrides, quoted for a shell, after options such as ``--config-dir``."""
-        call = self._changed(_checked(asked))
+        call = self._changed(asked)
         options = {"--config-dir": call.config_dir, "--config-name": call.config_name, "--at": call.at}
         words = [word for option, value in options.items() if value is not None for word in (option, value)]
         words += [word for prefix in call.trust for word in ("--trust", prefix)]
@@ -72,19 +71,15 @@ class Live:
         """The changed recipe as a file of the group ``augment``."""
         from omegaconf import OmegaConf
 
-        augment = self._changed(_checked(asked)).loader().get("augment")
+        augment = self._changed(asked).loader().get("augment")
         tree = {} if augment is None else OmegaConf.to_container(augment, resolve=True)
         where = "# Save as conf/gpuaug/augment/NAME.yaml, and select it with: --config-dir conf augment=NAME\n"
         return where + OmegaConf.to_yaml(OmegaConf.create(tree))
 
-    def _changed(self, asked: Mapping[str, Any]) -> Request:
+    def _changed(self, asked: Any) -> Request:
+        """The request with the changed parameters. ConfigError if ``asked`` has unknown keys."""
+        asked = {} if asked is None else asked
+        if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
+            raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")
         more = changed(self.controls, asked.get("changes", {}))
         return replace(self.request, overrides=(*self.request.overrides, *more))
-
-
-def _checked(asked: Any) -> Mapping[str, Any]:
-    """The call's mapping. ConfigError if it has unknown keys."""
-    asked = {} if asked is None else asked
-    if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
-        raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")
-    return asked

@@ -1,7 +1,7 @@
 """`gpuaug preview show=operations`: every operation of a recipe at the ends and in the middle of its range.
 
-The code knows no operation by name. It varies each random number to see which of Kornia's parameters change. The
-pixels come from the training backend.
+To find the ranges, each random number of an operation is varied, and the Kornia parameters that change belong to this
+number. So this module needs no list of operations. The pixels come from the training backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # numbered as in `order`
+STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # by their numbers in `order`
 EXAMPLES = 3  # pictures of an operation whose range is unknown
 
 
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def spans(op: Prepared, size: Size) -> list[Span]:
-    """The ranges of an operation's parameters on images of ``size``, (H, W), in the order of its slots."""
+    """The ranges of an operation's parameters, in the order of the slots. ``size`` of the images is (H, W)."""
     if op.seeded is not None:
         drawn = np.zeros((EXAMPLES, op.count), dtype=np.float32)
         return [Span(type(op.op).__name__, 0, 0, drawn, [f"draw {n + 1}" for n in range(EXAMPLES)])]
@@ -90,7 +90,10 @@ def _kind(module: Any) -> str:
 def _over(
     params: Callable[[Float], Params], count: int, names: Sequence[str], columns: list[int], at: tuple[str, int, int]
 ) -> Span:
-    """A span from one end of the range to the other. If values have no order: the first ones."""
+    """The span of the parameters ``names``, which the random numbers ``columns`` change.
+
+    Values without an order (no smallest and largest sum) are shown as they come.
+    """
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
     points = list(many)  # a parameter can use several random numbers, such as a magnitude and its sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
@@ -135,7 +138,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
             for span in spans(op, (samples[0].shape[0], samples[0].shape[1])):
                 notes = _notes(op, span, view.name)
                 for image in samples:
-                    # of chains, which are mixed, each operation is shown alone
+                    # `chains=0`: an operation of mixed chains is shown alone
                     one = kind((replace(op, chains=0),), None)
                     arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
                     pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
@@ -144,7 +147,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:
-    """The class, its probability and view, and the random choice that contains it, if any."""
+    """The class, the probability and the view. If a random choice contains the class: also the choice."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
     if span.what.startswith(whole):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,23 +11,22 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decoder
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import NO_DRAWS, LiveStage
 from gpuaug.read.reader import Reader
 from gpuaug.targets.batch import BatchTargets
 
 
-def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTargets | None:
-    """The targets of a whole upright image, before the recipe, as a batch of one on the CPU.
+def upright_targets(
+    loader: Loader, decoder: Decoder, encoded: EncodedBatch, headers: HeaderInfo
+) -> BatchTargets | None:
+    """The targets of a whole upright image, before the recipe. ``encoded`` and the result are batches of one.
 
-    None if the loader has no targets, or those of the sample cannot be used.
+    None if the loader has no targets, or if the targets of this sample cannot be used.
     """
     stage = loader.pipeline.stage
-    if not isinstance(stage, LiveStage) or stage.targets is None:
-        return None
-    encoded = read(loader, [index])
-    headers = decoder.read_headers(encoded)
-    if encoded.faults or headers.faults:
+    if not isinstance(stage, LiveStage) or stage.targets is None or encoded.faults or headers.faults:
         return None
     recipe = Augment()  # no crop and no operations: the output is the whole image
     whole = TargetStage(stage.targets.rules, recipe, panoptic=stage.targets.panoptic)
@@ -37,8 +37,8 @@ def upright_targets(loader: Loader, decoder: Decoder, index: int) -> BatchTarget
     return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
 
 
-def read(loader: Loader, indices: Sequence[int]) -> EncodedBatch:
-    """The encoded images and targets of some samples."""
-    number = torch.tensor(list(indices))
-    reader = Reader(loader.source, targets=loader.pipeline.reader.targets)
-    return next(reader.batches([(number, number * 0, number == number)]))
+def read(loader: Loader, indices: Sequence[int], *, epoch: int) -> EncodedBatch:
+    """The encoded images and targets of some samples. In a packed source, their size can depend on the epoch."""
+    number, pipeline = torch.tensor(list(indices)), loader.pipeline
+    reader = Reader(pipeline.reader.source, targets=pipeline.reader.targets)
+    return next(iter(replace(pipeline, reader=reader).read([(number, number * 0, number == number)], epoch)))

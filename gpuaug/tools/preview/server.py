@@ -1,8 +1,8 @@
 """`gpuaug preview serve=true`: a page with sliders for a recipe, on this machine only.
 
-The page can do three things: read the list of parameters, draw samples by number, and read the changed recipe. No
-request names a file. Every address begins with a random token. Requests under another host name are refused, because
-a foreign web page can give this machine's address a name of its own (DNS rebinding).
+The page can read the list of parameters, draw samples by number, and read the changed recipe. No request names a file.
+Every address begins with a random token. Requests to another host name are refused, because a foreign web page can let
+its own host name point to this machine (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,7 @@ Answer = Callable[[Any], str | bytes]  # takes a request's JSON, returns a PNG o
 HOST = "127.0.0.1"
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may have another one
 LARGEST_BODY = 1 << 16  # bytes
-FILES = {"": ("live.html", "text/html"), "live.js": ("live.js", "text/javascript")}
+FILES = {"": "live.html", "live.js": "live.js"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -56,18 +58,23 @@ def main(request: Request, settings: Settings) -> int:
         listening = socket.create_server((HOST, settings.port))
     except OSError as error:
         raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free one.") from error
-    token = secrets.token_urlsafe(16)
-    with listening, ThreadPoolExecutor(1) as worker:
+    token, worker = secrets.token_urlsafe(16), ThreadPoolExecutor(1)
+    with listening:
         print(f"http://{HOST}:{listening.getsockname()[1]}/{token}/", flush=True)
         log.info("open this address in a browser on this machine; Ctrl-C ends the page")
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
         served = application(live, token, worker)
         web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
+    idle = worker.submit(int)  # cannot start while a picture is being drawn
+    worker.shutdown(wait=False)
+    if not wait([idle], timeout=0.1).done:
+        sys.stdout.flush()
+        os._exit(0)  # a normal exit waits for the thread that draws
     return 0
 
 
-def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. All work runs in the one thread of ``worker``, one request after the other."""
+def _guard(token: str) -> Any:
+    """A middleware that refuses other hosts, requests from other pages, and addresses without the token."""
     from aiohttp import web
 
     @web.middleware
@@ -81,12 +88,23 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
         answer: web.StreamResponse = await handler(request)
         return answer
 
+    return guarded
+
+
+def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
+    """The page's routes. ``worker`` has one thread, so only one request is worked on at a time.
+
+    While a picture is being drawn, further requests for pictures wait. Then only the newest of them is drawn.
+    """
+    from aiohttp import web
+
+    newest: Any = None  # the newest request for a picture
+
     async def headers(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
 
-    async def file(_: web.Request, *, name: str, kind: str) -> web.Response:
-        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        return web.Response(text=text, content_type=kind)
+    async def file(_: web.Request, *, name: str) -> web.FileResponse:
+        return web.FileResponse(Path(__file__).with_name(name))
 
     async def state(_: web.Request) -> web.Response:
         return web.json_response(live.state())
@@ -106,12 +124,23 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
             return web.Response(body=answer, content_type="image/png")
         return web.Response(text=answer)
 
-    served = web.Application(middlewares=[guarded], client_max_size=LARGEST_BODY)
+    async def render(request: web.Request) -> web.Response:
+        nonlocal newest
+        newest = request
+
+        def picture(asked: Any) -> bytes:
+            if request is not newest:
+                raise ConfigError("This picture is not drawn, because a newer request arrived. To get it, ask again.")
+            return live.png(asked)
+
+        return await made(request, make=picture)
+
+    served = web.Application(middlewares=[_guard(token)], client_max_size=LARGEST_BODY)
     served.on_response_prepare.append(headers)
-    for place, (name, kind) in FILES.items():
-        served.router.add_get(f"/{token}/{place}", partial(file, name=name, kind=kind))
+    for place, name in FILES.items():
+        served.router.add_get(f"/{token}/{place}", partial(file, name=name))
     served.router.add_get(f"/{token}/state", state)
-    served.router.add_post(f"/{token}/render", partial(made, make=live.png))
+    served.router.add_post(f"/{token}/render", render)
     served.router.add_post(f"/{token}/overrides", partial(made, make=live.overrides))
     served.router.add_post(f"/{token}/yaml", partial(made, make=live.yaml))
     return served
