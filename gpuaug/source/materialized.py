@@ -262,7 +262,7 @@ class Rows:
         for number in range(len(self.manifest["views"])):
             kind, begin = fields[f"view{number}"][:2]
             part = pixels[:, begin : begin + kind.itemsize]
-            if self.dtype == torch.uint8 or part.stride(0) % self.dtype.itemsize:
+            if self.dtype == torch.uint8:
                 part = part.contiguous()
             if part.storage_offset() % self.dtype.itemsize:
                 part = part.clone()  # earlier bytes can put it at an offset that is not aligned for the dtype

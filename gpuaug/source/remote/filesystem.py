@@ -35,6 +35,7 @@ class Range(NamedTuple):
         size: number of bytes; None: the whole file.
         version: from a listing. A local file must still have this version. The disk cache stores versions separately.
         image: expected size in bytes if this is an encoded image (0: unknown), None if it is not an image.
+        most: largest size in bytes; 0: 512 MiB for an image, 1 GiB for another file.
     """
 
     path: str
@@ -42,11 +43,12 @@ class Range(NamedTuple):
     size: int | None = None
     version: str = ""
     image: int | None = None
+    most: int = 0
 
     @property
     def limit(self) -> int:
         """Maximum number of bytes to read."""
-        return local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE
+        return self.most or (local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE)
 
 
 def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -> Any:

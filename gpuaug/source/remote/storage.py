@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from gpuaug import checks
@@ -35,6 +35,7 @@ log = logging.getLogger("gpuaug")
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, doubled before each further try; its maximum
 GAP_BYTES = 1 << 16  # a gap of this size between two ranges is read too: quicker than another request
 BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
+OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
@@ -107,9 +108,7 @@ class Storage:
     _next: list[Range]  # prefetch hints for the read after next
 
     def __init__(self, remote: Remote | None = None) -> None:
-        if remote is not None and not isinstance(remote, Remote):
-            raise ConfigError(f"`source.remote` must be a gpuaug.Remote or null. Found: {type(remote).__name__}.")
-        self.remote = remote or Remote()
+        self.remote: Remote = checks.instance("source.remote", remote, Remote, optional=True) or Remote()
         self._reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,16 +137,17 @@ class Storage:
     def prefetch(self, ranges: Sequence[Range]) -> None:
         """Hint: small ranges that the read after next will need. Object stores send them in the background."""
         self._reset_after_fork()
-        small = [x for x in ranges if is_url(x.path) and max(x.image or 0, x.size or 0) <= local.LARGE]
-        self._next = [x for x in small if x.size != 0]
+        self._next = [
+            x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
+        ]
 
-    def read_file(self, path: str) -> bytes:
-        """All bytes of a file.
+    def read_file(self, path: str, *, limit: int = 0) -> bytes:
+        """All bytes of a file. ``limit``: maximum size in bytes; 0: 1 GiB.
 
         Raises:
             OSError, ReadError: if the file cannot be read.
         """
-        (data,) = self.read([Range(path)])
+        (data,) = self.read([Range(path, most=limit)])
         if isinstance(data, Exception):
             raise data
         return data
@@ -256,12 +256,9 @@ class Storage:
             if "*" in path:
                 raise ConfigError(f"`source.root` may contain * only in its last part. Found: {redact(path)!r}.")
         if not is_url(path):
-            if pattern is not None:
-                return self.stat(sorted(glob.glob(os.path.join(glob.escape(path), pattern))))
-            walk = os.walk(path)
-            return self.stat(
-                sorted(os.path.join(above, x) for above, _, names in walk for x in names if x.endswith(ending))
-            )
+            below = (os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.endswith(ending))
+            matching = below if pattern is None else glob.iglob(os.path.join(glob.escape(path), pattern))
+            return self.stat(sorted(matching))
         files = [
             FileInfo(join(path, key), size, version)
             for key, size, version in self.find(path)
@@ -301,8 +298,8 @@ class Storage:
     def _read_file(self, part: Range) -> bytes:
         is_image = part.image is not None
         if part.size is None:
-            return local.read_file(part.path, image=is_image)[part.begin :]
-        return self._files.read(part.path, part.begin, part.size, version=part.version, image=is_image)
+            return local.read_file(part.path, image=is_image, limit=part.limit)
+        return self._open_file(part.path).read(part.begin, part.size, version=part.version, image=is_image)
 
     # -- URLs
 
@@ -311,7 +308,7 @@ class Storage:
         self._lock = threading.RLock()
         self._systems: dict[str, Any] = {}  # fsspec file systems by bucket
         self._objects: dict[str, Objects | None] = {}  # libcurl readers by bucket
-        self._files = local.OpenFiles()
+        self._open_file = lru_cache(maxsize=OPEN_FILES)(local.OpenFile)
         self._threads: ThreadPoolExecutor | None = None
         self._next = []
         self._disk = None
