@@ -81,11 +81,7 @@ def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]
 
 
 def read_text(path: str, storage: Storage) -> str:
-    """Text of an annotation file. Bytes that are not UTF-8 are kept by ``surrogateescape``.
-
-    Raises:
-        OSError, ReadError: if the file cannot be read.
-    """
+    """Text of an annotation file, with ``surrogateescape``; OSError or ReadError if the file cannot be read."""
     (data,) = texts([path], storage)
     if isinstance(data, Exception):
         raise data
@@ -95,8 +91,7 @@ def read_text(path: str, storage: Storage) -> str:
 def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
     """The lines of a file that lists samples, without empty lines. ``key`` is its configuration key, for messages.
 
-    Raises:
-        SourceError: if the file cannot be read, is empty, or names a sample twice.
+    SourceError if the file cannot be read, is empty, or names a sample twice.
     """
     try:
         lines = [line for line in map(str.strip, read_text(path, storage).split("\n")) if line]
@@ -117,10 +112,8 @@ def by_stem(
 ) -> dict[str, bytes]:
     """Maps the paths of a tree's files, without ``suffix`` and file name extension, to full names.
 
-    Files whose names ``skip`` selects are left out. Files without ``suffix`` are too, and they are counted in the log.
-
-    Raises:
-        SourceError: if two names differ only in their extension.
+    Leaves out files that ``skip`` selects, and files without ``suffix``; the log counts the second kind. SourceError if
+    two names differ only in their extension.
     """
     found: dict[str, bytes] = {}
     place, ignored = redact(tree.root), 0

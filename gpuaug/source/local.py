@@ -86,11 +86,7 @@ def file_version(status: os.stat_result) -> str:
 
 
 class OpenFile:
-    """A local file that stays open while this object exists: opening takes longer than reading an image.
-
-    Raises:
-        OSError: if the file cannot be opened or is not a regular file.
-    """
+    """A local file that stays open while this object exists: opening takes longer than reading an image."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -99,11 +95,7 @@ class OpenFile:
         self.version = file_version(check_regular(os.fstat(self.fd), path))
 
     def read(self, begin: int, size: int, *, version: str, image: bool) -> bytes:
-        """Read ``size`` bytes from position ``begin``.
-
-        Raises:
-            OSError: if the file cannot be read, is too short, has another version, or is not the expected image.
-        """
+        """Read ``size`` bytes from position ``begin``. Raises OSError, also if the file has another ``version``."""
         if version and version != self.version:
             raise OSError(errno.ESTALE, "the file changed since it was indexed", self.path)
         return _read(self.fd, begin, size, self.path, image=image)

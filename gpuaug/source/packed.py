@@ -38,8 +38,8 @@ class PackedSource(ListedSource):
     """The folder of `gpuaug pack`, with the keys, labels, classes and targets of the packed source.
 
     Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and `decode`
-    crops views from them without a copy. A worker would copy every batch into shared memory, so the default for them
-    is ``num_workers=0``.
+    crops views from them without a copy. Workers would copy every batch into shared memory. So the default for uint8
+    arrays is ``num_workers=0``.
 
     If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``, in pixels of the packed image.
     If it had extra values, a sample is ``(bytes, label, extra)``.
@@ -237,22 +237,20 @@ class PackedSource(ListedSource):
         ends = self._array(f"index/{name}.npy", np.int64, self.total + 1)
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
-    def _shared(self, name: str, dtype: Any) -> Tensor:
-        return share(torch.from_numpy(self._array(name, dtype, self.total)))
-
     def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
         """First byte and number of bytes of each sample in its shard, for every size."""
-        begins = {size: self._shared(f"index/{size}.{offsets}.npy", np.int64) for size in self.used}
-        bytes_ = {size: self._shared(f"index/{size}.{lengths}.npy", np.int32) for size in self.used}
+        begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
         for size in self.used:
-            begin, length = begins[size].numpy(), bytes_[size].numpy()
+            begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)
+            length = self._array(f"index/{size}.{lengths}.npy", np.int32, self.total)
             names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
             room = np.repeat([self.manifest["files"][name][0] for name in names], self.manifest["shards"])
             if ((begin < 0) | (length < 0) | (begin + length > room)).any():
                 raise SourceError(
                     f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}"
                 )
-        return begins, bytes_
+            begins[size], sizes[size] = share(torch.from_numpy(begin)), share(torch.from_numpy(length))
+        return begins, sizes
 
     def _take_targets(self) -> None:
         """Set the attributes that describe the targets, and load the objects of every size."""

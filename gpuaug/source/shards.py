@@ -294,7 +294,7 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if folder is None and not is_url(root):  # beside the shards. No root in its name, so both can be moved
+    if folder is None and not is_url(root):  # beside the shards. The name has no root, so the folder can be moved
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
     versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]
@@ -409,7 +409,7 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
         entry["keys"].append(os.fsdecode(_unique(wanted[0].name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
-        if label is not None:  # usually no request: it is in the piece with the headers
+        if label is not None:  # usually without a request, because the piece with the headers contains the label
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(

@@ -33,7 +33,7 @@ from gpuaug.source.remote.objects import Objects, open_objects
 log = logging.getLogger("gpuaug")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, doubled before each further try; its maximum
-GAP_BYTES = 1 << 16  # a gap of this size between two ranges is read too: quicker than another request
+GAP_BYTES = 1 << 16  # two ranges with a smaller gap are one request, because two requests take longer
 BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
@@ -142,22 +142,14 @@ class Storage:
         ]
 
     def read_file(self, path: str, *, limit: int = 0) -> bytes:
-        """All bytes of a file. ``limit``: maximum size in bytes; 0: 1 GiB.
-
-        Raises:
-            OSError, ReadError: if the file cannot be read.
-        """
+        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: maximum size; 0: 1 GiB."""
         (data,) = self.read([Range(path, most=limit)])
         if isinstance(data, Exception):
             raise data
         return data
 
     def stat(self, paths: Sequence[str]) -> list[FileInfo]:
-        """Size and version of each file.
-
-        Raises:
-            SourceError: if a file is missing or not a regular file.
-        """
+        """Size and version of each file; SourceError if a file is missing or is not a regular file."""
         self._reset_after_fork()
         urls = [path for path in paths if is_url(path)]
         answers = self._ask([_Request(self._system(url), url, filesystem.info) for url in urls])
@@ -178,12 +170,9 @@ class Storage:
         return files
 
     def find(self, root: str, *, key: str = "source.root") -> list[FileInfo]:
-        """All files below a URL, in no fixed order. Folders of the same level are listed at the same time.
+        """All files below a URL, in no fixed order; SourceError if a folder cannot be listed.
 
-        ``key`` is the configuration key of ``root``, for errors.
-
-        Raises:
-            SourceError: if a folder cannot be listed.
+        Folders of the same level are listed at the same time. ``key``: the configuration key of ``root``, for errors.
         """
         self._reset_after_fork()
         files: list[FileInfo] = []
@@ -402,7 +391,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer or exception to return. After retries it is not an OSError, which the reader would try again."""
+        """The answer, or the exception to return. ReadError after the last try, because the reader retries OSErrors."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
