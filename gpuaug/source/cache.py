@@ -44,7 +44,7 @@ HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
-_opened: dict[str, int] = {}  # how many caches of the same source this process has opened
+_opened: dict[str, int] = {}  # number of caches that this process has opened, by source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

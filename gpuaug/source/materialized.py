@@ -49,8 +49,8 @@ MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file desc
 class MaterializedSource(ListedSource):
     """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
 
-    The loader must have the recipe and seed of the stored epochs, otherwise it raises an error. Samples keep the
-    numbers, keys, labels and classes of their source, so a loader's state is valid for both sources.
+    A loader with another recipe or seed than the stored epochs raises an error. Samples keep the numbers, keys, labels
+    and classes of their source, so a loader's state is valid for both sources.
 
     Args:
         root: the folder.

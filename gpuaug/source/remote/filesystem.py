@@ -113,7 +113,7 @@ async def _call(system: Any, threads: Executor | None, method: str, *args: Any, 
 
 
 async def read(system: Any, threads: Executor | None, url: str, *, part: Range) -> bytes | OSError:
-    """The bytes of a range, or an OSError if there are too many or too few."""
+    """The bytes of a range, or an OSError if the answer has too many or too few bytes."""
     if url.startswith(("http://", "https://")):
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
@@ -154,7 +154,7 @@ async def _read_http(system: Any, part: Range) -> bytes | OSError:
 
 
 def check_size(data: Any, part: Range) -> bytes | OSError:
-    """Return ``data``, or an OSError if it does not have the length of the range."""
+    """Return ``data``, or an OSError if its length is not that of the range."""
     if part.size is not None and len(data) != part.size:
         text = f"{len(data)} bytes instead of {part.size} at position {part.begin}"
         return OSError(errno.EIO, text, redact(part.path))
