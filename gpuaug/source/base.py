@@ -100,7 +100,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
+        """``prefetch(numbers)`` announces the samples of the ``read_many`` call after next. None for local files."""
         return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
 
     @property

@@ -7,7 +7,7 @@ The memory is one unnamed file (memfd) as large as the limit. Its pages take mem
     records   length of the bytes, length of the rest, bytes, rest: pickled (label,) or (label, extra)
 
 A process writes the record first and its position last. So if the process is killed, the sample counts as not stored.
-Space is reserved under a lock. If the process that holds the lock ends, the kernel releases the lock.
+Space is reserved under a lock. The kernel releases the lock if its process ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
-_opened: dict[str, int] = {}  # how many caches of the same source this process has opened
+_opened: dict[str, int] = {}  # number of caches that this process has opened, by source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class CachedSource(SourceView):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored by all ranks of this machine."""
+        """Bytes that all ranks of this machine have stored."""
         return int(self._memory.head[USED])
 
     @property
@@ -164,7 +164,7 @@ class CachedSource(SourceView):
         self.warn_if_full()
 
     def warn_if_full(self) -> None:
-        """If a sample did not fit, log one warning, on one rank only."""
+        """If a sample did not fit, log a warning, on the first rank that calls this."""
         memory = self._memory
         if not memory.head[FULL] or memory.head[WARNED]:
             return
@@ -189,10 +189,7 @@ class CachedSource(SourceView):
         if (record := self._memory.get(index)) is None:
             return None
         data, rest = record
-        if rest is not None:
-            return data, *pickle.loads(rest)  # safe: only our own processes write to this memory
-        assert self.labels is not None
-        return data, int(self.labels.numpy()[index])
+        return data, *pickle.loads(rest)  # safe: only our own processes write to this memory
 
     def _put(self, index: int, item: Any) -> Any:
         """Return the item, and store it if it is ``(bytes, label[, extra])``. The reader reports other types."""
@@ -206,9 +203,8 @@ class CachedSource(SourceView):
         if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
             if isinstance(label, Target) and isinstance(label.mask, memoryview):  # cannot be pickled
                 label = replace(label, mask=bytes(label.mask))
-            known = self.labels is not None and type(label) is int and int(self.labels.numpy()[index]) == label
             try:
-                rest = None if known and not extra else pickle.dumps((label, *extra))
+                rest = pickle.dumps((label, *extra))
             except (TypeError, AttributeError, RecursionError, pickle.PicklingError):  # the reader reports it
                 return item
             self._memory.put(index, data.cast("B"), rest)
@@ -263,20 +259,19 @@ class _Memory:
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.numbers, reduction.DupFd(self._fd))
 
-    def get(self, index: int) -> tuple[memoryview, bytes | None] | None:
-        """A view of the bytes, and the pickled rest (None if there is none); None if the sample is not stored."""
+    def get(self, index: int) -> tuple[memoryview, memoryview] | None:
+        """Views of the bytes and of the pickled rest; None if the sample is not stored."""
         if not 0 <= index < self.numbers or (begin := int(self.index[index])) <= 0:
             return None
         length, more = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
         end = begin + 16 + length
-        return self._records[begin + 16 : end], bytes(self._records[end : end + more]) if more else None
+        return self._records[begin + 16 : end], self._records[end : end + more]
 
-    def put(self, index: int, data: memoryview, rest: bytes | None) -> None:
+    def put(self, index: int, data: memoryview, rest: bytes) -> None:
         """Store a sample if there is room and no other process is storing it."""
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
-        lengths = np.array([len(data), len(rest or b"")], dtype=np.int64).tobytes()
-        record = b"".join((lengths, data, rest or b""))
+        record = b"".join((np.array([len(data), len(rest)], dtype=np.int64).tobytes(), data, rest))
         with self.locked():
             entry = int(self.index[index])
             if entry > 0 or (entry < 0 and os.path.exists(f"/proc/{-entry}")):

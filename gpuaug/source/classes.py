@@ -63,8 +63,8 @@ def label_column(
 ) -> str | None:
     """Name of the label column; None: no labels.
 
-    ``auto`` means the column ``label`` or ``labels``, else the only column in ``with_classes``. The numbers of those
-    columns have class names. ``columns`` are all columns except images. ``place`` and ``remedy`` are for messages.
+    ``auto`` means the column ``label`` or ``labels``, else the only column in ``with_classes``, the columns whose
+    numbers have class names. ``columns`` are all columns except images. ``place`` and ``remedy`` are for messages.
     """
     if label in (None, "none") or (label == "auto" and not columns):
         return None

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 from collections.abc import Callable
-from functools import lru_cache
 
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
@@ -15,7 +14,6 @@ LARGEST_IMAGE = 1 << 29  # bytes; the decoder accepts up to 178 million pixels, 
 LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with an image signature
 LARGEST_BATCH = 1 << 31  # bytes that the images above `LARGE` in a batch may take together
 SIGNATURE = 16  # bytes that identify an image format
-OPEN_FILES = 32  # files that a process keeps open
 
 # non-blocking: if a pipe has the name of an image, opening the pipe must not block the worker
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -46,18 +44,23 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
     fd = os.open(path, _FLAGS)
     try:
         size = check_regular(os.fstat(fd), path, limit=limit or (LARGEST_IMAGE if image else LARGEST_FILE)).st_size
-        if image and size > LARGE:
-            check_signature(os.read(fd, SIGNATURE), size, path)
-            os.lseek(fd, 0, os.SEEK_SET)
-        data = os.read(fd, size + 1)
-        while len(data) < size:  # a network file system may return fewer bytes per call
-            more = os.read(fd, size - len(data))
-            if not more:
-                raise OSError(errno.EIO, f"the file ended after {len(data)} of {size} bytes", os.fsdecode(path))
-            data += more
-        return data
+        return _read(fd, 0, size, path, image=image)
     finally:
         os.close(fd)
+
+
+def _read(fd: int, begin: int, size: int, path: bytes | str, *, image: bool) -> bytes:
+    """Read ``size`` bytes of an open file from position ``begin``. An image above 16 MiB must have a signature."""
+    if image and size > LARGE:
+        check_signature(os.pread(fd, SIGNATURE, begin), size, path)
+    data = os.pread(fd, size, begin)
+    while len(data) < size:  # a network file system may return fewer bytes per call
+        more = os.pread(fd, size - len(data), begin + len(data))
+        if not more:
+            text = f"the file ended after {len(data)} of {size} bytes at position {begin}"
+            raise OSError(errno.EIO, text, os.fsdecode(path))
+        data += more
+    return data
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
@@ -82,39 +85,20 @@ def file_version(status: os.stat_result) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
-class OpenFiles:
-    """Reads ranges of local files. Keeps the last used files open: opening takes longer than reading an image."""
-
-    def __init__(self) -> None:
-        self._open = lru_cache(maxsize=OPEN_FILES)(_File)
-
-    def read(self, path: str, begin: int, size: int, *, version: str, image: bool) -> bytes:
-        """Read ``size`` bytes from position ``begin``.
-
-        Raises:
-            OSError: if the file cannot be read, is too short, has another version, or is not the expected image.
-        """
-        file = self._open(path)
-        if version and version != file.version:
-            raise OSError(errno.ESTALE, "the file changed since it was indexed", path)
-        if image and size > LARGE:
-            check_signature(os.pread(file.fd, SIGNATURE, begin), size, path)
-        data = os.pread(file.fd, size, begin)
-        while len(data) < size:
-            more = os.pread(file.fd, size - len(data), begin + len(data))
-            if not more:
-                raise OSError(errno.EIO, f"the file ended after {len(data)} of {size} bytes at position {begin}", path)
-            data += more
-        return data
-
-
-class _File:
-    """An open file. It is closed when no reader uses it any more."""
+class OpenFile:
+    """A local file that stays open while this object exists: opening takes longer than reading an image."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
+        self.path = path
         self.fd = os.open(path, _FLAGS)
         self.version = file_version(check_regular(os.fstat(self.fd), path))
+
+    def read(self, begin: int, size: int, *, version: str, image: bool) -> bytes:
+        """Read ``size`` bytes from position ``begin``. Raises OSError, also if the file has another ``version``."""
+        if version and version != self.version:
+            raise OSError(errno.ESTALE, "the file changed since it was indexed", self.path)
+        return _read(self.fd, begin, size, self.path, image=image)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os.close` may be gone at exit
         if self.fd >= 0:

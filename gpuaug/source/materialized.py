@@ -49,8 +49,8 @@ MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file desc
 class MaterializedSource(ListedSource):
     """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
 
-    The loader must have the recipe and seed of the stored epochs, otherwise it raises an error. Samples keep the
-    numbers, keys, labels and classes of their source, so a loader's state is valid for both sources.
+    A loader with another recipe or seed than the stored epochs raises an error. Samples keep the numbers, keys, labels
+    and classes of their source, so a loader's state is valid for both sources.
 
     Args:
         root: the folder.
@@ -262,7 +262,7 @@ class Rows:
         for number in range(len(self.manifest["views"])):
             kind, begin = fields[f"view{number}"][:2]
             part = pixels[:, begin : begin + kind.itemsize]
-            if self.dtype == torch.uint8 or part.stride(0) % self.dtype.itemsize:
+            if self.dtype == torch.uint8:
                 part = part.contiguous()
             if part.storage_offset() % self.dtype.itemsize:
                 part = part.clone()  # earlier bytes can put it at an offset that is not aligned for the dtype

@@ -6,7 +6,6 @@ import io
 import json
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,6 @@ from gpuaug.source.base import Classes, ListedSource, SourceView, parse_manifest
 from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, bounds_of, check_array, locate, share
-from gpuaug.source.local import read_file
 from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -40,8 +38,8 @@ class PackedSource(ListedSource):
     """The folder of `gpuaug pack`, with the keys, labels, classes and targets of the packed source.
 
     Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and `decode`
-    crops views from them without a copy. A worker would copy every batch into shared memory, so the default for them
-    is ``num_workers=0``.
+    crops views from them without a copy. Workers would copy every batch into shared memory. So the default for uint8
+    arrays is ``num_workers=0``.
 
     If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``, in pixels of the packed image.
     If it had extra values, a sample is ``(bytes, label, extra)``.
@@ -132,7 +130,8 @@ class PackedSource(ListedSource):
     # -- bytes --
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        return self.read_rows(numbers) if self.size else []
+        _ = self.size  # raises RuntimeError if the size depends on the epoch
+        return self.read_rows(numbers)
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
         """The sample of each of ``rows``, numbers of :class:`Rows`; an exception if it cannot be read."""
@@ -205,7 +204,7 @@ class PackedSource(ListedSource):
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
-            manifest = parse_manifest(self._load(MANIFEST, limit=None), KIND, VERSION)
+            manifest = parse_manifest(self._storage.read_file(join(self.root, MANIFEST)), KIND, VERSION)
         except FileNotFoundError as error:
             raise SourceError(
                 f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
@@ -222,13 +221,10 @@ class PackedSource(ListedSource):
                     raise SourceError(f"{name} in {self.root!r} {text}. {_REPAIR}")
         return manifest
 
-    def _load(self, name: str, limit: int | None = sys.maxsize) -> bytes:
-        path = join(self.root, name)
-        return self._storage.read_file(path) if is_url(path) else read_file(path, limit=limit)
-
     def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
+        size, _ = self.manifest["files"].get(name, (0, ""))
         try:
-            data = self._load(name)
+            data = self._storage.read_file(join(self.root, name), limit=size)
             if name.endswith(".bin"):
                 return np.frombuffer(data, dtype).copy()
             array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
@@ -237,28 +233,24 @@ class PackedSource(ListedSource):
             raise SourceError(f"{name} in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
 
     def _texts(self, name: str) -> Names:
-        blob, ends = (
-            self._array(f"index/{name}.bin", np.uint8),
-            self._array(f"index/{name}.npy", np.int64, self.total + 1),
-        )
+        blob = self._array(f"index/{name}.bin", np.uint8)
+        ends = self._array(f"index/{name}.npy", np.int64, self.total + 1)
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
-
-    def _shared(self, name: str, dtype: Any) -> Tensor:
-        return share(torch.from_numpy(self._array(name, dtype, self.total)))
 
     def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
         """First byte and number of bytes of each sample in its shard, for every size."""
-        begins = {size: self._shared(f"index/{size}.{offsets}.npy", np.int64) for size in self.used}
-        bytes_ = {size: self._shared(f"index/{size}.{lengths}.npy", np.int32) for size in self.used}
+        begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
         for size in self.used:
-            begin, length = begins[size].numpy(), bytes_[size].numpy()
+            begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)
+            length = self._array(f"index/{size}.{lengths}.npy", np.int32, self.total)
             names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
             room = np.repeat([self.manifest["files"][name][0] for name in names], self.manifest["shards"])
             if ((begin < 0) | (length < 0) | (begin + length > room)).any():
                 raise SourceError(
                     f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}"
                 )
-        return begins, bytes_
+            begins[size], sizes[size] = share(torch.from_numpy(begin)), share(torch.from_numpy(length))
+        return begins, sizes
 
     def _take_targets(self) -> None:
         """Set the attributes that describe the targets, and load the objects of every size."""

@@ -113,8 +113,7 @@ class ShardSource(ListedSource):
     ) -> None:
         if labels is not None and (not isinstance(labels, str) or not labels):
             raise ConfigError(f"`source.labels` must be an extension, such as cls or json, or none. Found: {labels!r}.")
-        if not isinstance(label_key, str) or not label_key:
-            raise ConfigError(f"`source.label_key` must be the name of a field. Found: {label_key!r}.")
+        checks.text("source.label_key", label_key)
         self._set_kinds(masks, objects, extra, num_keypoints, box_format)
         endings = tuple(x for y in extensions_of(extensions) if (x := y[1:]) not in (*self._members, *self._extras))
         if labels == "auto":
@@ -134,17 +133,7 @@ class ShardSource(ListedSource):
         bounds = bounds_of([len(part.keys) for part in parts])
         shard_names = Names.of([[os.fsencode(name) for name in names]])
         self._names: FileKeys = FileKeys(shard_names, bounds, Names.of(list(part.keys) for part in parts))
-        if not len(self._names):
-            raise SourceError(
-                f"no images in {len(shards)} shards of {redact(self.root)!r}. {_hint(parts, rule, extensions)}"
-            )
-        left_out = [text for part in parts for text in part.left_out]
-        if count := sum(part.dropped for part in parts):
-            log.warning(
-                "source %s: %d samples without an image%s are left out: %s",
-                redact(self.root), count, "".join(f" or {x}" for x in rule.needed), some(left_out),
-            )  # fmt: skip
-        self._check_extra(parts)
+        self._check_samples(parts, rule, extensions)
         if label is not None:
             values = [
                 _value(text, label, label_key, shard.path, part.keys, i)
@@ -176,20 +165,21 @@ class ShardSource(ListedSource):
         self._extras = tuple(name.lower().lstrip(".") for name in self.extra.names) if self.extra else ()
         self._count = 1 + len(self._members) + len(self._extras)  # of members that are read
 
-    def _check_extra(self, parts: list[_Part]) -> None:
-        """Raise SourceError if no sample has the member of an extra."""
+    def _check_samples(self, parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> None:
+        """Raise SourceError if there are no samples, or none has the member of an extra. Warn of incomplete samples."""
+        place, other = redact(self.root), sorted({extension for part in parts for extension in part.other})
+        if not len(self._names):
+            raise SourceError(f"no images in {len(parts)} shards of {place!r}. {_hint(other, rule, extensions)}")
+        if count := sum(part.dropped for part in parts):
+            needed, first = "".join(f" or {x}" for x in rule.needed), [x for part in parts for x in part.left_out]
+            log.warning("source %s: %d samples without an image%s are left out: %s", place, count, needed, some(first))
         offsets = self._offsets.numpy().reshape(-1, self._count)[:, 1 + len(self._members) :]
         for name, column in zip(self._extras, offsets.T, strict=True):
             if not column.any():
-                other = sorted({extension for part in parts for extension in part.other})
-                if name in other:
-                    raise SourceError(
-                        f"`source.extra` must name members beside the images of {redact(self.root)!r}. Found: "
-                        f"{name!r}, which only samples have that are left out. {_ADJACENT}"
-                    )
+                reason = "only samples have that are left out" if name in other else "no sample has"
                 raise SourceError(
-                    f"`source.extra` must name members of {redact(self.root)!r}. Found: {name!r}, which no sample has. "
-                    f"Extensions there: {some(other)}."
+                    f"`source.extra` must name members beside the images of {place!r}. "
+                    f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions there: {some(other)}."
                 )
 
     def _label_of(self, index: int) -> Any:
@@ -202,47 +192,40 @@ class ShardSource(ListedSource):
         begin, size = int(self._offsets.numpy()[at]), int(self._sizes.numpy()[at])
         return Range(shard.path, begin, size, shard.version, image=0)
 
-    def _parts(self, index: int) -> tuple[list[Range], list[tuple[int, int, int] | None]]:
-        """The ranges to read for a sample with several members, and the place of each member in them.
-
-        A place is (number of the range, begin, end). It is None for a missing extra. An empty extra has range -1.
-        """
-        shard = self._shards[locate(self._names.bounds, index)[0]]
+    def _places(self, index: int) -> list[tuple[int, int]]:
+        """First byte and number of bytes of each member of a sample: (0, 0) if the sample lacks an extra."""
         rows = slice(index * self._count, (index + 1) * self._count)
-        begins, sizes = self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist()
-        all_places = list(zip(begins, sizes, strict=True))
-        images = all_places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
-        found = dict.fromkeys(all_places)  # one member may be an extra and the objects
-        ranges = (Range(shard.path, *x, shard.version, image=0 if x in images else None) for x in found if x[1])
-        parts = joined(ranges, most=LARGE)
-        places: list[tuple[int, int, int] | None] = []
-        for begin, size in zip(begins, sizes, strict=True):
-            if not size:
-                places.append((-1, 0, 0) if begin else None)
-                continue
-            k = next(k for k, x in enumerate(parts) if x.begin <= begin and begin + size <= x.begin + (x.size or 0))
-            places.append((k, begin - parts[k].begin, begin - parts[k].begin + size))
-        return parts, places
+        return list(zip(self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist(), strict=True))
+
+    def _parts(self, index: int) -> list[Range]:
+        """The ranges to read for a sample with several members. Members next to each other are one range."""
+        shard, places = self._shards[locate(self._names.bounds, index)[0]], self._places(index)
+        images = places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
+        ranges = (
+            Range(shard.path, *place, shard.version, image=0 if place in images else None)
+            for place in {*places}  # one member may be an extra and the objects
+            if place[1]
+        )
+        return joined(ranges, most=LARGE)
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
         if self._count == 1:
             return super()._ranges(numbers)
-        return [part for i in numbers for part in self._parts(i)[0]]
+        return [part for i in numbers for part in self._parts(i)]
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         if self._count == 1:
             return super()._read(numbers)
         samples = [self._parts(i) for i in numbers]
-        pieces = iter(self._storage.read([part for parts, _ in samples for part in parts]))
+        pieces = iter(self._storage.read([part for parts in samples for part in parts]))
         results: list[Any] = []
-        for i, (parts, places) in zip(numbers, samples, strict=True):
-            data: list[Any] = [*(next(pieces) for _ in parts), b""]
-            failed = [piece for piece in data if isinstance(piece, Exception)]
-            members: list[Any] = [] if failed else [place and data[place[0]][place[1] : place[2]] for place in places]
-            results.append(failed[0] if failed else self._sample(i, *members))
+        for i, parts in zip(numbers, samples, strict=True):
+            data: list[Any] = [(part.begin, next(pieces)) for part in parts]
+            error = next((piece for _, piece in data if isinstance(piece, Exception)), None)
+            results.append(error or self._sample(i, *(_member(data, *place) for place in self._places(i))))
         return results
 
-    def _sample(self, index: int, image: bytes, *members: Any) -> Any:
+    def _sample(self, index: int, image: Any, *members: Any) -> Any:
         """Bytes, label or target, and extra of a sample; or the error of its objects or extra."""
         by_kind = dict(zip(self._members, members, strict=False))
         fields: dict[str, Any] = {}
@@ -264,18 +247,21 @@ class ShardSource(ListedSource):
             return GpuaugError(f"the extra of {self.key(index)!r} cannot be used: {error}")
 
 
+def _member(data: list[tuple[int, bytes]], begin: int, size: int) -> bytes | None:
+    """A member's bytes. ``data``: the sample's bytes, with their positions. None: the sample lacks the member."""
+    if not size:
+        return b"" if begin else None
+    at, piece = next((at, piece) for at, piece in data if at <= begin and begin + size <= at + len(piece))
+    return piece[begin - at : begin - at + size]
+
+
 class _Rule(NamedTuple):
     """Extensions of the members of a sample: image, label, ``members`` (masks and objects), extras."""
 
     extensions: tuple[str, ...]
     label: str | None
-    members: tuple[str, ...] = ()
-    extras: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:  # part of the index file's name. Older files stay valid, so print only what is set
-        more = f", members={self.members!r}" if self.members else ""
-        more += f", extras={self.extras!r}" if self.extras else ""
-        return f"_Rule(extensions={self.extensions!r}, label={self.label!r}{more})"
+    members: tuple[str, ...]
+    extras: tuple[str, ...]
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -308,7 +294,7 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if folder is None and not is_url(root):  # beside the shards. No root in its name, so both can be moved
+    if folder is None and not is_url(root):  # beside the shards. The name has no root, so the folder can be moved
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
     versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]
@@ -374,10 +360,9 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     entry = json.loads(line)
     name, size, version = entry["stamp"]
     texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
-    if not all(isinstance(column, list) and set(map(type, column)) <= {str} for column in texts):
-        raise ValueError("its texts are not strings")
-    if not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
-        raise ValueError("its numbers are not whole numbers")
+    are_texts = all(isinstance(column, list) and set(map(type, column)) <= {str} for column in texts)
+    if not are_texts or not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
+        raise ValueError("a field has another type")
     keys, labels = texts[:2]
     # not shared: shared memory would need a file descriptor for each shard
     names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
@@ -406,13 +391,14 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
         image, label = _chosen(sample, rule)
         found = [image, *map(sample.get, rule.members)]
         wanted = [member for member in found if member is not None]
-        if image is None or len(wanted) < len(found) or (label is None and rule.label is not None):
-            entry["dropped"] += 1
+        extras = [sample.get(extension) for extension in rule.extras]
+        is_usable = image is not None and len(wanted) == len(found) and (label is not None or rule.label is None)
+        if (not is_usable or None in extras) and len(other) < 20:
             other |= set(list(sample)[:20])
+        if not is_usable:
+            entry["dropped"] += 1
             entry["left_out"] += [os.fsdecode(key)] * (len(entry["left_out"]) < 5)
             continue
-        if None in (extras := [sample.get(extension) for extension in rule.extras]):
-            other |= set(list(sample)[:20]) if len(other) < 20 else set()
         for member in (*wanted, *extras, label):
             most = PIECE_BYTES if member is label else LARGEST_FILE
             if member is not None and member.size > most:
@@ -420,10 +406,10 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
                     f"shard {place!r}: {os.fsdecode(member.name)!r} has {member.size} bytes. Members must have at most "
                     f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write it smaller, or leave it out."
                 )
-        entry["keys"].append(os.fsdecode(_unique(image.name, times)))
+        entry["keys"].append(os.fsdecode(_unique(wanted[0].name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
-        if label is not None:  # usually no request: it is in the piece with the headers
+        if label is not None:  # usually without a request, because the piece with the headers contains the label
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(
@@ -518,8 +504,8 @@ def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) 
     raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not valid ({reason}).")
 
 
-def _hint(parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> str:
-    other = sorted({extension for part in parts for extension in part.other})
+def _hint(other: list[str], rule: _Rule, extensions: Sequence[str]) -> str:
+    """Why no sample is complete, and what to set. ``other``: extensions that the shards have."""
     if not other:
         return "The shards are empty."
     endings = [y[1:] for y in extensions_of(extensions)]

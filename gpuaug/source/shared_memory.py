@@ -118,8 +118,7 @@ def _new_memory(name: str, make: Callable[[int], None]) -> int:
 def _open_theirs(name: str) -> int:
     """Open the memory that another process owns under this name.
 
-    Raises:
-        OSError: ConnectionRefusedError if the memory is not ready, ProcessLookupError if its owner has ended.
+    ConnectionRefusedError if the memory is not ready, ProcessLookupError if its owner has ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)

@@ -31,7 +31,11 @@ class Member(NamedTuple):
 
 
 class _TarError(Exception):
-    """The fault of a header, and its remedy; without a remedy, the shard must be written again."""
+    """The fault of a header, and its remedy."""
+
+    def __init__(self, fault: str, remedy: str = "Write it again.") -> None:
+        super().__init__(fault)
+        self.remedy = remedy
 
 
 def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Iterator[Member]:
@@ -73,8 +77,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
         if at > size:
             raise _TarError("it is cut off in the padding of the last member")
     except _TarError as error:
-        text, remedy = (*error.args, "Write it again.")[:2]
-        raise SourceError(f"shard {path!r}: {text}. Position: byte {at} of {size}. {remedy}") from None
+        raise SourceError(f"shard {path!r}: {error}. Position: byte {at} of {size}. {error.remedy}") from None
     if size:
         log.warning("shard %r lacks the empty blocks that end a tar. It may be cut off, with members missing", path)
 

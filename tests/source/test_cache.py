@@ -228,8 +228,8 @@ def test_threads_and_processes_exclude_each_other():
 
     def put(first):
         for index in range(first, 4000, 3):
-            memory.put(index, memoryview(b"%d" % index), None)
-            memory.put(index - first, memoryview(b"%d" % (index - first)), None)
+            memory.put(index, memoryview(b"%d" % index), b"")
+            memory.put(index - first, memoryview(b"%d" % (index - first)), b"")
 
     pid = os.fork()
     if pid == 0:

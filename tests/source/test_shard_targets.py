@@ -345,7 +345,7 @@ def test_remote_members_are_one_read_if_they_are_adjacent(tmp_path, kind):
         found, faults = read(source, num_workers=1)
         assert not faults
         assert {i: found[i] for i in range(6)} == wanted(6)
-        begins = {f"bytes={source._parts(2)[0][0].begin}-"}
+        begins = {f"bytes={source._parts(2)[0].begin}-"}
         proxy.trouble = lambda path, count: None
         answer = proxy.answer
 
@@ -365,7 +365,7 @@ def test_large_members_are_read_one_by_one(tmp_path):
     text = json.dumps(rows_of(scene(1)[1])).encode()
     entries = [("a.json", text), ("a.jpg", big), ("a.seg.png", scene(1)[1].mask)]
     source = ShardSource(write_tar(tmp_path / "x.tar", entries), **ALL)
-    assert len(source._parts(0)[0]) == 3
+    assert len(source._parts(0)) == 3
     image, target = source[0]
     assert image == big
     assert target.mask == scene(1)[1].mask

@@ -153,7 +153,7 @@ def test_a_large_file_that_is_no_image_is_not_read(tree, monkeypatch):
             file.write(head)
             file.truncate(LARGE + 1)
     asked = []
-    monkeypatch.setattr(os, "read", lambda fd, size, read=os.read: asked.append(size) or read(fd, size))
+    monkeypatch.setattr(os, "pread", lambda fd, size, at, read=os.pread: asked.append(size) or read(fd, size, at))
     source = FolderSource(tree)
     with pytest.raises(OSError, match="not an image: 16777217 bytes that begin with"):
         source[0]

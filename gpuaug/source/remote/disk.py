@@ -120,11 +120,7 @@ class Disk:
 
 @contextmanager
 def locked(path: str) -> Iterator[int]:
-    """Lock a file against other processes and threads, and yield its descriptor. A missing file is created.
-
-    Raises:
-        OSError: if the file cannot be created or locked.
-    """
+    """Lock a file against other processes and threads, and yield its descriptor. A missing file is created."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when the process ends

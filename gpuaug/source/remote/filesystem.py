@@ -35,6 +35,7 @@ class Range(NamedTuple):
         size: number of bytes; None: the whole file.
         version: from a listing. A local file must still have this version. The disk cache stores versions separately.
         image: expected size in bytes if this is an encoded image (0: unknown), None if it is not an image.
+        most: largest size in bytes; 0: 512 MiB for an image, 1 GiB for another file.
     """
 
     path: str
@@ -42,11 +43,12 @@ class Range(NamedTuple):
     size: int | None = None
     version: str = ""
     image: int | None = None
+    most: int = 0
 
     @property
     def limit(self) -> int:
         """Maximum number of bytes to read."""
-        return local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE
+        return self.most or (local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE)
 
 
 def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -> Any:
@@ -111,7 +113,7 @@ async def _call(system: Any, threads: Executor | None, method: str, *args: Any, 
 
 
 async def read(system: Any, threads: Executor | None, url: str, *, part: Range) -> bytes | OSError:
-    """The bytes of a range, or an OSError if there are too many or too few."""
+    """The bytes of a range, or an OSError if the answer has too many or too few bytes."""
     if url.startswith(("http://", "https://")):
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
@@ -152,7 +154,7 @@ async def _read_http(system: Any, part: Range) -> bytes | OSError:
 
 
 def check_size(data: Any, part: Range) -> bytes | OSError:
-    """Return ``data``, or an OSError if it does not have the length of the range."""
+    """Return ``data``, or an OSError if its length is not that of the range."""
     if part.size is not None and len(data) != part.size:
         text = f"{len(data)} bytes instead of {part.size} at position {part.begin}"
         return OSError(errno.EIO, text, redact(part.path))

@@ -42,11 +42,14 @@ class Objects(NamedTuple):
     """The objects of a bucket, or of a web server."""
 
     curl: Curl  # sends the requests
-    url: Callable[[str], str | None]  # from a user's URL to the one to request; None: HTTP clients change its key
+    url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read this key
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """Return a function that converts a user's URL to ``root + key + end``, with the key quoted."""
+    """Return a function that converts a user's URL to ``root + key + end``, with the key quoted.
+
+    The function returns None for keys that HTTP clients would change, such as ``a/../b``.
+    """
 
     def url(user_url: str) -> str | None:
         key = user_url.split("://", 1)[1].partition("/")[2]
@@ -66,23 +69,25 @@ def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
     Returns None if only fsspec can read it: another store, an option that libcurl does not support, or no pycurl.
     """
     scheme, rest = url.split("://", 1)
+    bucket = rest.split("/", 1)[0]
     make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
     if make is None:
         return None
     try:
-        import pycurl
-    except ImportError:
-        log.info("source: %s:// is read by %s. For faster reads, `pip install pycurl`.", scheme, type(system).__name__)
-        return None
-    if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
-        log.info("source: %s:// is read by %s, because libcurl is older than 8.4", scheme, type(system).__name__)
-        return None
-    bucket = rest.split("/", 1)[0]
-    try:
+        _check_libcurl()
         return make(system, bucket, connections)
     except _UnfitError as reason:
         log.info("source: %s://%s is read by %s, not libcurl: %s", scheme, bucket, type(system).__name__, reason)
         return None
+
+
+def _check_libcurl() -> None:
+    try:
+        import pycurl
+    except ImportError as error:
+        raise _UnfitError("pycurl is not installed. For faster reads, `pip install pycurl`") from error
+    if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
+        raise _UnfitError("libcurl is older than 8.4")
 
 
 class _UnfitError(Exception):

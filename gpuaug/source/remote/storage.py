@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from gpuaug import checks
@@ -33,8 +33,9 @@ from gpuaug.source.remote.objects import Objects, open_objects
 log = logging.getLogger("gpuaug")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, doubled before each further try; its maximum
-GAP_BYTES = 1 << 16  # a gap of this size between two ranges is read too: quicker than another request
+GAP_BYTES = 1 << 16  # two ranges with a smaller gap are one request, because two requests take longer
 BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
+OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
@@ -107,9 +108,7 @@ class Storage:
     _next: list[Range]  # prefetch hints for the read after next
 
     def __init__(self, remote: Remote | None = None) -> None:
-        if remote is not None and not isinstance(remote, Remote):
-            raise ConfigError(f"`source.remote` must be a gpuaug.Remote or null. Found: {type(remote).__name__}.")
-        self.remote = remote or Remote()
+        self.remote: Remote = checks.instance("source.remote", remote, Remote, optional=True) or Remote()
         self._reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,26 +137,19 @@ class Storage:
     def prefetch(self, ranges: Sequence[Range]) -> None:
         """Hint: small ranges that the read after next will need. Object stores send them in the background."""
         self._reset_after_fork()
-        small = [x for x in ranges if is_url(x.path) and max(x.image or 0, x.size or 0) <= local.LARGE]
-        self._next = [x for x in small if x.size != 0]
+        self._next = [
+            x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
+        ]
 
-    def read_file(self, path: str) -> bytes:
-        """All bytes of a file.
-
-        Raises:
-            OSError, ReadError: if the file cannot be read.
-        """
-        (data,) = self.read([Range(path)])
+    def read_file(self, path: str, *, limit: int = 0) -> bytes:
+        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: maximum size; 0: 1 GiB."""
+        (data,) = self.read([Range(path, most=limit)])
         if isinstance(data, Exception):
             raise data
         return data
 
     def stat(self, paths: Sequence[str]) -> list[FileInfo]:
-        """Size and version of each file.
-
-        Raises:
-            SourceError: if a file is missing or not a regular file.
-        """
+        """Size and version of each file; SourceError if a file is missing or is not a regular file."""
         self._reset_after_fork()
         urls = [path for path in paths if is_url(path)]
         answers = self._ask([_Request(self._system(url), url, filesystem.info) for url in urls])
@@ -178,12 +170,9 @@ class Storage:
         return files
 
     def find(self, root: str, *, key: str = "source.root") -> list[FileInfo]:
-        """All files below a URL, in no fixed order. Folders of the same level are listed at the same time.
+        """All files below a URL, in no fixed order; SourceError if a folder cannot be listed.
 
-        ``key`` is the configuration key of ``root``, for errors.
-
-        Raises:
-            SourceError: if a folder cannot be listed.
+        Folders of the same level are listed at the same time. ``key``: the configuration key of ``root``, for errors.
         """
         self._reset_after_fork()
         files: list[FileInfo] = []
@@ -256,12 +245,9 @@ class Storage:
             if "*" in path:
                 raise ConfigError(f"`source.root` may contain * only in its last part. Found: {redact(path)!r}.")
         if not is_url(path):
-            if pattern is not None:
-                return self.stat(sorted(glob.glob(os.path.join(glob.escape(path), pattern))))
-            walk = os.walk(path)
-            return self.stat(
-                sorted(os.path.join(above, x) for above, _, names in walk for x in names if x.endswith(ending))
-            )
+            below = (os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.endswith(ending))
+            matching = below if pattern is None else glob.iglob(os.path.join(glob.escape(path), pattern))
+            return self.stat(sorted(matching))
         files = [
             FileInfo(join(path, key), size, version)
             for key, size, version in self.find(path)
@@ -301,8 +287,8 @@ class Storage:
     def _read_file(self, part: Range) -> bytes:
         is_image = part.image is not None
         if part.size is None:
-            return local.read_file(part.path, image=is_image)[part.begin :]
-        return self._files.read(part.path, part.begin, part.size, version=part.version, image=is_image)
+            return local.read_file(part.path, image=is_image, limit=part.limit)
+        return self._open_file(part.path).read(part.begin, part.size, version=part.version, image=is_image)
 
     # -- URLs
 
@@ -311,7 +297,7 @@ class Storage:
         self._lock = threading.RLock()
         self._systems: dict[str, Any] = {}  # fsspec file systems by bucket
         self._objects: dict[str, Objects | None] = {}  # libcurl readers by bucket
-        self._files = local.OpenFiles()
+        self._open_file = lru_cache(maxsize=OPEN_FILES)(local.OpenFile)
         self._threads: ThreadPoolExecutor | None = None
         self._next = []
         self._disk = None
@@ -405,7 +391,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer or exception to return. After retries it is not an OSError, which the reader would try again."""
+        """The answer, or the exception to return. ReadError after the last try, because the reader retries OSErrors."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
