@@ -78,14 +78,13 @@ def main(request: Request) -> int:
     if settings.out is not None:
         png(settings.out, "out")
     config = request.loader()
-    named = settings.model is not None and settings.model != {"_target_": None}
     loader: Loader
     with logging_redirect_tqdm(loggers=[log]), request.build(config) as loader:
-        model = None
-        if named:
+        step = None
+        if settings.model not in (None, {"_target_": None}):
             classes = settings.num_classes or loader.num_classes or CLASSES
             model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
-        step = None if model is None else training_step(loader, model, settings.training)
+            step = training_step(loader, model, settings.training)
         report_on(loader, step, report, settings=settings, at=request.at)
     report.write()
     return 0
@@ -151,10 +150,8 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
         verdict = bottleneck.diagnose(profiler, measured, at=at)
     _say(report, measured, verdict)
     if profiler.faults:
-        text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded"
-        report.add(
-            "faults", profiler.faults, f"{text}; to list them, train with `faults.policy=blank faults.file=FILE`"
-        )
+        text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded; to list them, "
+        report.add("faults", profiler.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")
     if settings.out is not None:
         picture = bars(measured, verdict, heading=_heading(loader))
         with written(Path(settings.out), "out"):

@@ -17,9 +17,13 @@ from gpuaug.tools.pack.targets import encode_mask
 
 
 def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
-    """CPU-seconds that targets add to reading headers: for objects, and for masks that a crop needs."""
-    if stage.targets is None or headers.info is None or headers.chosen is None:
-        return 0.0
+    """CPU-seconds that targets add to reading headers: for objects, and for masks that a crop needs.
+
+    Does this work again to measure it.
+    """
+    assert stage.targets is not None
+    assert headers.info is not None
+    assert headers.chosen is not None
     began = time.thread_time()
     upright = stage.targets.upright(headers.encoded, headers.info, stage.decoder)
     stage.targets.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
