@@ -15,9 +15,9 @@ from gpuaug import machine
 class Usage:
     """Bytes that a process and its workers use and the system cannot reclaim. Each page and each file counts once.
 
-    Counts anonymous pages, shared memory and memory files. The last two are counted by file, because a batch on its way
-    between two processes is in no address space. Pages of libraries and of files that were read do not count, because
-    the system can drop them.
+    These are anonymous pages, shared memory and memory files. Shared memory and memory files are counted by file,
+    because a batch on its way between two processes is in no address space. Pages of libraries and of files that were
+    read do not count, because the system can drop them.
     """
 
     main: int = 0  # in this process, with pages that its workers inherited

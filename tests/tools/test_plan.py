@@ -46,7 +46,7 @@ def run_of(loader: Loader, **costs: int) -> Run:
 
 def need(run: Run, place: predict.Place = "host", **changed: Any) -> int:
     """Bytes beyond this process, with other settings."""
-    terms = run.terms(replace(Limits.of(run.loader), **changed))
+    terms = replace(run, changed=replace(run.limits, **changed)).terms()
     return total([t for t in terms if t.name != "this process"], place)
 
 
@@ -124,11 +124,11 @@ def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
 
 def test_ranks_of_a_machine_have_one_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with build(photos, "cache=ram", "cache.max_bytes=100KiB") as loader:
-        run, settings = run_of(loader), Limits.of(loader)
+        run = run_of(loader)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
         here = Machine(3 * need(run) - 2 * 100 * 1024, "test", 1 << 40)
-        assert not predict.lacking([run], [settings], here, share=1.0)
-        assert predict.lacking([run], [settings], here._replace(host=(here.host or 0) - 1), share=1.0)
+        assert not predict.lacking([run], here, share=1.0)
+        assert predict.lacking([run], here._replace(host=(here.host or 0) - 1), share=1.0)
 
 
 def test_what_fits_is_not_spoken_of(photos: Path) -> None:

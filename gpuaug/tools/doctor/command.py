@@ -325,9 +325,9 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
 def cache_folder() -> Finding:
     """Whether the cache folder can be written."""
     folder = files.cache_folder()
-    try:  # write instead of checking permissions, because root passes every check
-        with tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())):
-            bad = None
+    bad = None
+    try:  # not a check of permissions, because root passes them all
+        tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
     except OSError:
         bad = SLOW
     return judged(

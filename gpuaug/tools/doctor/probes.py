@@ -136,7 +136,10 @@ def _gap(decoded: Any, truth: Any) -> int:
 
 
 def hardware() -> Answer:
-    """Compare the GPU's JPEG engine with Pillow, then test its stream order. DALI does not report a missing engine."""
+    """Compare the GPU's JPEG engine with Pillow, then test its stream order.
+
+    Looks for the engine first, because DALI does not report a missing one.
+    """
     if not _engine():
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, "
@@ -164,8 +167,8 @@ def _engine() -> bool:
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Compare batches decoded on a busy device, and used late, with the same batches decoded on an idle device.
 
-    DALI resizes on the multiprocessors, and the test keeps them busy. So an engine that does not wait for its stream
-    overwrites pixels that are not resized yet. The package's tests use ``device="cpu"``.
+    DALI resizes on the multiprocessors, which this test keeps busy. So a JPEG engine that does not wait for its stream
+    overwrites pixels before they are resized. ``device="cpu"`` is for the package's tests.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""`gpuaug plan`: how much memory a run needs, measured by a rehearsal in a child process, or estimated from above.
+"""`gpuaug plan`: how much memory a run needs. A rehearsal in a child process measures it; before, there is a bound.
 
-It counts memory that the system cannot reclaim, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
-run of the configured loader. It pauses a few times until all queues are full, and runs some steps of the model. The
-cache, ``ahead`` and the other ranks of the machine are not rehearsed: a formula adds them.
+Only memory that the system cannot reclaim counts, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
+run of the configured loader. It pauses a few times until all queues are full, and runs some steps of the model. A
+formula adds what is not rehearsed: the cache, ``ahead`` and the other ranks of the machine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def main(request: Request) -> int:
     loader: Loader
     with request.build(config) as loader:
         bound = upper_bound(loader, sample=settings.sample)
-        prefix = "" if request.at is None else f"{request.at}."
-        run, here = Run(loader=loader, costs=bound, config=config, prefix=prefix), Machine.here(loader.device)
+        run, here = Run(loader=loader, costs=bound, config=config, prefix=request.prefix), Machine.here(loader.device)
         peak = _rehearse(request, run, here, seconds=settings.seconds)
         if peak is not None:
             run = replace(run, costs=peak.costs(loader, bound))
@@ -109,12 +108,11 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Raise ConfigError if a run clearly needs more memory than is left; warn if it may. No setting is changed.
 
-    The run is rehearsed only if its upper bound exceeds half of the memory left, and on one rank per machine. ``runs``
-    are the loaders that run at the same time, the training loader first. The error gives overrides to copy.
+    ``runs`` are the loaders that run at the same time, the training loader first. One rank per machine rehearses them,
+    if their upper bounds exceed half of the memory left. The error gives overrides to copy.
     """
     here = Machine.here(runs[0].loader.device)
-    wanted = [Limits.of(run.loader) for run in runs]
-    if machine.local_rank() or not lacking(runs, wanted, here, share=0.5):
+    if machine.local_rank() or not lacking(runs, here, share=0.5):
         return
     log.info("memory may be short: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
     how = {**asdict(settings), "model": None, "profiling": False, "resume": None, "compile": False}
@@ -137,14 +135,15 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 
 MIB = 2**20
-SPARE = 0.1  # share of the available memory kept free, for other processes and for errors of the plan
-CLEARLY = 1.15  # a run that needs more than this times the available memory is refused: plans err by up to 15 %
-BEHIND = 4  # encoded batches that have left the workers: one waits, one each is in header reading, decode, augment
+SPARE = 0.1  # share of the memory left to keep free, for other processes and for errors of the plan
+CLEARLY = 1.15  # a run that needs more than this times the memory left is refused: plans err by up to 15 %
+BEHIND = 4  # encoded batches that the workers sent: one waits; one each is in header reading, decoding, augmenting
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
-CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; no new ones after this time (slow storage)
+CHUNK = 16  # images whose headers are read together
+PATIENCE_S = 2.0  # after so many seconds no more headers are read, because the storage is slow
 ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
-CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # not -m: spawned workers would import this file
+CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # with -m, spawned workers would run this file
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +169,8 @@ class Costs:
 
     image: float  # an encoded image, on average
     ready: int  # the images of a finished batch in the prefetch queue
-    masks: int = 0  # the masks of such a batch
-    mask_work: int = 0  # decoded masks, and masks between two threads; part of the work, but listed separately
+    masks: int = 0  # the masks of a finished batch
+    mask_work: int = 0  # decoded masks, and masks between two threads
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
@@ -200,11 +199,17 @@ class Run:
     costs: Costs
     config: Any = None  # the configuration it was built from
     prefix: str = ""  # prefix of its keys on the command line, such as `val.`
-    classes: Sequence[str] | None = None  # class names it was built with; None: those of its source
+    classes: Sequence[str] | None = None  # class names given to its source; None: the source finds them
+    changed: Limits | None = None  # settings to try instead of the loader's own
 
-    def terms(self, settings: Limits | None = None) -> list[Term]:
-        """The peak memory, part by part. ``settings`` replace the loader's own."""
-        loader, costs, s = self.loader, self.costs, settings or Limits.of(self.loader)
+    @property
+    def limits(self) -> Limits:
+        """The settings that decide its memory."""
+        return self.changed or Limits.of(self.loader)
+
+    def terms(self) -> list[Term]:
+        """The peak memory, part by part."""
+        loader, costs, s = self.loader, self.costs, self.limits
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
         sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
         left = max(0, batches - made) * loader.batch_size * costs.image
@@ -301,19 +306,22 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
 
 
 def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
-    """Bytes of a batch's finished masks, and of all earlier forms of them. ``pixels``: mean of an image."""
+    """Bytes of a batch's finished masks, and of their earlier forms. ``pixels``: of an image, on average."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # 16-bit masks are rare
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # a crop that needs masks decodes them two threads earlier
+    decoded = int(rows * pixels) * (3 if early else 1)  # if a crop needs masks, they are decoded two threads earlier
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, averaged: bool) -> int:
-    """Bytes of gradients, DDP's buckets, optimizer state, averages, and twice what autograd saves. Runs two samples."""
+    """Bytes of gradients, DDP's buckets, optimizer state, averages, and twice what autograd saves for a batch.
+
+    Runs two samples of zeros.
+    """
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -351,7 +359,10 @@ class Peak:
         """Split the peak into parts, which replace those of the upper bound."""
         ready = min(self.batches, self.ready + 2) * (bound.ready + bound.masks)
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
-        work, device = (work - ready, device) if loader.device.type == "cpu" else (work, device - ready)
+        if loader.device.type == "cpu":
+            work -= ready
+        else:
+            device -= ready
         mask_work = min(bound.mask_work, max(0, work))
         return replace(
             bound,
@@ -416,7 +427,7 @@ def measure(
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
-    """Run a job of :func:`rehearsal` in a child process; None: it needed more memory than is left.
+    """Run a job of :func:`rehearsal` in a child process. None: the job needed more memory than is left.
 
     Raises:
         GpuaugError: if the run failed (with the error of the run) or gave no answer.
@@ -508,15 +519,13 @@ class Shortage:
     overrides: tuple[str, ...]  # make the run fit; (): only a smaller batch helps
 
 
-def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, share: float) -> dict[str, str]:
+def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, str]:
     """A message for each place where loaders that run at the same time need more than a share of the memory left.
 
     Assumes that all ranks of the machine need the same memory and share one cache.
     """
     ranks = machine.local_world_size()
-    terms = [
-        term for run, s in zip(runs, settings, strict=True) for term in run.terms(s) if term.name != "this process"
-    ]
+    terms = [term for run in runs for term in run.terms() if term.name != "this process"]
     once = sum(t.bytes for t in terms if t.name == "cache") * (ranks - 1)
     needs: list[tuple[Place, str, int, int | None, str]] = [
         ("host", "", total(terms, "host") * ranks - once, here.host, here.host_by),
@@ -531,22 +540,22 @@ def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, s
 
 
 def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
-    """The shortage of loaders that run at the same time; None if they fit. No setting is changed.
+    """The shortage of loaders that run at the same time; None if they fit.
 
     The overrides lower the settings of the last loader first.
     """
-    wanted = [Limits.of(run.loader) for run in runs]
-    first = lacks = lacking(runs, wanted, here, share=1 - SPARE)
-    if not first:
+    if not (lacks := lacking(runs, here, share=1 - SPARE)):
         return None
-    smaller: list[Limits] | None = wanted
-    while lacks and smaller is not None:
-        smaller = _smaller(runs, smaller, lacks)
-        lacks = {} if smaller is None else lacking(runs, smaller, here, share=1 - SPARE)
+    first, fitting = lacks, list(runs)
+    while lacks:
+        if (smaller := _smaller(fitting, lacks)) is None:
+            fitting = list(runs)  # nothing suffices
+            break
+        fitting, lacks = smaller, lacking(smaller, here, share=1 - SPARE)
     overrides: list[str] = []
-    for run, before, after in zip(runs, wanted, smaller or wanted, strict=True):
-        for key, value in asdict(after).items():
-            if value != getattr(before, key):
+    for run, fits in zip(runs, fitting, strict=True):
+        for key, value in asdict(fits.limits).items():
+            if value != getattr(run.limits, key):
                 name = "cache.max_bytes" if key == "cache" else key
                 overrides.append(f"{run.prefix}{name}={'null' if value is None else value}")
     step = sum(run.costs.step for run in runs)
@@ -554,13 +563,13 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
     size = f"Lower `{runs[-1].prefix}batch_size`, now {runs[-1].loader.batch_size}"
     remedy = f"Set `{' '.join(overrides)}`, which fits" if overrides else f"{size}: nothing else suffices"
     text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}. `gpuaug plan` lists the memory of each part."
-    return Shortage(text, bool(lacking(runs, wanted, here, share=CLEARLY)), tuple(overrides))
+    return Shortage(text, bool(lacking(runs, here, share=CLEARLY)), tuple(overrides))
 
 
-def _smaller(runs: Sequence[Run], settings: list[Limits], lacks: Container[str]) -> list[Limits] | None:
-    """The next smaller settings that help the places in ``lacks`` (host, shared, device); None if there are none."""
-    for k in reversed(range(len(runs))):
-        s, batch = settings[k], runs[k].costs.image * runs[k].loader.batch_size
+def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
+    """The runs with the next smaller settings that help the places in ``lacks``; None if there are none."""
+    for k, run in reversed([*enumerate(runs)]):
+        s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}
         if "host" in lacks and s.ahead is not None:
             less = {"ahead": s.ahead // 2 if s.ahead // 2 > 2 * batch else None}
@@ -574,5 +583,5 @@ def _smaller(runs: Sequence[Run], settings: list[Limits], lacks: Container[str])
                     less = {name: getattr(s, name) - 1}
                     break
         if less:
-            return [*settings[:k], replace(s, **less), *settings[k + 1 :]]
+            return [*runs[:k], replace(run, changed=replace(s, **less)), *runs[k + 1 :]]
     return None

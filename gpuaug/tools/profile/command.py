@@ -229,7 +229,7 @@ def _ideal(gain: float) -> str:
 
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
-    """One bar per stage: its length is the time per image, red marks the bottleneck, a thin line below is CPU time."""
+    """One bar per stage. Its length is the time per image; a thin line below shows CPU time; red is the bottleneck."""
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []

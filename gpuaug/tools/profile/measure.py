@@ -56,7 +56,7 @@ FEW = 16  # images for testing changes of a recipe
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per image of one stage: wall time (median of the rounds), and CPU time of all threads."""
+    """Seconds per image of one stage: wall time, and CPU time of all its threads and workers."""
 
     wall: float
     cpu: float
@@ -275,7 +275,7 @@ class Profiler(contextlib.ExitStack):
     # -- each stage for a moment --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of time spent computing; waits for a core do not count."""
+        """Read samples in this process. Returns the share of the time spent computing, without waits for a core."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
 
@@ -552,7 +552,7 @@ def _without(name: str, augment: Augment) -> Augment:
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Ratios of wall and CPU time. Both were measured in turns, so other load on the machine cancels out."""
+    """Ratios of wall and CPU time. Both were measured in turns, so that other load on the machine cancels out."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
