@@ -224,7 +224,7 @@ def test_training_is_refused_with_the_override_that_fits(
     assert main([*call, "prefetch=30"]) == 0
     assert "memory may not suffice" in capsys.readouterr().err
     assert seen[-1].prefetch == 30
-    assert jobs[-1]["model"]["config"]["width"] == 8
+    assert jobs[-1]["model"]["settings"]["model"]["width"] == 8
     room((needs - 2 * MIB) / 1.15)
     assert main([*call, "prefetch=30"]) == 2
     said = capsys.readouterr().err
@@ -336,8 +336,7 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> None:
     faults = (f"faults.file={tmp_path / 'faults'}", "faults.policy=blank")
     model = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 64}
-    settings = {"optimizer": "adamw"}
-    given = {"config": model, "classes": 5, "settings": settings}
+    given = {"classes": 5, "settings": {"model": model, "optimizer": "adamw"}}
     peak = predict.rehearse(job(photos, "num_workers=0", "batch_size=32", "last=drop", *faults, model=given))
     assert peak is not None
     assert peak.step > MIB

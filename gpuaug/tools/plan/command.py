@@ -65,18 +65,17 @@ def main(request: Request) -> int:
     config = request.loader()
     loader: Loader
     with request.build(config) as loader:
-        bound = upper_bound(loader, sample=settings.sample)
-        run, here = Run(loader=loader, costs=bound, config=config, prefix=request.prefix), Machine.here(loader.device)
-        peak = _rehearse(request, run, here, seconds=settings.seconds)
-        if peak is not None:
-            run = replace(run, costs=peak.costs(loader, bound))
+        bound, here = upper_bound(loader, sample=settings.sample), Machine.here(loader.device)
+        run = Run(loader=loader, costs=bound, config=config, prefix=request.prefix)
+        run = _rehearse(request, run, here, seconds=settings.seconds)
         report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean over at most {settings.sample}")
         _report(report, run, here)
-        few = run.costs.batches <= loader.prefetch + 2 and run.costs.batches < len(loader)
-        text = f"{run.costs.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
-        if peak is None:
+        batches = run.costs.batches
+        few = batches <= loader.prefetch + 2 and batches < len(loader)
+        text = f"{batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
+        if not batches:
             text = "stopped, because it needed more memory than is left: the values above are upper bounds"
-        report.add("rehearsal", run.costs.batches, f"{text}; pages of libraries and files are not counted")
+        report.add("rehearsal", batches, f"{text}; pages of libraries and files are not counted")
         short = shortage([run], here)
         report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
         report.values["overrides"] = [] if short is None else list(short.overrides)
@@ -84,11 +83,12 @@ def main(request: Request) -> int:
     return 0
 
 
-def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Peak | None:
-    """See :func:`rehearsal`."""
+def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Run:
+    """The run with measured costs; unchanged if it needs more memory than is left. Arguments: :func:`rehearsal`."""
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
-    return rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
+    peak = rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
+    return run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs))
 
 
 def _report(report: Report, run: Run, here: Machine) -> None:
@@ -115,20 +115,17 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     if machine.local_rank() or not lacking(runs, here, share=0.5):
         return
     log.info("memory may be short: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
-    how = {**asdict(settings), "model": None, "profiling": False, "resume": None, "compile": False}
-    trained = {"config": settings.model, "classes": runs[0].loader.num_classes, "settings": how}
+    how = {**asdict(settings), "profiling": False, "resume": None, "compile": False}
+    trained = {"classes": runs[0].loader.num_classes, "settings": how}
     measured: list[Run] = []
-    over = False
-    for run in runs:
-        try:
-            peak = _rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained)
-        except GpuaugError as error:
-            log.warning("memory may not suffice, and the memory of this run could not be measured. %s", error)
-            return
-        measured.append(run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs)))
-        over = over or peak is None
+    try:
+        for run in runs:
+            measured.append(_rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained))
+    except GpuaugError as error:
+        log.warning("memory may not suffice, and the memory of this run could not be measured. %s", error)
+        return
     short = shortage(measured, here)
-    if short is not None and (short.clear or over):
+    if short is not None and (short.clear or not all(run.costs.batches for run in measured)):
         raise ConfigError(f"{short.text} `check_memory=false` starts the run anyway.")
     if short is not None:
         log.warning("memory may not suffice: %s", short.text)
@@ -318,10 +315,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, averaged: bool) -> int:
-    """Bytes of gradients, DDP's buckets, optimizer state, averages, and twice what autograd saves for a batch.
-
-    Runs two samples of zeros.
-    """
+    """Bytes of gradients, DDP's buckets, optimizer state, averages, and twice what autograd saves. Runs two samples."""
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -450,12 +444,11 @@ def rehearsal() -> None:
     """The child of :func:`rehearse`: reads a job from stdin, and prints its answer as the last line, both as JSON.
 
     A job has the loader's composed ``config``, its ``classes`` and ``trust``; the ``epoch`` to run; the longest
-    duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the model's ``config`` and
-    ``classes`` and the training's ``settings``.
+    duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the number of ``classes``
+    and the training's ``settings``.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.request import Request
-    from gpuaug.tools.train.build import build_model
     from gpuaug.tools.train.training import Settings as Training
 
     job = json.load(sys.stdin)
@@ -484,8 +477,7 @@ def rehearsal() -> None:
             loader.set_epoch(job["epoch"])
             step = None
             if model is not None:
-                network = build_model(request, model["config"], num_classes=model["classes"], seed=loader.seed)
-                step = training_step(loader, network, Training(**model["settings"]))
+                step = training_step(request, loader, Training(**model["settings"]), num_classes=model["classes"])
             say(peak=asdict(measure(loader, seconds=job["seconds"], step=step, watch=watch)))
     except GpuaugError as error:
         say(error=str(error))

@@ -36,6 +36,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.pipeline import Pass, Pipeline, Task
 from gpuaug.loader.stages import LiveStage
 from gpuaug.read.reader import Reader
+from gpuaug.source.adapt import MapSource
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
 from gpuaug.tools.profile import targets
@@ -253,7 +254,7 @@ class Profiler(contextlib.ExitStack):
             "read": lambda notes: self._read(notes, self.reader),
         }
         if loader.num_workers:
-            in_memory = self._reader(_InMemory(self.encoded), loader.num_workers)
+            in_memory = self._reader(MapSource(_InMemory(self.encoded)), loader.num_workers)
             self.callback(in_memory.close)
             parts_of = torch.arange(len(in_memory.source)).split([len(batch) for batch in self.encoded])
             again = itertools.cycle([(part, part * 0, part >= 0) for part in parts_of])
@@ -585,10 +586,6 @@ class _InMemory:
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.data.numpy()[self.offsets[index] : self.offsets[index + 1]].data, 0
-
-    def key(self, index: int) -> str:
-        """The index. Without this method the log would recommend to add one."""
-        return str(index)
 
 
 def endless(loader: Loader) -> Iterator[Task]:
