@@ -136,11 +136,8 @@ def _gap(decoded: Any, truth: Any) -> int:
 
 
 def hardware() -> Answer:
-    """Compare the GPU's JPEG engine with Pillow, then test its stream order.
-
-    Looks for the engine first, because DALI does not report a missing one.
-    """
-    if not _engine():
+    """Compare the GPU's JPEG engine with Pillow, then test its stream order."""
+    if not _engine():  # DALI does not report a missing engine
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, "
         text += "H100 and newer have one; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"

@@ -363,17 +363,18 @@ class Profiler(contextlib.ExitStack):
 
     def _mix(self, notes: Notes) -> None:
         """Measure mix, which runs on a batch after augmentation."""
-        loader, item, mix = self.loader, self.decoded[0], self.loader.mix
-        images, encoded = self._augmented(item), item.encoded
+        loader, item = self.loader, self.decoded[0]
+        images, encoded, mix = self._augmented(item), item.encoded, loader.mix
         labels = encoded.labels.to(loader.device) if encoded.labels is not None else None
         same: dict[str, Any] = {"num_classes": loader.num_classes, "seed": loader.seed, "epoch": loader.epoch}
 
-        def one(_: Any) -> None:
+        def one() -> int:
             assert mix is not None
             mix(images, labels, valid=encoded.valid, first_index=int(encoded.indices[0]), **same)
             self.sync()
+            return len(encoded)
 
-        self._again(notes, one, [(None, len(encoded))])
+        notes.measure(one, seconds=self.seconds, sync=self.sync)
 
     def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
         how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
@@ -404,7 +405,7 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def reducible(self) -> bool:
-        """Whether `decode.reduced` is false, and with true an image would be decoded at a part of its size."""
+        """Whether `decode.reduced=true` would decode an image at a part of its size; False if it is set already."""
         if self.stage.decoder is None or self.stage.settings.reduced or self.loader.device.type != "cpu":
             return False
         batch, reduced = self.encoded[0], replace(self.stage.settings, reduced=True)
