@@ -228,9 +228,9 @@ class Profiler(contextlib.ExitStack):
         host_parts = {name: statistics.median(values) for name, values in self._values.items()}
         cores, busy = host_parts.pop("cores"), host_parts.pop("busy")
         host = sum(host_parts.values())  # the work of one Python thread, so its CPU time is its wall time
-        if (mix := costs.pop("mix", FREE)) is not FREE:
+        loader, mix = self.loader, costs.pop("mix", FREE)
+        if loader.mix is not None:
             host_parts["mix"] = mix.wall
-        loader = self.loader
         return Measured(
             **costs,
             batch_size=loader.batch_size,
@@ -268,9 +268,8 @@ class Profiler(contextlib.ExitStack):
             stages["mix"] = self._mix
         if step is not None:
             stages["step"] = lambda notes: self._again(notes, step, ready)
-        each = None if self.batches is None else -(-self.batches // self.repeats)
-        how: dict[str, Any] = {"seconds": 2 * self.seconds, "batches": each}
-        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, step, **how)
+        seconds, batches = 2 * self.seconds, self.batches and -(-self.batches // self.repeats)
+        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, step, seconds=seconds, batches=batches)
         return stages
 
     # -- each stage for a moment --
@@ -482,11 +481,9 @@ class Profiler(contextlib.ExitStack):
 
     def op_costs(self) -> dict[str, float]:
         """The share of the augmentation time of each operation of the recipe."""
-        every, shares = self._recipe_seconds(), {}
-        for name in dict.fromkeys(p.name for view in self._views for p in view.augment.prepared):
-            without = partial(_without, name)
-            shares[name] = min(1.0, 1 - self._recipe_seconds(without) / every)
-        return shares
+        names = dict.fromkeys(p.name for view in self._views for p in view.augment.prepared)
+        every = self._recipe_seconds()
+        return {name: min(1.0, 1 - self._recipe_seconds(partial(_without, name)) / every) for name in names}
 
     def _recipe_seconds(self, change: Callable[[Augment], Augment] = lambda augment: augment) -> float:
         """Seconds to augment a few images with the changed recipe of every view; the best of five rounds."""
