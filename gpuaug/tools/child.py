@@ -22,7 +22,7 @@ class Ended(NamedTuple):
 def run(
     command: Sequence[str], *, timeout: float, job: Any = None, environment: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a process that gets ``job`` on stdin as JSON. At the end the process and its children are killed."""
+    """Run a process that gets ``job`` on stdin as JSON. Then kill what is left of the process and its children."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment,

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             if not _reader_is_gone():  # the broken pipe belongs to a worker
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # buffered output goes there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
             return 141
         except (GpuaugError, KeyboardInterrupt) as error:
             if given.debug or os.environ.get("GPUAUG_DEBUG"):
@@ -98,8 +98,8 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.help:
         print(_help(name, parser))
         return 0
-    # Set it before torch is imported. Without it, waiting threads of a network on the CPU spin, and take CPU time from
-    # the loader (`gpuaug train` on two busy cores: 46 images/s if they spin, 348 if they sleep)
+    # before torch is imported: otherwise the waiting threads of a network on the CPU spin, and take CPU time from the
+    # loader (`gpuaug train` on two busy cores: 46 images/s if they spin, 348 if they sleep)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
 

@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
+from typing import Any
 
 from gpuaug import machine
 
@@ -15,9 +18,9 @@ from gpuaug import machine
 class Usage:
     """Bytes that a process and its workers use and the system cannot reclaim. Each page and each file counts once.
 
-    Counts anonymous pages, shared memory and memory files. The last two are counted by file, because a batch on its way
-    between two processes is in no address space. Pages of libraries and of files that were read do not count, because
-    the system can drop them.
+    These are anonymous pages, shared memory and memory files. Shared memory and memory files are counted by file,
+    because a batch on its way between two processes is in no address space. Pages of libraries and of files that were
+    read do not count, because the system can drop them.
     """
 
     main: int = 0  # in this process, with pages that its workers inherited
@@ -36,27 +39,21 @@ def usage() -> Usage:
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid is not None)]
     sizes = [_sizes(pid) for pid in pids]  # read each once, because memory may grow meanwhile
     alone, every = sizes[0].get("Anonymous", 0), sum(size.get("Pss_Anon", 0) for size in sizes)
-    shared, files = (_open_files(pids, where) for where in ("/dev/shm/", "/memfd:"))
-    return Usage(min(alone, every), max(0, every - alone), shared, files)
+    return Usage(min(alone, every), max(0, every - alone), *_open_files(pids))
 
 
-def _open_files(pids: Sequence[int], where: str) -> int:
-    """Bytes of the files below ``where`` that these processes have open. Each file counts once."""
-    files: dict[tuple[int, int], int] = {}
+def _open_files(pids: Sequence[int]) -> tuple[int, int]:
+    """Bytes of the files in /dev/shm, and of the unnamed memory files, that these processes have open."""
+    shared, unnamed = dict[Any, int](), dict[Any, int]()  # by device and inode, because each file counts once
     for pid in pids:
-        try:
-            names = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for name in names:
-            path = f"/proc/{pid}/fd/{name}"
-            try:
-                if os.readlink(path).startswith(where):
-                    status = os.stat(path)
+        for link in glob(f"/proc/{pid}/fd/*"):
+            with suppress(OSError):  # closed meanwhile
+                path = os.readlink(link)
+                files = shared if path.startswith("/dev/shm/") else unnamed if path.startswith("/memfd:") else None
+                if files is not None:
+                    status = os.stat(link)
                     files[status.st_dev, status.st_ino] = status.st_blocks * 512
-            except OSError:
-                continue
-    return sum(files.values())
+    return sum(shared.values()), sum(unnamed.values())
 
 
 def _sizes(pid: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 
 from gpuaug.errors import ConfigError
 
-_operators: list[Any] = []  # keeps the library registered: torch removes it when nothing refers to it
+_operators: list[Any] = []  # refers to the operators, because torch removes those that nothing refers to
 
 
 @lru_cache(maxsize=1)

@@ -47,9 +47,10 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph. Lines are at most as wide as the terminal and ``width``; later ones have ``indent``.
+    """``first`` and a paragraph, wrapped at the width of the terminal or at ``width``, whichever is smaller.
 
-    Without a terminal and ``width``, nothing is wrapped. Text with line breaks (a table) is never wrapped.
+    All lines but the first begin with ``indent`` spaces. Without a terminal and ``width``, nothing is wrapped. Text
+    with line breaks (a table) is never wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -62,7 +63,7 @@ def folded(text: str, *, first: str, indent: int, width: int | None = None) -> s
 
 @contextlib.contextmanager
 def written(file: Path, key: str) -> Iterator[None]:
-    """Turn an OSError into a GpuaugError that names the key and the file being written."""
+    """Turn an OSError into a GpuaugError that names the configuration key and the file."""
     try:
         yield
     except OSError as error:
@@ -87,8 +88,7 @@ def output(file: str, key: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise FileExistsError("a folder" if path.is_dir() else "not a regular file")
-        with tempfile.TemporaryFile(dir=path.parent):  # instead of checking permissions: root passes every check
-            pass
+        tempfile.TemporaryFile(dir=path.parent).close()  # not a check of permissions, because root passes them all
     except OSError as error:
         raise ConfigError(
             f"`{key}` must be the path of a file that can be written. Found: {file!r} ({error})."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
-# keys that a held-out loader takes from the training loader, unless `val.` sets them: they describe the machine
+# keys that describe the machine: a held-out loader takes them from the training loader, unless `val.` sets them
 SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
 
 
@@ -59,6 +59,11 @@ class Request:
                 f"`--config-name {self.config_name}` names your own configuration. Add its folder with --config-dir."
             )
 
+    @property
+    def prefix(self) -> str:
+        """What the loader's keys begin with in the user's configuration, such as ``train_data.``."""
+        return "" if self.at is None else f"{self.at}."
+
     @cached_property
     def _keys(self) -> list[str]:
         from omegaconf import OmegaConf
@@ -67,7 +72,7 @@ class Request:
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
-        """Overrides of command, held-out loader and loader, each as (first part of the key, override)."""
+        """The overrides of the command, the held-out loader and the loader, as (first part of the key, override)."""
         overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
         for text in self.overrides:
             sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # always matches
@@ -106,9 +111,9 @@ class Request:
         return part
 
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
-        """The held-out loader's configuration, with the training's values of ``SHARED``; None if no override sets one.
+        """The held-out loader's configuration, with the training's values of ``SHARED``; None if there is none.
 
-        ``at`` is its path in the user's configuration. It replaces overrides that begin with ``val.``.
+        ``at`` is its path in the user's configuration. Without ``at``, overrides that begin with ``val.`` describe it.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:
@@ -141,11 +146,11 @@ class Request:
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # build it separately: folder names are data, and OmegaConf would resolve a class called `${oc.env:HOME}`
+        # not as part of the configuration: OmegaConf would resolve a class whose folder is called `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
-        """Overrides of the loader, each as (first part of the key, whole override)."""
+        """The overrides of the loader, each as (first part of the key, whole override)."""
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
@@ -158,7 +163,7 @@ class Request:
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
     def _check_roots(self) -> None:
-        """Raise ConfigError for an unknown key that resembles a key of the command."""
+        """Raise ConfigError for an override without `=`, or an unknown key that resembles a key of the command."""
         for _, text in self.others():
             if "=" not in text and not text.startswith("~"):
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")

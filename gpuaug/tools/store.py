@@ -1,4 +1,4 @@
-"""Code shared by `pack` and `materialize`: output folder, worker processes, arrays as bytes, checksums."""
+"""What `pack` and `materialize` share: the output folder, worker processes, arrays as bytes, checksums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of sa
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """Raise ConfigError unless ``out`` is missing, empty, or has a file named in ``ours``, left by an earlier run."""
+    """Raise ConfigError unless ``out`` is missing or empty, or has a file named in ``ours`` from an earlier run."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -61,9 +61,9 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Create a folder, and lock it while the block runs. If the file system has no locks, it is not locked.
+    """Create a folder, and lock it while the block runs. The lock also ends with the process.
 
-    The lock ends with the process. ConfigError if the folder cannot be created, or another run has the lock.
+    A file system without locks locks nothing. ConfigError if the folder cannot be created, or another run has the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another run is writing `out`, {str(out)!r}. Wait until that run ends.") from error
-        except OSError:
+        except OSError:  # the file system has no locks
             pass
         yield
     finally:
@@ -97,14 +97,14 @@ def results(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
-    Uses the open Ray connection; else connects to the cluster at ``RAY_ADDRESS``; else starts Ray locally. A
-    GpuaugError from a task is raised unchanged.
+    On Ray, it uses the open connection. Without one, it connects to the cluster at ``RAY_ADDRESS``, or starts Ray on
+    this machine. A GpuaugError from a task is raised unchanged.
 
     Args:
         open_worker: creates a worker, whose ``write(task, progress)`` runs a task. Pickled for other processes.
         tasks: the tasks. They start in this order.
         on: ``local`` or ``ray``.
-        progress: is called with the number of newly finished samples.
+        progress: called with the number of newly finished samples.
         num_workers: number of processes. 0: only this one (not on Ray). None: as many as CPUs or GPUs allow.
         cpus: maximum number of CPUs of each Ray process.
         gpus: GPUs of each Ray process.

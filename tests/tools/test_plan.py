@@ -46,7 +46,7 @@ def run_of(loader: Loader, **costs: int) -> Run:
 
 def need(run: Run, place: predict.Place = "host", **changed: Any) -> int:
     """Bytes beyond this process, with other settings."""
-    terms = run.terms(replace(Limits.of(run.loader), **changed))
+    terms = replace(run, changed=replace(run.limits, **changed)).terms()
     return total([t for t in terms if t.name != "this process"], place)
 
 
@@ -124,11 +124,11 @@ def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
 
 def test_ranks_of_a_machine_have_one_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with build(photos, "cache=ram", "cache.max_bytes=100KiB") as loader:
-        run, settings = run_of(loader), Limits.of(loader)
+        run = run_of(loader)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
         here = Machine(3 * need(run) - 2 * 100 * 1024, "test", 1 << 40)
-        assert not predict.lacking([run], [settings], here, share=1.0)
-        assert predict.lacking([run], [settings], here._replace(host=(here.host or 0) - 1), share=1.0)
+        assert not predict.lacking([run], here, share=1.0)
+        assert predict.lacking([run], here._replace(host=(here.host or 0) - 1), share=1.0)
 
 
 def test_what_fits_is_not_spoken_of(photos: Path) -> None:
@@ -224,7 +224,7 @@ def test_training_is_refused_with_the_override_that_fits(
     assert main([*call, "prefetch=30"]) == 0
     assert "memory may not suffice" in capsys.readouterr().err
     assert seen[-1].prefetch == 30
-    assert jobs[-1]["model"]["config"]["width"] == 8
+    assert jobs[-1]["model"]["settings"]["model"]["width"] == 8
     room((needs - 2 * MIB) / 1.15)
     assert main([*call, "prefetch=30"]) == 2
     said = capsys.readouterr().err
@@ -336,8 +336,7 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> None:
     faults = (f"faults.file={tmp_path / 'faults'}", "faults.policy=blank")
     model = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 64}
-    settings = {"optimizer": "adamw"}
-    given = {"config": model, "classes": 5, "settings": settings}
+    given = {"classes": 5, "settings": {"model": model, "optimizer": "adamw"}}
     peak = predict.rehearse(job(photos, "num_workers=0", "batch_size=32", "last=drop", *faults, model=given))
     assert peak is not None
     assert peak.step > MIB

@@ -113,10 +113,9 @@ def main(request: Request) -> int:
 
 def versions() -> Iterator[Finding]:
     """Versions of Python, gpuaug and its requirements, compared with the version ranges that gpuaug supports."""
-    python = platform.python_version()
-    yield Finding(name="python", status=OK, text=python, value=python)
-    version = machine.package_version("gpuaug")
-    yield Finding(name="gpuaug", status=OK, text=version or "not installed, imported from a folder", value=version)
+    python, version = platform.python_version(), machine.package_version("gpuaug")
+    yield judged("python", python, value=python)
+    yield judged("gpuaug", version or "not installed, imported from a folder", value=version)
     ranges = required_ranges()
     dali, codec = DALI[_dali_cuda()]
     for name, distribution, missing, why in (
@@ -129,20 +128,18 @@ def versions() -> Iterator[Finding]:
         ("triton", "triton", NOTE, "without it, operations on a GPU run one at a time, many times slower"),
     ):
         version = machine.package_version(distribution)
-        wanted = ranges.get(distribution.replace("cuda130", "cuda120"))
         if version is None:
-            advice = f"{why}: pip install {distribution}"
-            yield Finding(name=name, status=missing, text="not installed", advice=advice)
-        else:
-            bad = SLOW if wanted is not None and not wanted.contains(version, prereleases=True) else None
-            advice = f"gpuaug supports {wanted}: pip install '{distribution}{wanted}'"
-            yield judged(name, version, bad=bad, advice=advice, value=version)
+            yield judged(name, "not installed", bad=missing, advice=f"{why}: pip install {distribution}")
+            continue
+        wanted = ranges.get(distribution.replace("cuda130", "cuda120"))
+        fits = wanted is None or wanted.contains(version, prereleases=True)
+        advice = f"gpuaug supports {wanted}: pip install '{distribution}{wanted}'"
+        yield judged(name, version, bad=None if fits else SLOW, advice=advice, value=version)
 
 
 def _dali_cuda() -> int:
     """The CUDA version of the installed DALI; 12 if DALI is not installed."""
-    installed = [cuda for cuda, (package, _) in DALI.items() if machine.package_version(package) is not None]
-    return installed[0] if installed else 12
+    return next((cuda for cuda, (package, _) in DALI.items() if machine.package_version(package) is not None), 12)
 
 
 def required_ranges() -> dict[str, Any]:
@@ -165,19 +162,27 @@ def devices(cuda: Verdict) -> Iterator[Finding]:
     if cuda.good:
         for k, device in enumerate(cuda.value["devices"]):
             text = f"{device['name']}, {format_bytes(device['memory'])}, compute capability {device['capability']}"
-            yield Finding(name=f"cuda:{k}", status=OK, text=f"{text}; {cuda.text}", value=device)
+            yield judged(f"cuda:{k}", f"{text}; {cuda.text}", value=device)
     elif not (driver or gpus):
-        yield Finding(name="cuda", status=NOTE, text=f"no CUDA device; {cuda.text}", value=[])
+        yield judged("cuda", f"no CUDA device; {cuda.text}", bad=NOTE, value=[])
     elif cuda.value is None:
-        text = f"{len(gpus)} devices, but the test that uses them failed: {cuda.text}"
-        advice = "See nvidia-smi and the kernel's log (dmesg). Other processes may use the device, or the device "
-        advice += "needs a reset. Until then, use gpuaug with device=cpu."
-        yield Finding(name="cuda", status=BROKEN, text=text, advice=advice, value=gpus)
+        yield judged(
+            "cuda",
+            f"{len(gpus)} devices, but the test that uses them failed: {cuda.text}",
+            bad=BROKEN,
+            advice="See nvidia-smi and the kernel's log (dmesg). Other processes may use the device, or the device "
+            "needs a reset. Until then, use gpuaug with device=cpu.",
+            value=gpus,
+        )
     else:
-        text = f"{len(gpus)} devices that torch cannot use: {cuda.text}"
-        advice = "Training and decoding run on the CPU. Install the torch build for the driver's CUDA version "
-        advice += "(https://pytorch.org/get-started/locally), or update the driver. Start containers with --gpus all."
-        yield Finding(name="cuda", status=SLOW, text=text, advice=advice, value=gpus)
+        yield judged(
+            "cuda",
+            f"{len(gpus)} devices that torch cannot use: {cuda.text}",
+            bad=SLOW,
+            advice="Training and decoding run on the CPU. Install the torch build for the driver's CUDA version "
+            "(https://pytorch.org/get-started/locally), or update the driver. Start containers with --gpus all.",
+            value=gpus,
+        )
     if (finding := dali_and_torch((cuda.value or {}).get("build"), driver)) is not None:
         yield finding
 
@@ -214,11 +219,11 @@ def testable(name: str) -> bool:
 
 
 def tested(verdict: Verdict) -> Finding:
-    """Turn the result of a test into a finding."""
+    """The finding of a test's result."""
     title, bad, advice = TESTS[verdict.name]
     value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
     if verdict.good is None:
-        return Finding(name=title, status=UNTESTED, text=verdict.text, value=value)
+        return judged(title, verdict.text, bad=UNTESTED, value=value)
     if verdict.late:
         advice = f"If the machine is just slow, raise `timeout`. If the test really hangs: {advice}"
     text = f"{verdict.text}{' (stored result; fresh=true tests again)' if verdict.kept else ''}"
@@ -241,8 +246,8 @@ def workers(settings: Settings) -> Iterator[Finding]:
     yield open_files(machine.limit("NOFILE"))
 
 
-# What the machine should have. Open files: torch uses one open file for every batch that travels between processes.
-# Python with DALI and eight threads opens about 60 more. Shared memory: a batch of 64 photographs of 110 KB has 7 MB,
+# What the machine should have. Open files: torch opens one file for every batch on its way between two processes, and
+# Python with DALI and eight threads opens about 60 files. Shared memory: a batch of 64 photographs of 110 KB has 7 MB,
 # and each worker has two batches there.
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
 SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
@@ -252,7 +257,7 @@ MEMORY_ENOUGH = 2 * 2**30
 def shared_memory(sizes: tuple[int, int] | None) -> Finding:
     """Check /dev/shm, through which workers pass batches. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
     if sizes is None:
-        return Finding(name="shared memory", status=NOTE, text="no /dev/shm on this system")
+        return judged("shared memory", "no /dev/shm on this system", bad=NOTE)
     size, free = sizes
     return judged(
         "shared memory",
@@ -268,7 +273,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
 def open_files(limits: tuple[int, int] | None) -> Finding:
     """Check the limit of open files. ``limits``: (soft, hard), -1: unlimited; None: the system has no such limit."""
     if limits is None:
-        return Finding(name="open files", status=NOTE, text="no such limit on this system")
+        return judged("open files", "no such limit on this system", bad=NOTE)
     soft, hard = (math.inf if limit < 0 else limit for limit in limits)
     return judged(
         "open files",
@@ -292,8 +297,7 @@ def cpus(count: int, quota: float | None) -> Finding:
         text,
         bad=SLOW if few < count else None,
         advice="OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all of them "
-        f"down. Set decode.num_threads={threads} num_workers={workers} "
-        f"and OMP_NUM_THREADS={threads}.",
+        f"down. Set decode.num_threads={threads} num_workers={workers} and OMP_NUM_THREADS={threads}.",
         value={"cpus": count, "quota": quota},
     )
 
@@ -301,7 +305,7 @@ def cpus(count: int, quota: float | None) -> Finding:
 def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Finding:
     """Check memory in bytes. ``sizes``: the machine's (total, available). ``group``: the cgroup's (limit, in use)."""
     if sizes is None:
-        return Finding(name="memory", status=NOTE, text="not known on this system")
+        return judged("memory", "not known on this system", bad=NOTE)
     total, left = sizes
     text = f"{format_bytes(total)}, {format_bytes(left)} available"
     if group is not None and group[0] < total:
@@ -321,11 +325,9 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
 def cache_folder() -> Finding:
     """Whether the cache folder can be written."""
     folder = files.cache_folder()
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
     bad = None
-    try:
-        with tempfile.TemporaryFile(dir=nearest):  # try it instead of checking permissions: root passes every check
-            pass
+    try:  # not a check of permissions, because root passes them all
+        tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
     except OSError:
         bad = SLOW
     return judged(
@@ -362,8 +364,8 @@ class Finding:
     name: str
     status: str  # ok, note (worth knowing), warning (works, but could be better), BROKEN or untested
     text: str  # the result in words
-    advice: str = ""  # what the result means and what to do; "": nothing to do
-    value: Any = None  # the result, as JSON
+    advice: str  # what the result means and what to do; "": nothing to do
+    value: Any  # the result, as JSON
 
     def __str__(self) -> str:
         lines = [folded(self.text, first=f"  {self.name:<19} {self.status:<9} ", indent=32)]
@@ -372,7 +374,7 @@ class Finding:
         return "\n".join(lines)
 
 
-def judged(name: str, text: str, *, bad: str | None, advice: str, value: Any = None) -> Finding:
+def judged(name: str, text: str, *, bad: str | None = None, advice: str = "", value: Any = None) -> Finding:
     """A finding of status ``bad`` with its advice. If ``bad`` is None: a finding of status ok without advice."""
     return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
 
@@ -393,7 +395,7 @@ def keep(verdict: Verdict) -> None:
 
 
 def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> Verdict:
-    """The stored result of a test; if there is none, or ``fresh``, run it. ``cuda``: whether a device works."""
+    """The stored result of a test. If there is none, or ``fresh``, run the test. ``cuda``: whether a device works."""
     if name in CUDA and not cuda:
         return Verdict(name=name, good=None, text="not testable here: no CUDA device")
     machine.verdicts.cache_clear()
@@ -401,14 +403,14 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
         return Verdict(name=name, kept=True, **machine.verdicts()[name])
     verdict = probe(name, timeout=timeout)
     if name in machine.VERDICTS and verdict.good is not None:
-        # after a timeout store nothing, because the machine may just be slow now; delete the earlier result
+        # after a timeout delete the stored result, because the machine may just be slow now
         keep(replace(verdict, good=None) if verdict.late else verdict)
     return verdict
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
     """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result."""
-    # sys.path.append instead of PYTHONPATH, which would come before the standard library
+    # not PYTHONPATH, because its folders come before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()

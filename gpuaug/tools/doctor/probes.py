@@ -136,8 +136,8 @@ def _gap(decoded: Any, truth: Any) -> int:
 
 
 def hardware() -> Answer:
-    """Compare the GPU's JPEG engine with Pillow, then test its stream order. DALI does not report a missing engine."""
-    if not _engine():
+    """Compare the GPU's JPEG engine with Pillow, then test its stream order."""
+    if not _engine():  # DALI does not report a missing engine
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, "
         text += "H100 and newer have one; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
@@ -164,8 +164,8 @@ def _engine() -> bool:
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Compare batches decoded on a busy device, and used late, with the same batches decoded on an idle device.
 
-    DALI resizes on the multiprocessors, and the test keeps them busy. So an engine that does not wait for its stream
-    overwrites pixels that are not resized yet. The package's tests use ``device="cpu"``.
+    DALI resizes on the multiprocessors, which this test keeps busy. So a JPEG engine that does not wait for its stream
+    overwrites pixels before they are resized. ``device="cpu"`` is for the package's tests.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""`gpuaug plan`: how much memory a run needs, measured by a rehearsal in a child process, or estimated from above.
+"""`gpuaug plan`: how much memory a run needs. A rehearsal in a child process measures it; before, there is a bound.
 
-It counts memory that the system cannot reclaim, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
-run of the configured loader. It pauses a few times until all queues are full, and runs some steps of the model. The
-cache, ``ahead`` and the other ranks of the machine are not rehearsed: a formula adds them.
+Only memory that the system cannot reclaim counts, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
+run of the configured loader. It pauses a few times until all queues are full, and runs some steps of the model. A
+formula adds what is not rehearsed: the cache, ``ahead`` and the other ranks of the machine.
 """
 
 from __future__ import annotations
@@ -65,19 +65,17 @@ def main(request: Request) -> int:
     config = request.loader()
     loader: Loader
     with request.build(config) as loader:
-        bound = upper_bound(loader, sample=settings.sample)
-        prefix = "" if request.at is None else f"{request.at}."
-        run, here = Run(loader=loader, costs=bound, config=config, prefix=prefix), Machine.here(loader.device)
-        peak = _rehearse(request, run, here, seconds=settings.seconds)
-        if peak is not None:
-            run = replace(run, costs=peak.costs(loader, bound))
+        bound, here = upper_bound(loader, sample=settings.sample), Machine.here(loader.device)
+        run = Run(loader=loader, costs=bound, config=config, prefix=request.prefix)
+        run = _rehearse(request, run, here, seconds=settings.seconds)
         report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean over at most {settings.sample}")
         _report(report, run, here)
-        few = run.costs.batches <= loader.prefetch + 2 and run.costs.batches < len(loader)
-        text = f"{run.costs.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
-        if peak is None:
+        batches = run.costs.batches
+        few = batches <= loader.prefetch + 2 and batches < len(loader)
+        text = f"{batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
+        if not batches:
             text = "stopped, because it needed more memory than is left: the values above are upper bounds"
-        report.add("rehearsal", run.costs.batches, f"{text}; pages of libraries and files are not counted")
+        report.add("rehearsal", batches, f"{text}; pages of libraries and files are not counted")
         short = shortage([run], here)
         report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
         report.values["overrides"] = [] if short is None else list(short.overrides)
@@ -85,11 +83,12 @@ def main(request: Request) -> int:
     return 0
 
 
-def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Peak | None:
-    """See :func:`rehearsal`."""
+def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Run:
+    """The run with measured costs; unchanged if it needs more memory than is left. Arguments: :func:`rehearsal`."""
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
-    return rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
+    peak = rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
+    return run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs))
 
 
 def _report(report: Report, run: Run, here: Machine) -> None:
@@ -109,42 +108,39 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Raise ConfigError if a run clearly needs more memory than is left; warn if it may. No setting is changed.
 
-    The run is rehearsed only if its upper bound exceeds half of the memory left, and on one rank per machine. ``runs``
-    are the loaders that run at the same time, the training loader first. The error gives overrides to copy.
+    ``runs`` are the loaders that run at the same time, the training loader first. One rank per machine rehearses them,
+    if their upper bounds exceed half of the memory left. The error gives overrides to copy.
     """
     here = Machine.here(runs[0].loader.device)
-    wanted = [Limits.of(run.loader) for run in runs]
-    if machine.local_rank() or not lacking(runs, wanted, here, share=0.5):
+    if machine.local_rank() or not lacking(runs, here, share=0.5):
         return
     log.info("memory may be short: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
-    how = {**asdict(settings), "model": None, "profiling": False, "resume": None, "compile": False}
-    trained = {"config": settings.model, "classes": runs[0].loader.num_classes, "settings": how}
+    how = {**asdict(settings), "profiling": False, "resume": None, "compile": False}
+    trained = {"classes": runs[0].loader.num_classes, "settings": how}
     measured: list[Run] = []
-    over = False
-    for run in runs:
-        try:
-            peak = _rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained)
-        except GpuaugError as error:
-            log.warning("memory may not suffice, and the memory of this run could not be measured. %s", error)
-            return
-        measured.append(run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs)))
-        over = over or peak is None
+    try:
+        for run in runs:
+            measured.append(_rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained))
+    except GpuaugError as error:
+        log.warning("memory may not suffice, and the memory of this run could not be measured. %s", error)
+        return
     short = shortage(measured, here)
-    if short is not None and (short.clear or over):
+    if short is not None and (short.clear or not all(run.costs.batches for run in measured)):
         raise ConfigError(f"{short.text} `check_memory=false` starts the run anyway.")
     if short is not None:
         log.warning("memory may not suffice: %s", short.text)
 
 
 MIB = 2**20
-SPARE = 0.1  # share of the available memory kept free, for other processes and for errors of the plan
-CLEARLY = 1.15  # a run that needs more than this times the available memory is refused: plans err by up to 15 %
-BEHIND = 4  # encoded batches that have left the workers: one waits, one each is in header reading, decode, augment
+SPARE = 0.1  # share of the memory left to keep free, for other processes and for errors of the plan
+CLEARLY = 1.15  # a run that needs more than this times the memory left is refused: plans err by up to 15 %
+BEHIND = 4  # encoded batches that the workers sent: one waits; one each is in header reading, decoding, augmenting
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
-CHUNK, PATIENCE_S = 16, 2.0  # images whose headers are read together; no new ones after this time (slow storage)
+CHUNK = 16  # images whose headers are read together
+PATIENCE_S = 2.0  # after so many seconds no more headers are read, because the storage is slow
 ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
-CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # not -m: spawned workers would import this file
+CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # with -m, spawned workers would run this file
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +166,8 @@ class Costs:
 
     image: float  # an encoded image, on average
     ready: int  # the images of a finished batch in the prefetch queue
-    masks: int = 0  # the masks of such a batch
-    mask_work: int = 0  # decoded masks, and masks between two threads; part of the work, but listed separately
+    masks: int = 0  # the masks of a finished batch
+    mask_work: int = 0  # decoded masks, and masks between two threads
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
@@ -200,11 +196,17 @@ class Run:
     costs: Costs
     config: Any = None  # the configuration it was built from
     prefix: str = ""  # prefix of its keys on the command line, such as `val.`
-    classes: Sequence[str] | None = None  # class names it was built with; None: those of its source
+    classes: Sequence[str] | None = None  # class names given to its source; None: the source finds them
+    changed: Limits | None = None  # settings to try instead of the loader's own
 
-    def terms(self, settings: Limits | None = None) -> list[Term]:
-        """The peak memory, part by part. ``settings`` replace the loader's own."""
-        loader, costs, s = self.loader, self.costs, settings or Limits.of(self.loader)
+    @property
+    def limits(self) -> Limits:
+        """The settings that decide its memory."""
+        return self.changed or Limits.of(self.loader)
+
+    def terms(self) -> list[Term]:
+        """The peak memory, part by part."""
+        loader, costs, s = self.loader, self.costs, self.limits
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
         sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
         left = max(0, batches - made) * loader.batch_size * costs.image
@@ -301,13 +303,13 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
 
 
 def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
-    """Bytes of a batch's finished masks, and of all earlier forms of them. ``pixels``: mean of an image."""
+    """Bytes of a batch's finished masks, and of their earlier forms. ``pixels``: of an image, on average."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # 16-bit masks are rare
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # a crop that needs masks decodes them two threads earlier
+    decoded = int(rows * pixels) * (3 if early else 1)  # if a crop needs masks, they are decoded two threads earlier
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 
@@ -351,7 +353,10 @@ class Peak:
         """Split the peak into parts, which replace those of the upper bound."""
         ready = min(self.batches, self.ready + 2) * (bound.ready + bound.masks)
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
-        work, device = (work - ready, device) if loader.device.type == "cpu" else (work, device - ready)
+        if loader.device.type == "cpu":
+            work -= ready
+        else:
+            device -= ready
         mask_work = min(bound.mask_work, max(0, work))
         return replace(
             bound,
@@ -416,7 +421,7 @@ def measure(
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
-    """Run a job of :func:`rehearsal` in a child process; None: it needed more memory than is left.
+    """Run a job of :func:`rehearsal` in a child process. None: the job needed more memory than is left.
 
     Raises:
         GpuaugError: if the run failed (with the error of the run) or gave no answer.
@@ -439,12 +444,11 @@ def rehearsal() -> None:
     """The child of :func:`rehearse`: reads a job from stdin, and prints its answer as the last line, both as JSON.
 
     A job has the loader's composed ``config``, its ``classes`` and ``trust``; the ``epoch`` to run; the longest
-    duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the model's ``config`` and
-    ``classes`` and the training's ``settings``.
+    duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the number of ``classes``
+    and the training's ``settings``.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.request import Request
-    from gpuaug.tools.train.build import build_model
     from gpuaug.tools.train.training import Settings as Training
 
     job = json.load(sys.stdin)
@@ -473,8 +477,7 @@ def rehearsal() -> None:
             loader.set_epoch(job["epoch"])
             step = None
             if model is not None:
-                network = build_model(request, model["config"], num_classes=model["classes"], seed=loader.seed)
-                step = training_step(loader, network, Training(**model["settings"]))
+                step = training_step(request, loader, Training(**model["settings"]), num_classes=model["classes"])
             say(peak=asdict(measure(loader, seconds=job["seconds"], step=step, watch=watch)))
     except GpuaugError as error:
         say(error=str(error))
@@ -508,15 +511,13 @@ class Shortage:
     overrides: tuple[str, ...]  # make the run fit; (): only a smaller batch helps
 
 
-def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, share: float) -> dict[str, str]:
+def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, str]:
     """A message for each place where loaders that run at the same time need more than a share of the memory left.
 
     Assumes that all ranks of the machine need the same memory and share one cache.
     """
     ranks = machine.local_world_size()
-    terms = [
-        term for run, s in zip(runs, settings, strict=True) for term in run.terms(s) if term.name != "this process"
-    ]
+    terms = [term for run in runs for term in run.terms() if term.name != "this process"]
     once = sum(t.bytes for t in terms if t.name == "cache") * (ranks - 1)
     needs: list[tuple[Place, str, int, int | None, str]] = [
         ("host", "", total(terms, "host") * ranks - once, here.host, here.host_by),
@@ -531,22 +532,22 @@ def lacking(runs: Sequence[Run], settings: Sequence[Limits], here: Machine, *, s
 
 
 def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
-    """The shortage of loaders that run at the same time; None if they fit. No setting is changed.
+    """The shortage of loaders that run at the same time; None if they fit.
 
     The overrides lower the settings of the last loader first.
     """
-    wanted = [Limits.of(run.loader) for run in runs]
-    first = lacks = lacking(runs, wanted, here, share=1 - SPARE)
-    if not first:
+    if not (lacks := lacking(runs, here, share=1 - SPARE)):
         return None
-    smaller: list[Limits] | None = wanted
-    while lacks and smaller is not None:
-        smaller = _smaller(runs, smaller, lacks)
-        lacks = {} if smaller is None else lacking(runs, smaller, here, share=1 - SPARE)
+    first, fitting = lacks, list(runs)
+    while lacks:
+        if (smaller := _smaller(fitting, lacks)) is None:
+            fitting = list(runs)  # nothing suffices
+            break
+        fitting, lacks = smaller, lacking(smaller, here, share=1 - SPARE)
     overrides: list[str] = []
-    for run, before, after in zip(runs, wanted, smaller or wanted, strict=True):
-        for key, value in asdict(after).items():
-            if value != getattr(before, key):
+    for run, fits in zip(runs, fitting, strict=True):
+        for key, value in asdict(fits.limits).items():
+            if value != getattr(run.limits, key):
                 name = "cache.max_bytes" if key == "cache" else key
                 overrides.append(f"{run.prefix}{name}={'null' if value is None else value}")
     step = sum(run.costs.step for run in runs)
@@ -554,13 +555,13 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
     size = f"Lower `{runs[-1].prefix}batch_size`, now {runs[-1].loader.batch_size}"
     remedy = f"Set `{' '.join(overrides)}`, which fits" if overrides else f"{size}: nothing else suffices"
     text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}. `gpuaug plan` lists the memory of each part."
-    return Shortage(text, bool(lacking(runs, wanted, here, share=CLEARLY)), tuple(overrides))
+    return Shortage(text, bool(lacking(runs, here, share=CLEARLY)), tuple(overrides))
 
 
-def _smaller(runs: Sequence[Run], settings: list[Limits], lacks: Container[str]) -> list[Limits] | None:
-    """The next smaller settings that help the places in ``lacks`` (host, shared, device); None if there are none."""
-    for k in reversed(range(len(runs))):
-        s, batch = settings[k], runs[k].costs.image * runs[k].loader.batch_size
+def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
+    """The runs with the next smaller settings that help the places in ``lacks``; None if there are none."""
+    for k, run in reversed([*enumerate(runs)]):
+        s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}
         if "host" in lacks and s.ahead is not None:
             less = {"ahead": s.ahead // 2 if s.ahead // 2 > 2 * batch else None}
@@ -574,5 +575,5 @@ def _smaller(runs: Sequence[Run], settings: list[Limits], lacks: Container[str])
                     less = {name: getattr(s, name) - 1}
                     break
         if less:
-            return [*settings[:k], replace(s, **less), *settings[k + 1 :]]
+            return [*runs[:k], replace(run, changed=replace(s, **less)), *runs[k + 1 :]]
     return None

@@ -8,10 +8,11 @@ Stages overlap, and on the CPU they share the cores, so their times do not add u
 
     seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
-`reading` is the time of all workers together. The next three stages run in one thread each: `headers` (also receives
-batches, and computes random values and crops), `decoding`, and `augmenting` (also mixes). `model` is the training step.
-Without workers, `reading` is part of `headers`. With ``prefetch=0``, all times are added. Another worker or thread
-helps only if cores are idle. If the whole takes longer than the formula says, every prediction keeps the difference.
+`reading` is the time of all workers together. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
+includes receiving batches, random values and crops; `augmenting` includes mix. `model` is the training step. Without
+workers, `reading` is part of `headers`. With ``prefetch=0``, all times are added. The last term says that another
+worker or thread helps only if cores are idle. If the whole takes longer than the formula says, every prediction keeps
+the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GAIN = 1.07  # the smallest predicted speedup that is proposed, because noise is
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
 UNEXPLAINED = 2.0  # if the whole takes this many times the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
-AHEAD = 1.25  # the smallest speedup for which prefetch is proposed
+AHEAD = 1.25  # if prefetch gives a larger speedup, the missing prefetch is the limit
 
 TITLES = {  # bottleneck: the key of its row in the report, and the title
     "storage": ("source", "storage: reading bytes is slow"),
@@ -69,9 +70,8 @@ class Verdict:
     bottleneck: str  # a key of TITLES
     text: str  # the answer in one or two sentences
     evidence: list[str]
-    changes: list[Change]  # make them together, in this order; the gain of the last change is the gain of all
-    # further changes that alter the training data or need more than an override; each gain is on top of `changes`
-    others: list[Change]
+    changes: list[Change]  # to be made together, in this order; the gain of the last one is the gain of all
+    others: list[Change]  # alter the training data or need more than an override; each gain is on top of `changes`
     prediction: Prediction  # of the whole as it is
     ideal_gain: float | None = None  # speedup with a loader that takes no time; None without a model
 
@@ -94,9 +94,9 @@ def predict(m: Measured) -> Prediction:
     step = m.step or FREE
     mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
     taken = ("receive", m.take) if m.workers else ("read", m.read.wall)
+    masks = [] if m.masks is None else [("masks", m.masks.wall)]
     finish = [] if m.masks is None else [("targets", m.finish.wall)]
     augment, training = [("augment", m.augment.wall), *finish, ("mix", mix)], [("model", step.wall)]
-    masks = [] if m.masks is None else [("masks", m.masks.wall)]
     threads = {"headers": [taken, ("host", m.host.wall - mix)], "decoding": [("decode", m.decode.wall), *masks]}
     if m.main_thread:  # augmentation runs in the training thread
         training = augment + training
@@ -122,8 +122,9 @@ def predict(m: Measured) -> Prediction:
 def expected(m: Measured, then: Measured) -> float:
     """Predict seconds per image of the whole, if ``m`` changes to ``then``.
 
-    If the whole takes longer than predicted from its parts, the difference stays. If it takes less, the machine was
-    busier when the parts were measured: then the result is the geometric mean of both estimates.
+    If the whole takes longer than its parts explain, the difference stays. If the whole takes less, the machine was
+    busier while the parts were measured. Then the prediction is the geometric mean of two: one from the parts alone,
+    and one from the whole and the speedup of the parts.
     """
     explained, after = predict(m).seconds, predict(then).seconds
     if m.whole is None:
@@ -141,28 +142,28 @@ def gain(m: Measured, then: Measured) -> float:
 
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
     """The stage whose removal would give the largest speedup, and the evidence in numbers."""
-    now = predict(m)
-    stages = ["reading", "decode", "augment", "host", *(["step"] if m.step is not None else [])]
-    stages += [] if m.masks is None else ["masks"]
-    free: dict[str, dict[str, Any]] = {stage: {stage: FREE} for stage in stages}
-    free["masks"] = {"masks": FREE, "finish": FREE}
-    free["reading"] = {"read": FREE, "take": 0.0}
-    gains = {stage: now.seconds / max(predict(replace(m, **free[stage])).seconds, 1e-9) for stage in stages}
-    evidence: list[str] = []
-    own = {"reading": m.read, "decode": m.decode, "augment": m.augment, "host": m.host, "step": m.step or FREE}
-    masks = m.masks or FREE
-    own["masks"] = Cost(masks.wall + m.finish.wall, masks.cpu + m.finish.cpu)
+    now, masks = predict(m), m.masks or FREE
+    without: dict[str, tuple[float, dict[str, Any]]] = {  # stage: its seconds, and the measurements if it took no time
+        "reading": (m.read.wall, {"read": FREE, "take": 0.0}),
+        "decode": (m.decode.wall, {"decode": FREE}),
+        "augment": (m.augment.wall, {"augment": FREE}),
+        "host": (m.host.wall, {"host": FREE}),
+    }
+    if m.step is not None:
+        without["step"] = m.step.wall, {"step": FREE}
+    if m.masks is not None:
+        without["masks"] = m.masks.wall + m.finish.wall, {"masks": FREE, "finish": FREE}
+    gains = {stage: _speedup(m, **free) for stage, (_, free) in without.items()}
     # if two paths take equally long, removing one stage gains nothing: then choose the slowest stage
-    first = max(stages, key=lambda stage: (round(gains[stage], 2), own[stage].wall))
+    first = max(gains, key=lambda stage: (round(gains[stage], 2), without[stage][0]))
     if m.prefetch == 0 and m.step is not None:
-        ahead = now.seconds / max(predict(replace(m, prefetch=2)).seconds, 1e-9)
+        ahead = _speedup(m, prefetch=2)
         if ahead >= AHEAD and ahead >= 0.7 * gains[first]:
-            evidence.append(
+            return "host overhead", [
                 "With prefetch=0 a batch is made only on request, so model and loader wait for each other. "
                 f"Running at the same time, they would be {ahead:.2g} times as fast."
-            )
-            return "host overhead", evidence
-    evidence.append(f"If `{first}` took no time, the whole would be {_times(gains[first])} as fast.")
+            ]
+    evidence = [f"If `{first}` took no time, the whole would be {_times(gains[first])} as fast."]
     if m.whole is not None and m.whole.wall > UNEXPLAINED * now.seconds:
         evidence.append(
             f"The whole takes {_ms(m.whole.wall)} per image, but its parts explain only {_ms(now.seconds)}: threads "
@@ -188,6 +189,10 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
     return ("storage" if m.busy < 0.5 else "workers"), evidence
 
 
+def _speedup(m: Measured, **changed: Any) -> float:
+    return predict(m).seconds / max(predict(replace(m, **changed)).seconds, 1e-9)
+
+
 # -- what to change ---------------------------------------------------------------------------------------------------
 
 
@@ -201,17 +206,16 @@ def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict
     current, tried, stage = m, set[str](), name
     while stage not in tried and len(tried) < 4:
         tried.add(stage)
-        best: tuple[Measured, str, str] | None = None
-        for then, override, text in _options(trials, current, stage):
-            if best is None or expected(m, then) < 0.95 * expected(m, best[0]):
-                best = then, override, text
-        if best is not None and expected(m, current) / max(expected(m, best[0]), 1e-9) >= GAIN:
-            factor = gain(m, best[0])
-            if factor >= GAIN:
-                current = best[0]
-                changes.append(Change((_key(at, best[1]),), best[2], factor))
-                if stage == "host overhead":
-                    tried.discard(stage)
+        best, override, text = current, "", ""
+        for option in _options(trials, current, stage):
+            if best is current or expected(m, option[0]) < 0.95 * expected(m, best):
+                best, override, text = option
+        factor = gain(m, best)
+        if factor >= GAIN and expected(m, current) / max(expected(m, best), 1e-9) >= GAIN:
+            current = best
+            changes.append(Change((_key(at, override),), text, factor))
+            if stage == "host overhead":
+                tried.discard(stage)
         stage, _ = bottleneck(replace(current, whole=None))
     others = _others(trials, m, current, stage, at=at)
     ideal = None if m.step is None or m.whole is None else max(1.0, m.whole.wall / max(m.step.wall, 1e-9))
@@ -247,7 +251,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
     elif stage in ("decode", "masks"):
         threads = trials.threads
         if threads is not None and threads < trials.cores:
-            for count in sorted({min(trials.cores, factor * threads) for factor in (2, 4)} | {min(8, trials.cores)}):
+            for count in sorted({min(trials.cores, count) for count in (2 * threads, 4 * threads, 8)}):
                 if count > threads:
                     then = trials.with_decoder(m, num_threads=count)
                     yield then, f"decode.num_threads={count}", f"{count} decoding threads instead of {threads}"
@@ -262,6 +266,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
 def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
     """Changes that alter pixels or need more than an override; each gain is alone, on top of ``current``."""
     others: list[Change] = []
+    use_packed = f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
 
     def propose(then: Measured, overrides: Sequence[str], text: str, *, same: bool = False) -> None:
         factor = expected(m, current) / max(expected(m, then), 1e-9)
@@ -271,7 +276,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage == "augment" and (costs := trials.op_costs()):
         name = max(costs, key=lambda n: costs[n])
         left = 1 - costs[name]
-        keys = [_key(at, key, sign="~") for key in trials.op_keys(name)]
+        keys = [f"~{_key(at, key)}" for key in trials.op_keys(name)]
         text = f"operation `{name}` is {costs[name]:.0%} of the augmentation"
         propose(replace(current, augment=current.augment.scaled(left, left)), keys, text)
     if stage in ("storage", "workers") and (cache := trials.cache_bytes()) is not None:
@@ -289,8 +294,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
         text = "large JPEGs are decoded at a part of their size; `gpuaug parity` shows how far the pixels change"
         propose(trials.with_decoder(current, reduced=True), (_key(at, "decode.reduced=true"),), text)
     if stage == "masks" and trials.packed() is None and (stored := trials.with_runs(current)) is not None:
-        text = "store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then "
-        text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+        text = f"store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then {use_packed}"
         propose(replace(stored, decode=FREE), (), text)
     if stage in ("decode", "masks", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
         side, fewer = packed  # the times of decoding and copying are proportional to pixels and bytes
@@ -299,7 +303,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
         read = current.read if stage in ("decode", "masks") else current.read.scaled(max(fewer, 0.05), max(fewer, 0.05))
         text = "if bandwidth, not latency, limits the storage: " if stage == "storage" else ""
         text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
-        text += f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+        text += use_packed
         propose(replace(current, decode=decode, masks=masks, read=read), (), text)
     if stage == "host overhead" and current.host_parts.get("mix", 0) > 0.5 * current.host.wall > 0:
         left = current.host.wall - current.host_parts["mix"]
@@ -307,8 +311,8 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     return others
 
 
-def _key(at: str | None, text: str, *, sign: str = "") -> str:
-    return f"{sign}{text}" if at is None else f"{sign}{at}.{text}"
+def _key(at: str | None, text: str) -> str:
+    return text if at is None else f"{at}.{text}"
 
 
 def _group(at: str | None, group: str, choice: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from gpuaug import machine
 
 
 def now(pids: Sequence[int] = ()) -> Any:
-    """Seconds so far, float64 [3]: wall time, CPU time of this process, CPU time of the processes ``pids``."""
+    """Three times so far, in seconds, float64 [3]: wall time, CPU time of this process, CPU time of ``pids``."""
     return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
 
 
@@ -36,19 +36,14 @@ def waited_for_a_core() -> float:
 
 def free_cores(seconds: float = 0.08) -> float:
     """The number of cores that this process really gets, after affinity, quota and other processes."""
-    count, quota, block = machine.usable_cpus(), machine.cgroup_cpus(), bytes(1 << 18)
+    count, block = machine.usable_cpus(), bytes(1 << 18)
     began = now()
 
-    def busy() -> None:
+    def busy(_: int) -> None:
         while time.perf_counter() < began[0] + seconds:
             hashlib.sha256(block)  # releases the global interpreter lock
 
-    others = [threading.Thread(target=busy) for _ in range(count - 1)]
-    for thread in others:
-        thread.start()
-    busy()
-    for thread in others:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(busy, range(count)))
     wall, own, _ = (now() - began).tolist()
-    most = float(count) if quota is None else min(float(count), quota)  # a quota allows short bursts above it
-    return max(0.25, min(most, own / wall))
+    return max(0.25, min(count, machine.cgroup_cpus() or count, own / wall))  # a quota allows short bursts above it

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -68,7 +67,8 @@ class Settings(Keys):
     @property
     def training(self) -> TrainingSettings:
         """Settings of a training step. The learning rate is small, because the same batches are repeated."""
-        return TrainingSettings(optimizer=self.optimizer, loss=self.loss, amp=self.amp, lr=1e-5)
+        same = {name: getattr(self, name) for name in ("model", "optimizer", "loss", "amp")}
+        return TrainingSettings(**same, lr=1e-5)
 
 
 def main(request: Request) -> int:
@@ -78,14 +78,11 @@ def main(request: Request) -> int:
     if settings.out is not None:
         png(settings.out, "out")
     config = request.loader()
-    named = settings.model is not None and settings.model != {"_target_": None}
     loader: Loader
     with logging_redirect_tqdm(loggers=[log]), request.build(config) as loader:
-        model = None
-        if named:
-            classes = settings.num_classes or loader.num_classes or CLASSES
-            model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
-        step = None if model is None else training_step(loader, model, settings.training)
+        step = None
+        if settings.model not in (None, {"_target_": None}):
+            step = training_step(request, loader, settings.training, num_classes=settings.num_classes)
         report_on(loader, step, report, settings=settings, at=request.at)
     report.write()
     return 0
@@ -103,9 +100,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
     with _same_random(loader.device), request.build(config, **same) as twin:
-        classes = loader.num_classes or CLASSES
-        model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
-        step = training_step(twin, model, replace(settings, lr=1e-5))
+        step = training_step(request, twin, replace(settings, lr=1e-5))
         report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), at=request.at)
 
 
@@ -121,8 +116,12 @@ def _same_random(device: torch.device) -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-def training_step(loader: Loader, model: nn.Module, settings: TrainingSettings) -> Step:
-    """A training step exactly as in `gpuaug train`. Images without labels get the first class."""
+def training_step(
+    request: Request, loader: Loader, settings: TrainingSettings, *, num_classes: int | None = None
+) -> Step:
+    """A training step as in `gpuaug train`, of a new model. Images without labels get the first class."""
+    classes = num_classes or loader.num_classes or CLASSES
+    model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
     training = Training(loader, model=model, settings=settings)
     training.each.train()
 
@@ -151,10 +150,8 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
         verdict = bottleneck.diagnose(profiler, measured, at=at)
     _say(report, measured, verdict)
     if profiler.faults:
-        text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded"
-        report.add(
-            "faults", profiler.faults, f"{text}; to list them, train with `faults.policy=blank faults.file=FILE`"
-        )
+        text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded; to list them, "
+        report.add("faults", profiler.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")
     if settings.out is not None:
         picture = bars(measured, verdict, heading=_heading(loader))
         with written(Path(settings.out), "out"):
@@ -232,7 +229,7 @@ def _ideal(gain: float) -> str:
 
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
-    """One bar per stage: its length is the time per image, red marks the bottleneck, a thin line below is CPU time."""
+    """One bar per stage. Its length is the time per image; a thin line below shows CPU time; red is the bottleneck."""
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []

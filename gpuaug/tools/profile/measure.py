@@ -1,8 +1,8 @@
 """Measures a loader: every stage alone on prepared batches, the whole, and the effect of changes.
 
-Training steps on cached batches show the speed with an ideal loader, which takes no time. If other processes use the
-machine, wall time alone is not reliable. So the results are medians, CPU time is measured too, and the kernel's
-scheduler statistics separate waiting for bytes from waiting for a core.
+Training steps on cached batches show how fast training would be with an ideal loader, which takes no time. Other
+processes on the machine make wall times longer. So a result is the median of several rounds, CPU time is measured too,
+and the kernel's scheduler statistics tell waiting for bytes from waiting for a core.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.pipeline import Pass, Pipeline, Task
 from gpuaug.loader.stages import LiveStage
 from gpuaug.read.reader import Reader
+from gpuaug.source.adapt import MapSource
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
 from gpuaug.tools.profile import targets
@@ -46,16 +47,17 @@ log = logging.getLogger("gpuaug")
 Step = Callable[[Batch], None]
 
 CHUNK = 32  # samples per batch if only reading is measured: slow storage would take minutes for larger batches
+FEW_READS = 8  # samples per batch if one process reads them one by one
 CACHED = 4  # smallest number of batches kept for the stages after reading
 IMAGES = 64  # smallest number of images kept: more batches if batches are small
 CACHE_BYTES = 2**28  # limit of the bytes kept; the first batch is always kept
-LONGEST_S = 6.0  # of one measurement; slow stages are measured on fewer batches
+LONGEST_S = 6.0  # of one measurement, if `seconds` is shorter; slow stages are measured on fewer batches
 FEW = 16  # images for testing changes of a recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per image of one stage: wall time (median of the rounds), and CPU time of all threads."""
+    """Seconds per image of one stage: wall time, and CPU time of all its threads and workers."""
 
     wall: float
     cpu: float
@@ -84,19 +86,19 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None  # only packing bytes in memory and copying them to this process; None: no workers
+    copy: Cost | None = None  # only packing bytes in memory and copying them to this process; None: no workers
     take: float  # CPU time of the thread that receives the batches from the workers
     decode: Cost
+    masks: Cost | None = None  # decoding masks, cropping and moving them, after decoding; None: the run has no targets
     augment: Cost
+    finish: Cost = FREE  # targets to the device and to their dtype, after augmentation
     host: Cost  # headers, random values, crops and mix
     host_parts: Mapping[str, float]
-    step: Cost | None  # the training step on cached batches, as with an ideal loader; None without a model
-    whole: Cost | None  # the complete loader and the step, as in training; None: not measured
+    step: Cost | None = None  # the training step on cached batches, as with an ideal loader; None without a model
+    whole: Cost | None = None  # the complete loader and the step, as in training; None: not measured
     cores: float  # cores this process gets, after affinity, quota and other processes
     busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
     bytes_per_image: float = 0.0
-    masks: Cost | None = None  # decoding masks, cropping and moving them, after decoding; None: the run has no targets
-    finish: Cost = FREE  # targets to the device and to their dtype, after augmentation
 
     @property
     def loader_cpu(self) -> float:
@@ -105,22 +107,48 @@ class Measured:
         return sum(cost.cpu for cost in (self.read, self.decode, masks, self.augment, self.finish, self.host))
 
 
-class Notes:
-    """The rounds of one stage: seconds, as from :func:`now`, and images."""
+class Notes(list[Any]):
+    """The rounds of one stage, each float64 [3]: seconds per image of the three times of :func:`now`."""
 
-    def __init__(self) -> None:
-        self.rounds: list[tuple[Any, int]] = []
+    def measure(
+        self,
+        work: Callable[[], int],
+        *,
+        seconds: float,
+        skip: int = 0,
+        least: int = 1,
+        longest_s: float = LONGEST_S,
+        reader: Reader | None = None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Add a round: call ``work``, which returns its number of images, for ``seconds`` and at least ``least`` times.
+
+        The first ``skip`` calls do not count. After ``longest_s``, ``skip`` calls that count are enough. The workers of
+        ``reader`` add their CPU time. ``sync`` waits for the device. Returns the seconds of all images.
+        """
+        started = time.perf_counter()
+        for _ in range(skip):
+            work()
+        sync()
+        pids = () if reader is None else reader.pids
+        began, images, calls = now(pids), 0, 0
+        while calls < least or time.perf_counter() - began[0] < seconds:
+            images, calls = images + work(), calls + 1
+            if calls >= skip and time.perf_counter() - started > max(seconds, longest_s):
+                break
+        sync()
+        spent = now(pids) - began
+        self.append(spent / images)
+        return spent
 
     def cost(self) -> Cost:
-        """Per image: the median wall time of the rounds, and the mean CPU time."""
-        if not self.rounds:
-            return FREE
-        cpu = sum(float(spent[1:].sum()) for spent, _ in self.rounds) / sum(images for _, images in self.rounds)
-        return Cost(statistics.median(float(spent[0]) / images for spent, images in self.rounds), cpu)
+        """The median wall time and the mean CPU time of the rounds."""
+        wall, own, workers = np.transpose(self)
+        return Cost(float(np.median(wall)), float(np.mean(own + workers)))
 
     def own_cpu(self) -> float:
         """CPU-seconds per image of this process, without its workers."""
-        return float(sum(spent[1] for spent, _ in self.rounds)) / max(1, sum(images for _, images in self.rounds))
+        return float(np.mean(np.transpose(self)[1]))
 
 
 class Profiler(contextlib.ExitStack):
@@ -153,22 +181,21 @@ class Profiler(contextlib.ExitStack):
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
+        self._notes: dict[str, Notes] = defaultdict(Notes)  # by stage
+        self._values: dict[str, list[float]] = defaultdict(list)  # one value per round
         if not len(loader):
             raise ConfigError(
                 f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}`, "
                 f"`last={loader.last}`. Lower `batch_size` or set `last=uneven`."
             )
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.reader.batches, [])  # stops running reads
-            self._prepare()
-            self.push(stack.pop_all())
+        self._prepare()
 
     def _prepare(self) -> None:
         """Prepare the input of every stage."""
         loader, pipeline, self.encoded = self.loader, self.pipeline, list[EncodedBatch]()
         taken = list(itertools.islice(endless(loader), max(CACHED, -(-IMAGES // loader.batch_size))))
         self._numbers = None if pipeline.numbers is None else pipeline.numbers(loader.epoch)
-        with contextlib.closing(self.reader.batches(iter(taken), numbers=self._numbers)) as batches:  # type: ignore
+        with contextlib.closing(self.reader.batches(taken, numbers=self._numbers)) as batches:  # type: ignore
             for batch in batches:
                 self.encoded.append(replace(batch, data=batch.data.clone(), offsets=batch.offsets.clone()))
                 if sum(kept.data.nbytes for kept in self.encoded) > CACHE_BYTES:
@@ -185,41 +212,35 @@ class Profiler(contextlib.ExitStack):
                 f"none of the first {self.tried} images could be read and decoded, so nothing can be measured. "
                 "To list them with reasons, run `gpuaug train faults.policy=blank faults.file=FILE`."
             )
-        self.sync()
 
     def measure(self) -> Measured:
         """Measure every stage alone, and the whole, in rounds."""
         stages = self._stages()
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
             if number <= 0:
-                self._notes, self._values = defaultdict[str, Notes](Notes), defaultdict[str, list[float]](list)
+                self._notes.clear()
+                self._values.clear()
             self._values["cores"].append(free_cores())
             for k, (name, run) in enumerate(stages.items()):
                 self.progress(name, (number + 1 + k / len(stages)) / (self.repeats + 1))
                 run(self._notes[name])
-        costs = {name: note.cost() for name, note in self._notes.items()}
+        costs = {name: notes.cost() for name, notes in self._notes.items() if notes}
         host_parts = {name: statistics.median(values) for name, values in self._values.items()}
         cores, busy = host_parts.pop("cores"), host_parts.pop("busy")
-        on_host, loader = sum(host_parts.values()), self.loader
+        host = sum(host_parts.values())  # the work of one Python thread, so its CPU time is its wall time
+        loader, mix = self.loader, costs.pop("mix", FREE)
+        if loader.mix is not None:
+            host_parts["mix"] = mix.wall
         return Measured(
+            **costs,
             batch_size=loader.batch_size,
             workers=loader.num_workers,
             prefetch=loader.prefetch,
             main_thread=bool(self.stage.main_thread),
             device_type=loader.device.type,
-            source=costs["source"],
-            read=costs["read"],
-            copy=costs.get("copy"),
             take=self._notes["read"].own_cpu() if loader.num_workers else 0.0,
-            decode=costs["decode"],
-            augment=costs["augment"],
-            # one Python thread, so its CPU time is its wall time; only mix may wait
-            host=Cost(on_host, on_host - host_parts.get("mix", 0.0) + costs["mix"].cpu),
+            host=Cost(host + mix.wall, host + mix.cpu),
             host_parts=host_parts,
-            masks=None if loader.targets is None else costs["masks"],
-            finish=costs.get("finish", FREE),
-            step=costs.get("step"),
-            whole=costs["whole"],
             cores=cores,
             busy=busy,
             bytes_per_image=self._bytes_per_image,
@@ -227,73 +248,69 @@ class Profiler(contextlib.ExitStack):
 
     def _stages(self) -> dict[str, Callable[[Notes], None]]:
         """What to measure in every round, by name."""
-        loader = self.loader
+        loader, step = self.loader, self.step
         stages: dict[str, Callable[[Notes], None]] = {
             "source": lambda notes: self._values["busy"].append(self.read_samples(notes)),
-            "read": lambda notes: self._read(notes, self.reader, self.tasks, numbers=self._numbers),
+            "read": lambda notes: self._read(notes, self.reader),
         }
         if loader.num_workers:
-            in_memory = self._reader(_InMemory(self.encoded), loader.num_workers)
+            in_memory = self._reader(MapSource(_InMemory(self.encoded)), loader.num_workers)
             self.callback(in_memory.close)
             parts_of = torch.arange(len(in_memory.source)).split([len(batch) for batch in self.encoded])
             again = itertools.cycle([(part, part * 0, part >= 0) for part in parts_of])
-            stages["copy"] = lambda notes: self._read(notes, in_memory, again)
+            stages["copy"] = lambda notes: self._read(notes, in_memory, tasks=again)
         decoded, ready = [(d, len(d.encoded)) for d in self.decoded], [(batch, len(batch)) for batch in self.ready]
-        stages["decode"] = lambda notes: self._decode(notes, self._notes["masks"], values=self._values)
+        stages["decode"] = lambda notes: self._decode(notes, self._notes["masks"])
         stages["augment"] = lambda notes: self._again(notes, self._augmented, decoded)
         if loader.targets is not None:
             stages["finish"] = lambda notes: self._again(notes, self._finished, decoded)
-        stages["mix"] = self._mix
-        if (step := self.step) is not None:
+        if loader.mix is not None:
+            stages["mix"] = self._mix
+        if step is not None:
             stages["step"] = lambda notes: self._again(notes, step, ready)
-        each = None if self.batches is None else -(-self.batches // self.repeats)
-        how: dict[str, Any] = {"seconds": 2 * self.seconds, "batches": each}
-        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, self.step, **how)
+        seconds, batches = 2 * self.seconds, self.batches and -(-self.batches // self.repeats)
+        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, step, seconds=seconds, batches=batches)
         return stages
 
     # -- each stage for a moment --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of time spent computing; waits for a core do not count."""
+        """Read samples in this process. Returns the share of the time spent computing, without waits for a core."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
-        began, count, size = now(), 0, 8 if many is None else CHUNK
-        worked, waited = time.thread_time(), waited_for_a_core()
-        while not count or time.perf_counter() - began[0] < self.seconds:
-            indices, repeats, valid = _head(next(self.tasks), size)
+
+        def read() -> int:
+            indices, repeats, valid = _head(next(self.tasks), FEW_READS if many is None else CHUNK)
             numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
             for part in [numbers] if many is not None else [[number] for number in numbers]:
                 with contextlib.suppress(OSError, GpuaugError):  # the measurement of `read` reports faults
                     list(many(part)) if many is not None else source[part[0]]
-            count += len(numbers)
+            return len(numbers)
+
+        worked, waited = time.thread_time(), waited_for_a_core()
+        wall, own, _ = notes.measure(read, seconds=self.seconds).tolist()
         worked, waited = time.thread_time() - worked, waited_for_a_core() - waited
-        notes.rounds.append((spent := now() - began, count))
-        wall, own, _ = spent.tolist()
         if many is not None:  # such a source may use its own threads
             worked = max(worked, own)
         return min(1.0, worked / max(wall - waited, worked, 1e-9))
 
-    def _read(self, notes: Notes, reader: Reader, tasks: Iterator[Task], *, numbers: Any = None) -> None:
-        workers = reader.num_workers
-        small = (_head(task, CHUNK) for task in tasks)
-        batches = reader.batches(small, numbers=numbers, zero_copy=self.loader.ahead is None)
-        started = time.perf_counter()
-        for _ in range(workers):  # skip the first batches: the workers start, and deliver them, at the same time
-            next(batches)
-        began, count, done = now(reader.pids), 0, 0
-        while done < max(1, 2 * workers) or time.perf_counter() - began[0] < self.seconds:
+    def _read(self, notes: Notes, reader: Reader, *, tasks: Iterator[Task] | None = None) -> None:
+        """Measure a reader, with the loader's batches or with ``tasks``."""
+        numbers = self._numbers if tasks is None else None
+        small = (_head(task, CHUNK) for task in tasks or self.tasks)
+        batches: Any = reader.batches(small, numbers=numbers, zero_copy=self.loader.ahead is None)
+
+        def take() -> int:
             batch = next(batches)
             batch.data[::4096].sum()  # touch each page: the receiving thread has to map it
-            count, done = count + len(batch), done + 1
-            if time.perf_counter() - started > LONGEST_S and done >= workers:
-                break
-        notes.rounds.append((now(reader.pids) - began, count))
-        batches.close()  # type: ignore[attr-defined]
+            return len(batch)
 
-    def _decode(
-        self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None, values: Any = None
-    ) -> None:
-        """Measure decoding and the masks; headers and objects are added to ``values``."""
+        with contextlib.closing(batches):  # the first batches do not count: all workers start at the same time
+            workers = reader.num_workers
+            notes.measure(take, seconds=self.seconds, skip=workers, least=max(1, 2 * workers), reader=reader)
+
+    def _decode(self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None) -> None:
+        """Measure decoding and the masks; the seconds of headers and objects are added to ``_values``."""
         stage, epoch, batches = stage or self.stage, self.loader.epoch, itertools.cycle(encoded or self.encoded)
         began, pixels, moved, on_host, objects, count = time.perf_counter(), np.zeros(3), np.zeros(3), 0.0, 0.0, 0
         while not count or time.perf_counter() - began < self.seconds:
@@ -316,12 +333,11 @@ class Profiler(contextlib.ExitStack):
                     moved += now() - between
                     objects += targets.object_seconds(stage, headers)
             count += len(batch)
-        notes.rounds.append((pixels, count))
-        masks.rounds.append((moved, count))
-        if values is not None:
-            values["headers, draws and crops"].append(max(0.0, on_host - objects) / count)
-            if self.loader.targets is not None:
-                values["targets"].append(objects / count)
+        notes.append(pixels / count)
+        self._values["headers, draws and crops"].append(max(0.0, on_host - objects) / count)
+        if self.loader.targets is not None:
+            masks.append(moved / count)
+            self._values["targets"].append(objects / count)
 
     def _finished(self, item: Any) -> Any:
         with self.pipeline.streams.on():
@@ -332,36 +348,32 @@ class Profiler(contextlib.ExitStack):
             return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
     def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
-        """Call ``do`` on (item, number of images) pairs until the time of a measurement is over."""
-        began, count = now(), 0
-        for number, (item, images) in enumerate(itertools.cycle(items)):
+        """Measure ``do`` on pairs of an item and its number of images, which are repeated."""
+        numbered = enumerate(itertools.cycle(items), start=1)
+
+        def one() -> int:
+            number, (item, images) = next(numbered)
             do(item)
-            count += images
-            if number % 8 == 7:
+            if number % 8 == 0:
                 self.sync()  # limits the work queued on the device
-            if time.perf_counter() - began[0] >= self.seconds:
-                break
-        self.sync()
-        notes.rounds.append((now() - began, count))
+            return images
+
+        notes.measure(one, seconds=self.seconds, sync=self.sync)
 
     def _mix(self, notes: Notes) -> None:
         """Measure mix, which runs on a batch after augmentation."""
         loader, item = self.loader, self.decoded[0]
-        mix: Any = loader.mix
-        if mix is None:
-            return
-        images, encoded = self._augmented(item), item.encoded
+        images, encoded, mix = self._augmented(item), item.encoded, loader.mix
         labels = encoded.labels.to(loader.device) if encoded.labels is not None else None
-        same = {"num_classes": loader.num_classes, "seed": loader.seed, "epoch": loader.epoch}
+        same: dict[str, Any] = {"num_classes": loader.num_classes, "seed": loader.seed, "epoch": loader.epoch}
 
-        def one(_: Any) -> None:
+        def one() -> int:
+            assert mix is not None
             mix(images, labels, valid=encoded.valid, first_index=int(encoded.indices[0]), **same)
             self.sync()
+            return len(encoded)
 
-        self.sync()
-        self._again(notes, one, [(None, len(encoded))])
-        spent, count = notes.rounds[-1]
-        self._values["mix"].append(float(spent[0]) / count)
+        notes.measure(one, seconds=self.seconds, sync=self.sync)
 
     def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
         how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
@@ -392,7 +404,7 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def reducible(self) -> bool:
-        """Whether `decode.reduced` is false, and with true an image would be decoded at a part of its size."""
+        """Whether `decode.reduced=true` would decode an image at a part of its size; False if it is set already."""
         if self.stage.decoder is None or self.stage.settings.reduced or self.loader.device.type != "cpu":
             return False
         batch, reduced = self.encoded[0], replace(self.stage.settings, reduced=True)
@@ -410,7 +422,7 @@ class Profiler(contextlib.ExitStack):
         ):
             warnings.simplefilter("ignore", UserWarning)  # torch warns of more workers than cores
             for notes, which in ((then, reader), (before, self.reader), (then, reader)):
-                self._read(notes, which, self.tasks, numbers=self._numbers)
+                self._read(notes, which)
         wall, cpu = _ratios(then, before)
         read = m.read.scaled(wall, min(2.0, max(0.5, cpu)))
         return replace(m, workers=count, read=read, take=then.own_cpu() if count else 0.0)
@@ -463,23 +475,18 @@ class Profiler(contextlib.ExitStack):
 
     def with_fused(self, m: Measured) -> Measured:
         """The measurements with fused kernels instead of Kornia's modules."""
-        ratio = self._recipe_seconds(lambda augment: augment.replace(backend="fused"))
-        ratio = min(1.5, ratio / self._recipe_seconds(lambda augment: augment))
+        fused = self._recipe_seconds(lambda augment: augment.replace(backend="fused"))
+        ratio = min(1.5, fused / self._recipe_seconds())
         return replace(m, augment=m.augment.scaled(ratio, ratio))
 
     def op_costs(self) -> dict[str, float]:
         """The share of the augmentation time of each operation of the recipe."""
-        every, shares = self._recipe_seconds(lambda augment: augment), {}
-        for name in dict.fromkeys(p.name for v in self._views for p in v.augment.prepared):
+        names = dict.fromkeys(p.name for view in self._views for p in view.augment.prepared)
+        every = self._recipe_seconds()
+        return {name: min(1.0, 1 - self._recipe_seconds(partial(_without, name)) / every) for name in names}
 
-            def without(augment: Augment, name: str = name) -> Augment:
-                return augment.replace(ops={k: op for k, op in augment.ops.items() if k != name})
-
-            shares[name] = min(1.0, 1 - self._recipe_seconds(without) / every)
-        return shares
-
-    def _recipe_seconds(self, change: Callable[[Augment], Augment]) -> float:
-        """Seconds of augmenting a few images with the changed recipe of every view; the best of five rounds."""
+    def _recipe_seconds(self, change: Callable[[Augment], Augment] = lambda augment: augment) -> float:
+        """Seconds to augment a few images with the changed recipe of every view; the best of five rounds."""
         loader, item, best = self.loader, self.decoded[0], math.inf
         indices, views = item.encoded.indices[:FEW].numpy(), self._views
         # the recipe of a view also makes the copies of this view
@@ -513,7 +520,10 @@ def run_whole(
     seconds: float,
     batches: int | None = None,
 ) -> None:
-    """Measure loader and steps together, as in training, after the first batches of all workers."""
+    """Measure loader and steps together, as in training, after the first batches of all workers.
+
+    ``batches``: how many, instead of as many as take ``seconds``.
+    """
     pipeline, workers = lenient(loader), loader.num_workers
     run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
 
@@ -524,22 +534,24 @@ def run_whole(
         return len(batch)
 
     with contextlib.closing(run):
-        started = time.perf_counter()
-        for _ in range(max(1, workers)):
-            one()
-        sync(loader.device)
-        began, count, done = now(pipeline.reader.pids), 0, 0
-        least = max(3, 2 * workers) if batches is None else batches
-        while done < least or (batches is None and time.perf_counter() - began[0] < seconds):
-            count, done = count + one(), done + 1
-            if time.perf_counter() - started > 2 * LONGEST_S and done >= max(2, workers):
-                break
-        sync(loader.device)
-        notes.rounds.append((now(pipeline.reader.pids) - began, count))
+        notes.measure(
+            one,
+            seconds=0.0 if batches else seconds,
+            skip=max(1, workers),
+            least=batches or max(3, 2 * workers),
+            longest_s=2 * LONGEST_S,
+            reader=pipeline.reader,
+            sync=partial(sync, loader.device),
+        )
+
+
+def _without(name: str, augment: Augment) -> Augment:
+    """The recipe without an operation."""
+    return augment.replace(ops={key: op for key, op in augment.ops.items() if key != name})
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Ratios of wall and CPU time. Both were measured in turns, so other load on the machine cancels out."""
+    """Ratios of wall and CPU time. Both were measured in turns, so that other load on the machine cancels out."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
@@ -559,7 +571,7 @@ def sync(device: torch.device) -> None:
 
 
 class _InMemory:
-    """A source whose bytes are in shared memory, so reading is only packing and copying to this process."""
+    """A source with all bytes in shared memory. Reading it is only packing them and copying them to this process."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
         # bytes of each sample: its image and, with masks, its mask
@@ -572,14 +584,6 @@ class _InMemory:
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.data.numpy()[self.offsets[index] : self.offsets[index + 1]].data, 0
-
-    def digest(self) -> str:
-        """Empty: this source is never saved in a state."""
-        return ""
-
-    def key(self, index: int) -> str:
-        """The index. Without this method the log would warn about this internal source."""
-        return str(index)
 
 
 def endless(loader: Loader) -> Iterator[Task]:

@@ -16,13 +16,11 @@ from gpuaug.targets import masks
 from gpuaug.tools.pack.targets import encode_mask
 
 
-def object_seconds(stage: LiveStage, headers: HeaderBatch) -> float:
-    """CPU-seconds that targets add to reading headers: for objects, and for masks that a crop needs."""
-    if stage.targets is None or headers.info is None or headers.chosen is None:
-        return 0.0
-    began = time.thread_time()
-    upright = stage.targets.upright(headers.encoded, headers.info, stage.decoder)
-    stage.targets.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
+def object_seconds(stage: Any, headers: HeaderBatch) -> float:
+    """CPU-seconds that objects, and masks that a crop needs, add to reading headers. Does that work again."""
+    began, placing = time.thread_time(), stage.targets
+    upright = placing.upright(headers.encoded, headers.info, stage.decoder)
+    placing.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
     return time.thread_time() - began
 
 

@@ -36,7 +36,7 @@ def main(request: Request) -> int:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
         loader: Loader = stack.enter_context(request.build(train))
-        if loader.device.type == "cuda":  # before any CUDA call, because the default device belongs to another rank
+        if loader.device.type == "cuda":  # before any other use of CUDA: the default device belongs to another rank
             torch.cuda.set_device(loader.device)
         _refuse_targets(loader, "targets")
         if loader.num_classes is None:
@@ -56,9 +56,8 @@ def main(request: Request) -> int:
                     f"Found: {val.source.classes}."
                 )
         if settings.check_memory:
-            prefix = "" if request.at is None else f"{request.at}."
             costs = upper_bound(loader, model=model, averaged=settings.ema is not None)
-            runs = [Run(loader=loader, costs=costs, config=train, prefix=prefix)]
+            runs = [Run(loader=loader, costs=costs, config=train, prefix=request.prefix)]
             if val is not None:
                 prefix = f"{settings.val or 'val'}."
                 runs.append(Run(loader=val, costs=upper_bound(val), config=held_out, prefix=prefix, classes=classes))

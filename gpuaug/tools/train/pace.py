@@ -12,9 +12,9 @@ import torch
 class Pace:
     """Counts images, seconds of training, and the seconds in which the device waited for a batch.
 
-    On the CPU, the waiting time is the time to get the next batch. On CUDA it is the gap between two steps on the
-    training's stream, because the host may wait for a batch while the device still works on the previous one. The time
-    before the very first batch is not counted, because workers start and kernels are compiled then.
+    On the CPU, the waiting time is the time to get the next batch. On CUDA, the host may wait for a batch while the
+    device still works on the previous one. So there the waiting time is the gap between two steps on the training's
+    stream. The time before the very first batch does not count, because workers start and kernels are compiled then.
     """
 
     def __init__(self, device: torch.device) -> None:

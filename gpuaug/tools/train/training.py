@@ -116,8 +116,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 class Group:
     """The batches whose gradients are added before the weights change."""
 
-    divisor: float = 1.0  # the summed loss is divided by it: the expected number of valid samples
-    buffers: list[Tensor] | None = None  # the model's buffers at the first batch, such as batch norm's statistics
+    divisor: float = 1.0  # of the summed loss: the expected number of valid samples
+    buffers: list[Tensor] | None = None  # the model's buffers before the first batch, such as batch norm's statistics
     batches: int = 0
     valid: float = 0.0  # samples over all ranks
     sums: Any = 0.0  # this rank's loss, correct, samples
@@ -134,8 +134,8 @@ class EachView(nn.Sequential):
 class Training:
     """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes].
 
-    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``, with ``ema`` that of the
-    averaged weights.
+    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``. With ``ema``, this is the
+    accuracy of the averaged weights.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Training:
         self.loader, self.val, self.settings, self.stop = loader, val, settings, stop or Stop()
         self.device = loader.device
         auto = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.amp = AMP[auto if settings.amp == "auto" else settings.amp]  # dtype that the model computes in
+        self.amp = AMP.get(settings.amp, AMP[auto])  # dtype that the model computes in
         if settings.label_smoothing and loader.mix is not None and loader.mix.label_smoothing:
             raise ConfigError("`label_smoothing` and `mix.label_smoothing` would both smooth the labels. Set one to 0.")
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
@@ -165,8 +165,7 @@ class Training:
             self.each = DistributedDataParallel(self.each, [self.device.index] if self.device.type == "cuda" else None)
         self.optimizer = _optimizer(self.model, settings)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
-        self.ranks = dist.get_world_size() if distributed.active() else 1
-        self.rank = dist.get_rank() if distributed.active() else 0
+        self.rank, self.ranks = distributed.rank_and_world(None, None)
         self.first = self.rank == 0
         self.pace = Pace(self.device)
         self.steps = 0
@@ -239,19 +238,19 @@ class Training:
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
         """Run an epoch's steps from batch ``done``. Returns False if SIGTERM came before the end."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
-        position = self.loader.state_dict()["position"]  # of the samples that the weights have seen
+        position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
         steps = math.ceil(whole / self.settings.accumulate)  # of the optimizer, in an epoch
         while True:
             pace.ask()
             try:
                 batch = next(batches, None)
-            except ReadError:
+            except ReadError:  # SIGTERM to the whole process group ends the workers too
                 if not self.stop.asked:
                     raise
                 self._forget_group(epoch, position)
-                return False  # the same SIGTERM may have ended the workers first
+                return False
             if batch is None:
-                if self.group.batches:  # `faults.policy=drop` has removed the whole last batch
+                if self.group.batches:  # `faults.policy=drop` removed the whole last batch
                     self._end_group()
                 return True
             pace.have()
@@ -335,7 +334,7 @@ class Training:
         self.group = Group()
 
     def _forget_group(self, epoch: int, position: int) -> None:
-        """Go back to the first batch of a group that cannot end; its samples come again after a resume."""
+        """Go back to the first batch of a group that cannot end. After a resume, its samples come again."""
         if self.group.batches:
             for buffer, before in zip(self.model.buffers(), self.group.buffers or [], strict=True):
                 buffer.copy_(before)
@@ -428,7 +427,10 @@ class Training:
         parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
-            raise StateError(f"{file} was trained on the classes {parts['classes']}. The source now has: {classes}.")
+            raise StateError(
+                f"{file} was trained on the classes {parts['classes']}. The source now has: {classes}. Set the same "
+                "source, or start again with resume=null."
+            )
         if (parts["ema"] is None) != (self.ema is None):
             was, remedy = ("with", "the value of that run") if self.ema is None else ("without", "null")
             raise StateError(f"{file} was trained {was} averaged weights. Set `ema` to {remedy}.")
@@ -495,18 +497,15 @@ def outcome(
 ) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
 
-    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. Mixed labels: their largest class.
-    ``classes``: the C that is expected, if it is known.
+    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. For mixed labels, the class with the
+    largest value is right. ``classes``: the C that is expected, if it is known.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
     for view in logits:
         if not isinstance(view, Tensor) or view.ndim != 2 or view.shape[1] != (classes or view.shape[1]):
-            found = (
-                f"a tensor {list(view.shape)}, num_classes={classes}"
-                if isinstance(view, Tensor)
-                else type(view).__name__
-            )
+            tensor = isinstance(view, Tensor)
+            found = f"a tensor {list(view.shape)}, num_classes={classes}" if tensor else type(view).__name__
             raise ConfigError(
                 f"the model must return logits [B, num_classes]. Found: {found}. If it has more outputs in training, "
                 "switch them off, as `+model.aux_logits=false` does for torchvision's googlenet and inception_v3."
@@ -533,24 +532,25 @@ def outcome(
 
 def _explain(error: Exception, batch: Batch) -> str | None:
     """What a user can do about an error in the model's forward pass; None if unknown."""
-    views = batch.images if isinstance(batch.images, list) else [batch.images]
-    sizes = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(tuple(v.shape[-2:]) for v in views))
-    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+    text = str(error).strip()
+    if isinstance(error, ValueError) and "more than 1 value per channel" in text:
         return (
             f"the model's batch norm cannot train on a batch of {len(batch)}. Set `last=drop` or another `batch_size`."
         )
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        text = str(error).strip().partition("\n")[0]
-        return f"torch.compile failed ({type(error).__name__}: {text}). Set compile=false, or install a C++ compiler."
+        reason = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+        return f"torch.compile failed ({reason}). Set compile=false, or install a C++ compiler."
     known = (
         "Output size is too small",
         "greater than actual input size",
         "shapes cannot be multiplied",
         "must match the size",
     )
-    if isinstance(error, AssertionError) or any(text in str(error) for text in known):
+    if isinstance(error, AssertionError) or any(words in text for words in known):
+        views = batch.images if isinstance(batch.images, list) else [batch.images]
+        sizes = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(tuple(v.shape[-2:]) for v in views))
         return (
-            f"the model refused images of {sizes}: {str(error).rstrip('.!')}. Set `augment.crop.size`, or give "
+            f"the model refused images of {sizes}: {text.rstrip('.!')}. Set `augment.crop.size`, or give "
             "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
         )
     return None
