@@ -7,7 +7,7 @@ import logging
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from gpuaug.augment.fingerprint import differences as differences
+from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import Order, Ordered, describe

@@ -26,6 +26,7 @@ from gpuaug.random import keyed as draw
 from gpuaug.source.index import occurrences, outside, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
+Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch: int64, int64, bool [B], on the CPU
 
 _CHUNK = 1 << 16  # values per generator call: 1.28 million take 21 ms, but 300 ms in a single call
 
@@ -284,10 +285,8 @@ class Ordered:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
-    """The batches of one rank, from position ``start`` to the end of an epoch.
-
-    Each batch is ``(indices, repeats, valid)``: int64 ``[b]``, int64 ``[b]``, bool ``[b]``, on the CPU.
+class EpochOrder(Sequence[Task]):
+    """The batches of one rank, from position ``start`` to the end of an epoch, each as ``(indices, repeats, valid)``.
 
     ``last`` decides about the last samples, which do not fill a batch on every rank. ``uneven``: use them; ranks may
     differ by one sample, and so by one batch. ``drop``: leave them out; all ranks have the same number of full batches.
@@ -330,7 +329,7 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
-        if again[-1]:  # padding gets higher numbers than all repeats of the epoch, so its augmentation differs
+        if again[-1]:  # padding gets higher numbers than all repeats of the epoch, and so another augmentation
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 

@@ -29,7 +29,8 @@ from torch.utils.data import get_worker_info
 from gpuaug import checks
 from gpuaug.batch import EncodedBatch, EncodedTargets, Fault, Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy
+from gpuaug.read.order import Task
+from gpuaug.read.workers import EndedError, Request, SilentError, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -47,7 +48,6 @@ PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 _MISSING: Any = object()  # stands for the label of a sample that failed
 # bytes of the images, then of the masks; labels; faults; targets; extras
 _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
-_Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
 class Reader:
@@ -57,7 +57,7 @@ class Reader:
     ones are faults too. Memory-mapped sources have no such limits, because their creator chose the sizes.
 
     Args:
-        source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.
+        source: see :mod:`gpuaug.source`. Unless the start method is fork, the source is pickled for every worker.
         num_workers: number of processes; 0 reads in this process.
         timeout: seconds to wait for a batch from the workers; ``math.inf`` waits forever.
         prefetch_factor: batches that each worker reads ahead.
@@ -102,7 +102,7 @@ class Reader:
 
     def batches(
         self,
-        epoch_order: Iterable[_Order],
+        tasks: Iterable[Task],
         *,
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         zero_copy: bool = False,
@@ -124,7 +124,7 @@ class Reader:
         """
         _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
-        return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
+        return self._batches(int(self._generation.numpy()[0]), tasks, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers and the current iterator. A later call of ``batches`` starts new workers."""
@@ -135,19 +135,19 @@ class Reader:
     def _batches(
         self,
         generation: int,
-        epoch_order: Iterable[_Order],
+        tasks: Iterable[Task],
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
-        asked: deque[_Order] = deque()
+        asked: deque[Task] = deque()
         # A source with `prefetch` gets, with each batch, the numbers of the worker's next batch. Workers take turns.
         lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
-        def tasks() -> Generator[Task, None, None]:
+        def requests() -> Generator[Request, None, None]:
             known: deque[NDArray[np.int64]] = deque()
-            for order in epoch_order:
-                asked.append(order)
-                known.append((order[0] if numbers is None else numbers(*order)).numpy())
+            for task in tasks:
+                asked.append(task)
+                known.append((task[0] if numbers is None else numbers(*task)).numpy())
                 if len(known) > lookahead:
                     yield generation, known.popleft(), known[-1] if lookahead else None
             while known:
@@ -155,13 +155,13 @@ class Reader:
 
         # no reference to self: the workers hold `ended`, and the reader holds the workers
         ended = partial(_is_over, self._generation, generation)
-        todo, begun = tasks(), False
+        todo, begun = requests(), False
         try:
             while not ended():
                 if self.num_workers == 0:
-                    if (task := next(todo, None)) is None:
+                    if (request := next(todo, None)) is None:
                         return
-                    samples = self._encode.batch(task[1])
+                    samples = self._encode.batch(request[1])
                     fields = _views(*samples) if zero_copy else self._unpacked(_pack(*samples), asked[0])
                 else:
                     with self._lock:
@@ -177,9 +177,9 @@ class Reader:
                 _advance(self._generation)  # workers skip batches requested ahead
 
     def _next(
-        self, todo: Iterator[Task], ended: Callable[[], bool], asked: Sequence[_Order], *, begin: bool
+        self, todo: Iterator[Request], ended: Callable[[], bool], asked: Sequence[Task], *, begin: bool
     ) -> _Packed | None:
-        """The workers' next batch; None at the end. ``begin``: first start the workers, or give them ``todo``."""
+        """The workers' next batch; None at the end. ``begin``: start the workers, or give ``todo`` to running ones."""
         try:
             if begin and self._workers is not None:
                 self._workers.restart(todo, ended)
@@ -209,12 +209,12 @@ class Reader:
             raise _raised(*message)
         return message
 
-    def _unpacked(self, packed: _Packed, order: _Order) -> dict[str, Any]:
+    def _unpacked(self, packed: _Packed, task: Task) -> dict[str, Any]:
         """Fields of an EncodedBatch; SourceError if an extra cannot be unpickled."""
         try:
             return _unpack(*packed)
         except Exception as error:  # unpickling calls the classes of the extras
-            first, last = (self.source.key(i) for i in order[0][[0, -1]].tolist())
+            first, last = (self.source.key(i) for i in task[0][[0, -1]].tolist())
             raise SourceError(
                 f"an extra, the third value of a sample, cannot be unpickled: {type(error).__name__}: {error}. The "
                 f"sample is in the batch from {first!r} to {last!r}. {PICKLABLE}"
@@ -244,8 +244,8 @@ class _Encode:
         self._bounded = not getattr(source, "mapped", False)
         self._like: Any = _MISSING  # one row of an earlier batch's labels; None if samples have no label
 
-    def __getitem__(self, task: Task) -> _Packed | _Raised | None:
-        generation, indices, after = task
+    def __getitem__(self, request: Request) -> _Packed | _Raised | None:
+        generation, indices, after = request
         stale = partial(_is_over, self.generation, generation)
         try:
             if after is not None:
