@@ -240,7 +240,7 @@ class Loader(AsItIs):
         super().__setattr__(name, value)
 
     def replace(self, **changes: Any) -> Loader:
-        """Return a new loader with other settings, which continues where this loader stopped. This loader is closed.
+        """Return a new loader with other settings, which continues where this loader would. This loader is closed.
 
         Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
         source, the faults and the content of ``cache``.

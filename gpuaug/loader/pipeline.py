@@ -33,7 +33,7 @@ Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, 
 
 
 class PassEndedError(GpuaugError):
-    """The iterator was closed before its last batch."""
+    """A batch was requested from an iterator that had been closed before its last batch."""
 
 
 class Streams:
@@ -303,7 +303,7 @@ class Pass(Iterator[Batch]):
         self._closed = True
         for producer in self._producers:
             producer.close()
-        with suppress(ValueError):  # another thread runs the iterator: it ends at its next batch
+        with suppress(ValueError):  # another thread runs the iterator, which then ends at its next batch
             self._items.close()
         if not self._join():
             self._pipeline.reader.close()  # a hanging read blocks a thread until its workers are gone
@@ -331,7 +331,7 @@ def _one(views: list[Any] | None) -> Any:
 def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
     """Yield ``work(item)`` for every item, and release each item before taking the next.
 
-    Holds no reference to the pass or the loader: a thread that runs this must not keep them alive.
+    Holds no reference to the pass or the loader, because the thread that runs this generator must not keep them alive.
     """
     with closing(items):
         for item in items:

@@ -42,7 +42,7 @@ class HeaderBatch:
     info: HeaderInfo | None = None  # None if pixels are stored
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # one entry per view
-    chosen: list[list[Chosen]] | None = None  # per view, the choices of its operations; None: not known yet
+    chosen: list[list[Chosen]] | None = None  # per view, what its operations chose; None: `augment` lets them choose
     targets: TargetBatch | None = None
 
 

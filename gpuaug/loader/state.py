@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """Translate a state's position to ``ordered``, which ``order`` gives for that epoch."""
+    """The position in ``ordered``, the order of the state's epoch, at which the state continues."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(

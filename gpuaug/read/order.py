@@ -2,7 +2,7 @@
 
 An order depends on seed, epoch and source, never on ranks, workers or batch size. All ranks hold the same order and
 take turns: from position ``start`` on, rank r of R takes r, r + R, r + 2R, … So after k steps the ranks together have
-consumed ``start .. start + k * batch_size * R``. Any other number of ranks can continue at this position.
+consumed ``start .. start + k * batch_size * R``. A run with any number of ranks can continue there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Order(Protocol):
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        Only active samples of ``source`` may occur: those in its subset that are not excluded. They may be repeated.
+        Only active samples of ``source`` may occur, which are in its subset and not excluded. Repeats are allowed.
         """
         ...
 
@@ -288,9 +288,7 @@ class Ordered:
 class EpochOrder(Sequence[Task]):
     """The batches of one rank, from position ``start`` to the end of an epoch, each as ``(indices, repeats, valid)``.
 
-    ``last`` decides about the last samples, which do not fill a batch on every rank. ``uneven``: use them; ranks may
-    differ by one sample, and so by one batch. ``drop``: leave them out; all ranks have the same number of full batches.
-    ``pad``: use them, and fill the batches with samples from the beginning of the epoch, where ``valid`` is False.
+    For ``last`` see :class:`gpuaug.Loader`. ``pad`` takes samples from the beginning of the epoch.
     """
 
     epoch: Ordered = field(kw_only=False)
