@@ -191,7 +191,13 @@ PACKAGES = (
 
 
 def verdict(name: str) -> bool | None:
-    """Stored result of a check in :data:`VERDICTS`, for this kind of machine and these versions; None if not run."""
+    """Stored result of a check, for this kind of machine and these versions; None if the check was not run.
+
+    Raises:
+        ConfigError: if there is no check of this name.
+    """
+    if name not in VERDICTS:
+        raise ConfigError(f"`{name}` is not a check with a stored result. Checks: {', '.join(VERDICTS)}.")
     entry = verdicts().get(name)
     return None if entry is None else bool(entry["good"])
 
