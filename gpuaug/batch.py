@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-if TYPE_CHECKING:  # workers do not need it
-    pass
 
 Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
@@ -24,7 +21,7 @@ Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, 
 class Fault:
     """One sample of a batch that could not be read or decoded.
 
-    ``row`` is its row in the batch, ``size`` the number of encoded bytes, and ``head`` the first of these bytes.
+    ``row`` is the sample's row in the batch, ``size`` the number of its encoded bytes, and ``head`` the first of them.
     """
 
     row: int
@@ -79,7 +76,7 @@ class EncodedTargets:
         keypoints: float32 [N, K, 3]; None if the source has none.
         crowd: bool [N].
         area: float32 [N].
-        ids: int64 [N]; -1: the source has no number.
+        ids: int64 [N], number of each annotation in its file; -1: not known.
         sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
         masks: whether ``data`` of the batch also holds a mask for each image.
         fractions: bool [B], True if the sample's boxes and keypoints are fractions of the upright image's width and
@@ -110,9 +107,9 @@ class EncodedBatch:
             follow the images.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
         indices: int64 ``[B]``, sample numbers in the source.
-        repeats: int64 ``[B]``, how often this epoch yielded the index before.
+        repeats: int64 ``[B]``, how often the sample occurred earlier in the epoch.
         valid: bool ``[B]``; False for a repeated sample that only fills the last batch.
-        faults: samples that could not be read; their image has no bytes.
+        faults: samples that could not be read; their images have no bytes.
         views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
             ``offsets`` only give the lengths. Empty if the images are in ``data``.
         targets: annotations of the samples; None if the run has no targets.
@@ -167,7 +164,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class CropWindows:
-    """The window that one view cuts from each image, and its place in the output. Pixels are EXIF-oriented.
+    """The window that one view cuts from each image, and its place in the output. Images are upright, as EXIF says.
 
     Attributes:
         window: int32 [B, 4], (top, left, height, width), inside the image, with sides of at least 1.

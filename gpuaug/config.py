@@ -107,7 +107,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
             loader: Any = GlobalHydra.instance().config_loader()
             if first != ours:  # hydra.searchpath finds no primary configuration
                 path = loader.get_search_path()
-                for folder in (first / "gpuaug", ours):  # the first is where a Hydra application has its own recipes
+                for folder in (first / "gpuaug", ours):  # a Hydra application has its own recipes in the first folder
                     path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
             yield loader
@@ -194,7 +194,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """Where a key is that a mapping lacks, as a sentence; an empty string if it is nowhere."""
+    """A sentence that says where the key ``word`` is, which the mapping ``node`` lacks; "" if it is nowhere."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -207,7 +207,7 @@ def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
 
 
 def _takes(target: Any, argument: str) -> bool:
-    """Whether the class that ``target`` names takes the argument. True if it cannot be found."""
+    """Whether the class that ``target`` names takes the argument. True if there is no such class."""
     try:
         parameters = inspect.signature(_resolve(target, key="", prefixes=TRUSTED)).parameters.values()
     except (ConfigError, TypeError, ValueError):
@@ -218,7 +218,7 @@ def _takes(target: Any, argument: str) -> bool:
 def _refuse_stale(name: str, overrides: list[Override]) -> None:
     """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target would remain.
 
-    Hydra merges mappings, so the old arguments stay. The new class might even accept some of them, such as ``p``.
+    Hydra merges mappings, so the old arguments stay. The new class might even accept some old ones, such as ``p``.
     """
     import hydra
     from hydra.errors import HydraException
@@ -369,8 +369,8 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed.
 
     The path alone proves nothing: ``kornia.augmentation._2d.base.torch.load`` resolves to a function of torch. So the
-    resolved object is checked. Importing a module also runs its code. So only modules below an allowed prefix and their
-    parent packages are imported, and from gpuaug only the public names.
+    resolved object is checked. Importing a module runs the module's code. So only modules below an allowed prefix and
+    their parent packages are imported, and only the public names of gpuaug.
     """
     own_modules = prefixes[len(TRUSTED) :]
     expected = (
@@ -471,7 +471,7 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(called).items():
-        # check bools here, because text such as `no` would count as true; constructors check all other types
+        # check bools here, because Python takes text such as `no` for true; constructors check all other types
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from gpuaug.errors import ConfigError
 
 LARGEST_FILE = 1 << 30  # bytes of a table or another file that is read as a whole
-_UNITS = {"": 1} | {
+_UNITS = {"": 1, "b": 1} | {
     letter + suffix: base**power
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
@@ -60,7 +60,7 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
     os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
-        with open(part, "xb") as file:  # not tempfile: only the owner can read its files
+        with open(part, "xb") as file:  # not tempfile, whose files only the owner can read
             yield file
             file.flush()
             if sync:
@@ -95,7 +95,7 @@ def parse_bytes(value: int | float | str, *, key: str) -> int:
     size = value
     if isinstance(value, str):
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", value.strip().lower())
-        unit = _UNITS.get(match[2].removesuffix("b") if match[2] == "b" else match[2]) if match else None
+        unit = _UNITS.get(match[2]) if match else None
         size = 0 if match is None or unit is None else float(match[1]) * unit
     if isinstance(size, bool) or not isinstance(size, int | float) or not 1 <= size < 2**62:
         raise ConfigError(f"`{key}` must be a size in bytes, such as 2147483648 or 2GiB. Found: {value!r}.")

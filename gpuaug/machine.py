@@ -1,7 +1,8 @@
 """This machine's CPUs, memory, limits, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
 
-The values are read from /proc, /sys and the cache folder. This neither starts CUDA nor imports large packages. If a
-file is missing (another system, or a container that hides it), the result is None or empty, never an error.
+The values come from /proc, /sys and the cache folder. No function starts CUDA or imports large packages, except
+:func:`choose_device`. If a file is missing (another system, or a container that hides files), the result is None or
+empty, never an error.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge: no limit
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number: no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
@@ -112,7 +113,8 @@ def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
     """Folders of this process's control group and all its parents, for cgroup versions 1 and 2.
 
-    Inside a container, /proc often names a path of the host that is not mounted. Then the group is at the root.
+    Inside a container, /proc often names a path of the host, which the container does not see. Then the group is the
+    root.
     """
     for line in (read(proc) or "").splitlines():
         number, _, rest = line.partition(":")
@@ -173,7 +175,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# For each check, the fact that holds if it passed. A verdict is the stored result of a check.
+# A verdict is the stored result of a check. Here, for each check: what is true if the check passed.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
@@ -189,9 +191,7 @@ PACKAGES = (
 
 
 def verdict(name: str) -> bool | None:
-    """Stored result of a check in :data:`VERDICTS`, for this kind of machine and these versions; None if not run.
-
-    Reads one small file, once. Starts neither CUDA nor a check.
+    """Stored result of a check, for this kind of machine and these versions; None if the check was not run.
 
     Raises:
         ConfigError: if there is no check of this name.
@@ -204,7 +204,7 @@ def verdict(name: str) -> bool | None:
 
 @lru_cache(maxsize=1)
 def verdicts() -> dict[str, dict[str, Any]]:
-    """Maps each check to ``good``, ``text`` and ``seconds``. Read once; empty if the file cannot be read."""
+    """Maps each check to ``good``, ``text`` and ``seconds``. Reads one small file, once; {} if that fails."""
     try:
         values = json.loads(verdicts_file().read_text(encoding="utf-8"))
         entries = values["verdicts"] if values["version"] == VERDICTS_VERSION else {}
@@ -271,8 +271,8 @@ def local_world_size() -> int:
 def choose_device(device: str | torch.device) -> torch.device:
     """Return the CPU, or a CUDA device with its index. ``auto`` means CUDA if there is a device, else the CPU.
 
-    ``cuda`` means the device with the index LOCAL_RANK if that is set, else torch's current device. Without torchrun,
-    a script must call ``torch.cuda.set_device``, or make only one device visible.
+    ``cuda`` means the device with the index LOCAL_RANK if this variable is set, else torch's current device. A script
+    that torchrun does not start must call ``torch.cuda.set_device``, or make only one device visible.
     """
     import torch
 
@@ -301,7 +301,7 @@ def choose_device(device: str | torch.device) -> torch.device:
 def exit_with_parent() -> None:
     """Exit when the parent exits. The operating system does not do this when the parent is killed.
 
-    Each process must watch its parent. To watch the forkserver does not help: it lives as long as its children.
+    A worker of a forkserver watches the process that asked for it. The forkserver itself lives as long as its workers.
     """
     import multiprocessing
     import threading

@@ -66,8 +66,8 @@ def choose_backend(wanted: Backend) -> str:
 def accepts(data: bytes, header: Header) -> bool:
     """Whether DALI's own parser finds the same size in ``data`` as ``header``; 3 µs.
 
-    If DALI refuses a sample while it sets up a batch, the error does not name the sample. DALI's threads crash
-    (SIGSEGV) on unknown pixel types. With this check and `Header.dali_safe`, DALI gets only images that it can decode.
+    DALI's error does not name a sample that DALI refuses before it decodes the batch. DALI's threads crash (SIGSEGV) on
+    unknown pixel types. This check and `Header.dali_safe` keep both kinds of images away from DALI.
     """
     try:
         stream = _code_stream()(data)
@@ -115,8 +115,8 @@ class CpuPipeline:
 class CudaPipeline:
     """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
 
-    It does not decode only the windows, because nvImageCodec 0.9 then crashes on some GPUs. A pipeline is built for at
-    least ``batch_size`` samples. For tests, ``operators="cpu"`` runs the same graph without a GPU.
+    Whole images are decoded, because decoding only the windows crashes nvImageCodec 0.9 on some GPUs. A pipeline is
+    built for at least ``batch_size`` samples. For tests, ``operators="cpu"`` runs the same graph without a GPU.
     """
 
     bytes_per_pixel = 3  # of decoded pixels
@@ -155,8 +155,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # No DLPack here: DALI would free the shared memory after a cudaDeviceSynchronize in its own thread. That call
-        # spins as long as training keeps the device busy.
+        # No DLPack here: DALI would free the shared memory in its own thread after a cudaDeviceSynchronize, which spins
+        # while training keeps the device busy.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)

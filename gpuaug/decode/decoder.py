@@ -6,9 +6,9 @@ gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded a
 
 On the CPU, DALI decodes the smallest box that holds all views of an image, and `resize` makes each view, because DALI's
 own CPU resize is several times slower. On CUDA, one DALI pipeline decodes (`mixed`), slices and resizes; then every
-view is copied into torch's memory. Pillow decodes the other images, or all images if DALI is not installed; with
-`Decode.reduced` also the JPEGs that are decoded at a part of their size, and resizes their views. For every codec,
-`header` reads the orientation and `plan` applies it.
+view is copied into torch's memory. Pillow decodes the images that DALI does not decode, or all if DALI is not
+installed. With `Decode.reduced`, Pillow also decodes JPEGs at a part of their size and resizes their views. For every
+codec, `header` reads the orientation and `plan` applies it.
 
 A sample's pixels never depend on the other samples of its batch. Nothing here is random.
 """
@@ -53,8 +53,8 @@ MAX_THREADS = 1024  # more is surely a typo; DALI starts all threads at once, an
 _MAX_REBUILDS = 3  # of the pipeline, per batch; an error of the device itself would repeat for ever
 
 _END_OF_JPEG = b"\xff\xd9"
-# A small file can claim many pixels. An image with more than max(2**25, `max_pixels` / 4) pixels needs at least a byte
-# per 64 pixels. Even a JPEG of one colour has this. So no file below 1 MiB takes more than 2 s of a core. A pixel
+# A small file can claim many pixels. So an image with more than max(2**25, `max_pixels` / 4) pixels must have a byte
+# per 64 pixels, which even a JPEG of one colour has. Then no file below 1 MiB takes more than 2 s of a core. A pixel
 # counts `effort` times.
 _SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
 _MAX_SCANS = 12  # for an image of `max_pixels`; a scan costs 0.6 ns per pixel
@@ -78,13 +78,12 @@ class Decode:
         codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; other images are faults.
             `gpuaug pack` writes `raw`: a header with the size, then the pixels.
         reduced: decode a JPEG at 1/2, 1/4 or 1/8 of its size if all views' crops are at least 2, 5 or 12 times as large
-            as the view, in both sides. The views are resized from there. Pixels then differ from full decoding by 0.6
-            levels of 255 on average, and by up to 2 levels on average in one image; `gpuaug parity` measures it on your
-            images. The size depends only on the sample's own crops. Pillow decodes these images on the CPU, with
-            ``device=cuda`` too, and only the views are copied to the device. Smaller crops are decoded fully, and so
-            are other files: lossless JPEGs, and those with arithmetic coding or more than 8 bits. With photographs of 2
-            to 12 megapixels this was 2.2 times as fast as ``backend=pillow`` alone, but only 1.1 times as fast as DALI
-            on the CPU, which already skips pixels outside the crops; `gpuaug profile` measures it on your images.
+            as the view, in both sides. The size depends only on the sample's own crops. Pillow decodes these images on
+            the CPU, with ``device=cuda`` too, and only the views are copied to the device. JPEGs that are lossless,
+            arithmetic-coded or of more than 8 bits are decoded fully. Pixels differ from full decoding by 0.6 levels of
+            255 on average, and by up to 2 levels on average in one image; `gpuaug parity` measures your images. With
+            photographs of 2 to 12 megapixels, this was 2.2 times as fast as ``backend=pillow`` alone, but only 1.1
+            times as fast as DALI on the CPU; `gpuaug profile` measures your images.
 
     Raises:
         ConfigError: if a setting is outside its range.
@@ -250,7 +249,7 @@ class Decoder:
     # -- headers --
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
-        """One image's header, its route, and repaired bytes to decode instead of its own, or None."""
+        """The header of an image, its route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
         if raw := header.read_raw(encoded.data):  # without a copy of the pixels
             return *self._check_header(b"", raw), None
         data = original = encoded.tobytes()
@@ -300,7 +299,7 @@ class Decoder:
 
     def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
         """Views and faults of a batch of ``count`` rows; rows outside the plan are zero."""
-        # DALI does not read the device from a stream. It uses the current device.
+        # DALI does not take the device from the stream, but uses the current device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
                 raise GpuaugError("This decoder is closed. Open a new decoder with `Decode.open`.")
@@ -311,7 +310,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of rows with too many pixels after resizing, such as a long thin image resized by its shorter side."""
+        """Faults of rows that resizing makes too large, such as a long thin image resized by its shorter side."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
@@ -371,7 +370,7 @@ class Decoder:
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
         """Resize ``regions``, each row's pixels of ``plan.union``, into ``canvases[view][row]``.
 
-        With ``alone``, use only the calling thread, because other threads call this method too.
+        ``alone``: use only the calling thread, because other threads paint at the same time.
         """
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):

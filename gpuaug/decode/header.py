@@ -28,7 +28,7 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # limit of marker bytes and bytes outside segments before the first scan of a JPEG
 _CHUNKS = 131_072  # limit for a PNG: 1 GB in the 8 kB chunks that libpng writes
-_BLOCKS = 64  # a multiple of the height of a JPEG's blocks, with any subsampling: 8, 16 or 32 rows
+_BLOCKS = 64  # a multiple of the height of a JPEG's blocks, which is 8, 16 or 32 rows (subsampling)
 _SCANS = 256  # limit for a JPEG: encoders write about ten; each scan costs a pass over the whole image
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
 _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
@@ -202,10 +202,10 @@ def _jpeg(data: bytes) -> Header:
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """Make a JPEG end soon after its first ``rows`` rows. Returns it with its new height; many scans stay whole.
+    """A copy of a JPEG that ends soon after its first ``rows`` rows, and its height. Several scans stay as they are.
 
-    Only the height in the header is changed, because decoders skip the bytes that are left over. At least one more row
-    of blocks stays than needed, because decoders interpolate colours from it.
+    Only the height in the header changes, because decoders skip the bytes that are left over. At least one row of
+    blocks more than needed stays, because decoders interpolate colours from it.
     """
     info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
     if not info.height_at or rows >= info.height:

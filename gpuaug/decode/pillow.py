@@ -67,9 +67,9 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
     """Decode a JPEG at 1/``scale`` of its size (2, 4 or 8), and resize a box of it for each view.
 
-    libjpeg then makes fewer pixels of each block, and stops below the boxes. A box may begin and end inside one of the
-    larger pixels, so the views do not shift. Arguments and errors are those of `decode`, but damage below the boxes is
-    not seen.
+    libjpeg then makes fewer, larger pixels of each block, and stops below the boxes. A box may begin and end inside
+    such a pixel, so that the views do not shift. Arguments and errors are those of `decode`, but damage below the boxes
+    is not noticed.
     """
     from PIL import Image
 
@@ -140,8 +140,8 @@ def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1)
 
 def _open(data: bytes, codec: str) -> Any:
     """Open an image without decoding it. HeaderError if it cannot be read, or its samples are not supported."""
-    # Not `Image.open`: it applies a process-wide size limit, but `max_pixels` belongs to one decoder. It also tries
-    # every codec that Pillow knows. GIF, WebP and TIFF still apply that limit, 179 million pixels.
+    # Not `Image.open`, which tries every codec that Pillow knows, and applies a size limit of the process instead of a
+    # decoder's `max_pixels`. GIF, WebP and TIFF still apply that limit, 179 million pixels.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))

@@ -16,14 +16,14 @@ from gpuaug.errors import ConfigError
 
 Pixels = NDArray[np.uint8]
 
-# Chunk size per thread on the CPU. The decoder decodes one chunk and makes its views before it decodes the next chunk.
-# DALI allocates each chunk's pixels in one block, with a new size each time, and malloc keeps several old blocks.
-# Measured with 64 files of 700 x 525 (30 MiB per batch): whole batches hold 250 MiB after 50 batches and 450 MiB after
-# 300; chunks hold 60 to 90 MiB. The CPU time is the same.
+# Chunk size per thread on the CPU. The decoder makes the views of one chunk before it decodes the next chunk. DALI
+# allocates each chunk's pixels in one block, with a new size each time, and malloc keeps several old blocks. Measured
+# with 64 files of 700 x 525 (30 MiB per batch): whole batches hold 250 MiB after 50 batches and 450 MiB after 300;
+# chunks hold 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 # A JPEG is decoded at 1/2, 1/4 or 1/8 if every view's window is at least this many times as large as the view, in both
-# sides. Photographs then differ from full decoding by 0.6 levels on average; with 2, 4 and 8 it would be 1.1 levels.
-# The time is nearly the same, because most of it is Huffman decoding, which needs the same time at every scale.
+# sides. Photographs then differ from full decoding by 0.6 levels on average. With 2, 4 and 8, it would be 1.1 levels in
+# nearly the same time, because most of the time is Huffman decoding, which is equal at every scale.
 _REDUCED_FROM = (2.0, 5.0, 12.0)
 
 
@@ -46,8 +46,8 @@ class HeaderInfo:
         orientation: int64 [B], EXIF's 1..8.
         faults: rows that cannot be decoded. Rows that could not be read are not listed here.
         route: int8 [B], the :class:`Route` of each row.
-        replaced: row number to repaired bytes, which are decoded instead of the sample's bytes: a JPEG with its missing
-            end marker added, or a PNG without long texts and profiles.
+        replaced: maps a row number to repaired bytes, which are decoded instead of the sample's bytes: a JPEG whose
+            missing end marker was added, or a PNG without long texts and profiles.
         reducible: bool [B], whether the image may be decoded at a part of its size; all False unless `Decode.reduced`.
     """
 
@@ -141,7 +141,7 @@ class Plan:
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """Per view of the first row: its window, its size after resizing, both before orientation, and its filter."""
+        """Of the first row, per view: window and resized size, both before orientation, and the resize filter."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]

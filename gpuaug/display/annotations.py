@@ -237,7 +237,7 @@ def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, fl
 
 
 def _box(pen: Any, box: Sequence[int], color: Color) -> None:
-    """A line of two pixels in the color, inside the box, with thin lines around it that contrast on any image."""
+    """A line of two pixels inside the box, between thin lines that contrast with the color on any image."""
     x1, y1, x2, y2 = box[0], box[1], max(box[0], box[2] - 1), max(box[1], box[3] - 1)
     for grow, tone, width in ((1, (*_contrast(color), 150), 1), (-2, (*_contrast(color), 110), 1), (0, color, 2)):
         corners = (x1 - grow, y1 - grow, x2 + grow, y2 + grow)
@@ -253,7 +253,7 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """Write each box's class at the first free place. No text if no place is free, or if it is larger than the box."""
+    """Write each box's class at the first free place. No text if no place is free, or if the box is smaller."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""

@@ -76,10 +76,7 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
 
 
 def label_text(value: Any, classes: Sequence[str] | None) -> str:
-    """A label as text: the name of its class. For a soft label or several labels: the largest, with their shares.
-
-    "" for None.
-    """
+    """A label as text: the class's name; of a soft label or several labels, the largest with shares. "" for None."""
 
     def name(number: int) -> str:
         known = classes is not None and 0 <= number < len(classes)
@@ -142,7 +139,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
 
 
 def _captions(batch: Any, count: int, look: Look) -> list[str]:
-    """Number and label of each sample; its key if it has no label."""
+    """Number and label of each sample; its number and key if there are no labels, or if there are targets."""
     numbers = batch.indices[:count].tolist()
     if batch.labels is None or batch.targets is not None:
         keys = [batch.key_of(index) for index in numbers]

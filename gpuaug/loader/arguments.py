@@ -1,4 +1,4 @@
-"""Interprets the loader's arguments: two names for one setting, torch's constants, defaults for this machine."""
+"""Interprets the loader's arguments: settings with two names, torch's constants, defaults for this machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def torch_constant(name: str, value: Any, known: dict[str, Any]) -> Any:
-    """Return ``value`` if it is a torch constant, else the constant of this name in ``known``."""
-    if not isinstance(value, str) and any(value is constant for constant in known.values()):
-        return value
-    return known[checks.one_of(name, value.removeprefix("torch.") if isinstance(value, str) else value, known)]
+def torch_constant(name: str, value: Any) -> Any:
+    """The constant of torch that ``value`` is or names, for the argument ``name`` of the loader."""
+    known: dict[str, Any] = DTYPES if name == "dtype" else MEMORY_FORMATS
+    text = str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
+    return known[text] if text in known else known[checks.one_of(name, value, known)]
 
 
 def whole_numbers(name: str, values: Any) -> Tensor:
@@ -45,14 +45,14 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def none_if_empty(value: Any) -> Any:
-    """None for an empty mapping: the option ``none`` of a configuration group, such as ``mix=none``, is one."""
+    """None for an empty mapping, which the option ``none`` of a configuration group gives, as in ``mix=none``."""
     return None if isinstance(value, Mapping) and not value else value
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
     """Combine ``order`` and ``shuffle`` into one order.
 
-    ``shuffle`` replaces an object Shuffle or Sequential, because every configuration has an object as its order.
+    ``shuffle`` replaces a Shuffle or Sequential object, because the order of a configuration is always an object.
     """
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
@@ -113,7 +113,7 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
 
 
 def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict[str, Any]:
-    """What a state stores of the targets: their rules and, if a crop reads objects, a hash of them; {} without."""
+    """What a state stores of the targets: their rules, and a hash of the objects if a crop reads them. {}: none."""
     if targets is None:
         return {}
     digest = getattr(source, "objects_digest", None)
@@ -121,8 +121,10 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
     return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
 
 
-def default_workers(source: Any) -> int:
-    """Half of the cores of this rank, at most 4; 0 for a memory-mapped source."""
+def choose_workers(num_workers: int | None, source: Any) -> int:
+    """The given number. None: half of the cores of this rank, at most 4; 0 for a memory-mapped source."""
+    if num_workers is not None:
+        return num_workers
     if getattr(source, "mapped", False):
         log.info("num_workers 0: the source is memory-mapped, and workers would only add a copy")
         return 0

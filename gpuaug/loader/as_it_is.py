@@ -1,4 +1,4 @@
-"""Says what to do when a loader is given to another DataLoader, which would index it or send it to its workers."""
+"""Refuses a loader that is given to a DataLoader, which would index the loader or send it to workers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ REMEDY = (
     "it is the DataLoader: pass it as it is. Lightning's trainer takes it. With Accelerate and Fabric, iterate over "
     "it. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
 )
-
-
 DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules that read a dataset by number
 
 

@@ -109,11 +109,11 @@ class Batch:
         return picture(self, rows=rows, columns=columns, size=size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and deepcopy: the batch with the keys of its own samples, without the source."""
+        """For pickle and deepcopy: the batch with the keys of its samples, instead of the source that knows them."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.key_of is not str:
             values["key_of"] = partial(getitem, dict(zip(self.indices.tolist(), self.keys, strict=True)))
-        return _made, (values,)
+        return partial(Batch, **values), ()
 
     def _repr_png_(self) -> bytes | None:
         from gpuaug.display.batches import picture
@@ -148,12 +148,8 @@ class Batch:
         """
 
         def move(x: Any) -> Any:
-            if x is None or isinstance(x, list):
-                return x if x is None else [move(each) for each in x]
-            return x.to(device, non_blocking=non_blocking)
+            if isinstance(x, list):
+                return [move(each) for each in x]
+            return None if x is None else x.to(device, non_blocking=non_blocking)
 
         return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))
-
-
-def _made(values: dict[str, Any]) -> Batch:
-    return Batch(**values)

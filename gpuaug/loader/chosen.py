@@ -54,23 +54,18 @@ def fetch(
 
 
 def uncounted(faults: Faults, policy: Policy) -> Faults:
-    """Faults for somebody who looks at samples: no budget, no file."""
+    """Faults for looking at samples: no budget, no file."""
     return Faults(policy=policy, truncated=faults.truncated)
 
 
 def sample(loader: Any, index: Any) -> tuple[Any, Any]:
     """One sample, as ``loader[index]``."""
-    if isinstance(index, slice):
-        raise ConfigError(
-            f"`loader[{index.start}:{index.stop}]` is not possible, because an index gives one sample. "
-            f"Use `loader.fetch(range(...))` for a batch of chosen samples."
-        )
     try:
         number = operator.index(index)
     except TypeError as error:
         raise ConfigError(
             f"`loader[index]` needs the number of one sample. Found: {index!r:.100}. "
-            "Use `loader.fetch([...])` for several."
+            "For several samples, use `loader.fetch([...])` or `loader.fetch(range(...))`."
         ) from error
     source = loader.source
     count = len(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gpuaug.augment import describe as recipes
@@ -47,24 +48,18 @@ def facts(loader: Any) -> dict[str, str]:
 
 def _sizes(loader: Any) -> str:
     """Shapes of the images of each view in the current epoch."""
-    shapes: list[tuple[int, str]] = []
-    for view in loader.augment.at(loader.epoch).views:
-        crop = view.augment.crop
-        shape = f"[{loader.batch_size}, 3, {'H, W' if crop is None else ', '.join(map(str, crop.size))}]"
-        if shapes and shapes[-1][1] == shape:
-            shapes[-1] = shapes[-1][0] + 1, shape
-        else:
-            shapes.append((1, shape))
-    return ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in shapes)
+    crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
+    sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
+    counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
+    return ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
 
 
 def text(loader: Any) -> str:
     """The facts, one per line."""
     made = facts(loader)
     width = max(map(len, made)) + 2
-    lines = [
-        f"  {name + ':':{width}}{value.replace(chr(10), chr(10) + ' ' * (width + 2))}" for name, value in made.items()
-    ]
+    below = "\n" + " " * (width + 2)  # further lines of a value begin below its first
+    lines = [f"  {name + ':':{width}}{value}".replace("\n", below) for name, value in made.items()]
     return "\n".join(["Loader(", *lines, ")"])
 
 

@@ -33,7 +33,7 @@ class Faults:
         window: number of samples for the rate.
         truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
         file: one JSON line per bad sample is appended here, with ``key index epoch stage reason bytes head``. Ranks may
-            share the file, and ``source.exclude`` accepts it.
+            share the file. ``source.exclude`` accepts the file.
 
     >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
     'blank'
@@ -86,8 +86,8 @@ class Faults:
     def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
-        Both counts are totals of the run: ``rescued`` samples failed in one decoder and succeeded in another,
-        ``truncated`` samples were accepted without their end.
+        ``rescued`` and ``truncated`` are totals of the run: samples that one decoder refused and another decoded, and
+        samples that were accepted without their end.
         """
         if self._epoch_count:
             where = f", listed in {self.file}" if self.file else ""
@@ -130,7 +130,7 @@ class Faults:
                 old_samples, old_bad = self._recent.popleft()
                 self._recent_samples -= old_samples
                 self._recent_bad -= old_bad
-            # divide by at least the window; otherwise the first bad sample of a run could exceed the rate
+            # compare with at least a whole window; otherwise the first bad sample of a run could exceed the rate
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
             bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"
@@ -147,7 +147,7 @@ class Faults:
 
 
 def _writable(file: str | os.PathLike[str] | None) -> str | None:
-    """Check that the file can be appended to before the first bad sample; return its absolute path."""
+    """The file's absolute path. ConfigError if nothing can be appended to the file, before a bad sample needs it."""
     if file is None:
         return None
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):

@@ -1,4 +1,4 @@
-"""The loader runs epochs through a pipeline, each in its own sample order. It can be stopped and resumed anywhere."""
+"""The loader runs epochs through a pipeline, each epoch in its own sample order. A run can stop and resume anywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -31,7 +32,6 @@ from gpuaug.read import order as orders
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource, RamCache
-from gpuaug.source.materialized import Rows
 
 if TYPE_CHECKING:  # runs without targets do not import them
     from gpuaug.augment.target_stage import TargetStage
@@ -41,7 +41,7 @@ log = logging.getLogger("gpuaug")
 
 
 class Loader(AsItIs):
-    """Yields augmented batches of a source on the device. It can be stopped and resumed anywhere in an epoch.
+    """Yields augmented batches of a source on the device. A run can stop and resume anywhere in an epoch.
 
     Args:
         source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)`` or
@@ -53,8 +53,8 @@ class Loader(AsItIs):
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. It replaces an order that is a
             :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
-            False. Then all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
-            every sample once. Then one rank may have one batch less than another, and DDP hangs at the end. None:
+            False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
+            every sample once, so that a rank may have one batch less than another, and DDP hangs at the end. None:
             ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
         targets: which masks, boxes and keypoints of the source move with the images, a :class:`~gpuaug.Targets`; None:
@@ -67,7 +67,7 @@ class Loader(AsItIs):
         faults: what happens to samples that cannot be read or decoded.
         device: ``auto`` (CUDA if there is a device, else CPU), ``cuda`` (``cuda:$LOCAL_RANK``; without LOCAL_RANK
             torch's current device), ``cpu``, or a torch.device. On CUDA a loader thread allocates memory and launches
-            kernels in the background. So capture CUDA graphs before you start iterating, or with
+            kernels in the background. So capture your own CUDA graphs before the iteration starts, or with
             ``capture_error_mode="thread_local"``.
         dtype: of the images; float32, bfloat16 or float16.
         memory_format: of the images; contiguous_format or channels_last.
@@ -76,7 +76,7 @@ class Loader(AsItIs):
         prefetch: number of batches prepared in the background; 0: each batch is made when it is requested.
         timeout: seconds to wait for one batch of bytes; after that :class:`~gpuaug.ReadError`.
         start_method: how workers start: fork, forkserver or spawn; None: Python's default.
-        seed: together with the epoch it decides the order and all random parameters.
+        seed: decides, together with the epoch, the order and all random parameters.
         rank, world_size: this process's share; None: torch.distributed's values when iteration starts.
         limit_batches: maximum number of batches per epoch.
 
@@ -109,6 +109,14 @@ class Loader(AsItIs):
         ReadError: while iterating, if a worker died or took longer than ``timeout``.
         ConfigError: when iteration starts, if ranks differ in seed, source or recipe.
     """
+
+    waited = 0.0
+    _epoch = _position = 0
+    # "here": the next pass begins at this position. "left" and "finished" tell how the last pass ended: the next pass
+    # begins in the next epoch.
+    _next_pass: Literal["here", "left", "finished"] = "here"
+    _last_logged = False
+    _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
 
     def __init__(
         self,
@@ -152,29 +160,16 @@ class Loader(AsItIs):
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # `replace` passes an already opened cache, so check its settings
+        # `replace` passes an opened cache, which has the settings as an attribute
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
-        self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype, arguments.DTYPES)
-        self.memory_format: torch.memory_format = arguments.torch_constant(
-            "memory_format", memory_format, arguments.MEMORY_FORMATS
-        )
-        if num_workers is None:
-            num_workers = arguments.default_workers(self.source)
-        self.num_workers: int = checks.whole_number("num_workers", num_workers, 0)
+        self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype)
+        self.memory_format: torch.memory_format = arguments.torch_constant("memory_format", memory_format)
+        self.num_workers = arguments.choose_workers(num_workers, self.source)
         self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
-        self.waited = 0.0
         self._rank, self._world_size = rank, world_size
-        self._epoch, self._position = 0, 0
-        # "here": the next pass begins at this position. Otherwise the last pass was left early, or is finished: the
-        # next pass begins in the next epoch.
-        self._next_pass: Literal["here", "left", "finished"] = "here"
-        self._stored: Rows | None = None
-        self._last_logged = False
-        self._cached_order: tuple[int, orders.Ordered] | None = None
-        self._fingerprint: dict[str, Any] | None = None
         self.pipeline = self._build(cache, timeout=timeout, start_method=start_method)
         self._resources = Resources(self.pipeline)
         weakref.finalize(self, self._resources.close)
@@ -182,15 +177,14 @@ class Loader(AsItIs):
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
         """The reader and the stages."""
-        encoded: Any = self.source
-        rows: Any = getattr(self.source, "by_epoch", None)  # if a source is read differently in each epoch
+        rows: Any = getattr(self.source, "by_epoch", None)  # of a source whose samples differ from epoch to epoch
+        encoded: Any = self.source if rows is None else rows
         stage: Stage
         if (stored := getattr(self.source, "stored", None)) is not None:  # stored epochs are already augmented
-            rows = self._stored = stored.rows
+            encoded = rows = stored.rows
             stage = StoredStage(
                 rows, self.augment, source=stored.digest(), seed=self.seed, device=self.device, dtype=self.dtype
             )
-            encoded = rows
             if cache is not None:
                 log.info("cache ram is not used: stored epochs are memory-mapped and need no cache")
         else:
@@ -203,7 +197,6 @@ class Loader(AsItIs):
                 batch_size=self.batch_size,
                 targets=self._target_stage(),
             )
-            encoded = encoded if rows is None else rows
             if cache is not None:  # an opened cache keeps what it has already read
                 encoded = cache if isinstance(cache, CachedSource) else cache.open(sources.adapt(encoded))
         return Pipeline(
@@ -225,7 +218,7 @@ class Loader(AsItIs):
             num_classes=self.num_classes,
             key_of=self.source.key,
             look_at=describe.looks(self.augment, self.source, self.targets),
-            numbers=None if rows is None else rows.numbers,
+            numbers=getattr(rows, "numbers", None),
         )
 
     def _target_stage(self) -> TargetStage | None:
@@ -233,7 +226,7 @@ class Loader(AsItIs):
             return None
         from gpuaug.augment.target_stage import TargetStage
 
-        flip = None if self.targets.keypoints is None else self.targets.keypoints.flip
+        flip = getattr(self.targets.keypoints, "flip", None)
         flip = getattr(self.source, "flip_pairs", None) if flip is None else flip
         panoptic = bool(getattr(self.source, "panoptic", False))
         return TargetStage(self.targets, self.augment, flip=flip, panoptic=panoptic)
@@ -247,7 +240,7 @@ class Loader(AsItIs):
         super().__setattr__(name, value)
 
     def replace(self, **changes: Any) -> Loader:
-        """Return a new loader with other settings that continues where this loader would. This loader is closed.
+        """Return a new loader with other settings, which continues where this loader would. This loader is closed.
 
         Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
         source, the faults and the content of ``cache``.
@@ -285,7 +278,7 @@ class Loader(AsItIs):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, or the next one if none is running. After a ``break`` it stays the epoch that was left."""
+        """The current epoch; between two passes, the next epoch. After a ``break``, the epoch that was left."""
         return self._epoch
 
     @property
@@ -341,11 +334,11 @@ class Loader(AsItIs):
         if cache is not None and cache.settings.fill == "ahead":
             of_task = (lambda indices, *_: indices) if numbers is None else numbers(self._epoch)
             shown = [of_task(*task) for task in islice(iter(self.epoch_order), len(self))]
-            cache.fill(self.pipeline.reader, torch.cat(shown) if shown else torch.zeros(0, dtype=torch.int64))
+            cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64), *shown]))
         return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch`` (>= 0). If a state inside this epoch was just loaded, keep its position."""
+        """Go to the beginning of ``epoch`` (>= 0), or stay at the position inside it if its state was just loaded."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
             self._advance()
@@ -373,8 +366,8 @@ class Loader(AsItIs):
         """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.
 
         If samples were excluded since, or the subset changed, the other samples keep their order and the epoch
-        continues. With weights, samplers or repeats this is impossible: then a changed set of samples raises StateError
-        inside an epoch.
+        continues. Only Shuffle and Sequential can do this. With other orders, inside an epoch, a changed set of samples
+        raises StateError.
 
         Raises:
             StateError: if ``state`` is not a state, or was taken inside an epoch of another source, seed, order or
@@ -394,19 +387,20 @@ class Loader(AsItIs):
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that defines an epoch's content: source keys, seed, order, recipe and mix."""
-        if self._fingerprint is None:
-            self._fingerprint = plain(
-                {
-                    "source": self.source.digest(),
-                    "seed": self.seed,
-                    "order": orders.describe(self.order),
-                    "augment": self.augment.fingerprint(),
-                    "mix": None if self.mix is None else repr(self.mix),
-                    **({"decode": {"reduced": True}} if self.decode.reduced else {}),
-                    **arguments.fingerprint_of(self.targets, self.source, self.augment),
-                }
-            )
         return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, Any]:
+        made = {
+            "source": self.source.digest(),
+            "seed": self.seed,
+            "order": orders.describe(self.order),
+            "augment": self.augment.fingerprint(),
+            "mix": None if self.mix is None else repr(self.mix),
+            **({"decode": {"reduced": True}} if self.decode.reduced else {}),
+            **arguments.fingerprint_of(self.targets, self.source, self.augment),
+        }
+        return dict(plain(made))
 
     def fetch(
         self,
@@ -480,10 +474,10 @@ class Loader(AsItIs):
     def _ordered(self, epoch: int | None = None) -> orders.Ordered:
         epoch = self._epoch if epoch is None else epoch
         if self._cached_order is None or self._cached_order[0] != epoch:
-            if self._stored is None:
-                indices = self.order.order(self.seed, epoch, self.source)
+            if isinstance(stage := self.pipeline.stage, StoredStage):
+                indices = stored_order(self.order, stage.stored, self.seed, epoch, self.source)
             else:
-                indices = stored_order(self.order, self._stored, self.seed, epoch, self.source)
+                indices = self.order.order(self.seed, epoch, self.source)
             self._cached_order = epoch, orders.Ordered(indices)
         return self._cached_order[1]
 
@@ -501,7 +495,7 @@ class Loader(AsItIs):
         )
 
     def _log_last(self, plan: EpochOrder) -> None:
-        """Log once, on rank 0, what `last` does if the samples do not fill a batch on every rank."""
+        """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank."""
         if self._last_logged or plan.rank or plan.world_size == 1:
             return
         most, least = (self._count(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))

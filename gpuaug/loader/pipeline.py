@@ -7,7 +7,7 @@ pipeline has two of its own: one for decoding, one for augmenting.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,17 +23,17 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.stages import DecodedBatch, HeaderBatch, Stage
 from gpuaug.native.buffers import to_device
-from gpuaug.read.prefetch import END, Producer, buffered
+from gpuaug.read.order import Task as Task
+from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
 TIMEOUT_S = 5.0  # to wait until the threads of a pass have ended
-Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats and valid of a batch: int64, int64, bool [B]
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, the event that marks it complete
 
 
 class PassEndedError(GpuaugError):
-    """The iterator was closed before its last batch."""
+    """A batch was requested from an iterator that had been closed before its last batch."""
 
 
 class Streams:
@@ -53,12 +53,13 @@ class Streams:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # set the device first; otherwise leaving the stream creates a context on the previously current device
+        # Make the device current too. With the stream alone, leaving the block creates a context on the device that was
+        # current before.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
     def follow_consumer(self) -> None:
-        """Let both streams wait for the consumer's queued work, for example on the recipe's tensors.
+        """Let both streams wait for work that the consumer has queued, for example on the recipe's tensors.
 
         Once per pass is enough: torch's allocator frees the memory of a batch only after its last use on any stream.
         """
@@ -71,7 +72,7 @@ class Pipeline:
     """Reads, decodes, augments and mixes batches. A :class:`~gpuaug.Loader` has one and adds the order of epochs.
 
     ``dataclasses.replace(pipeline, faults=...)`` makes a pipeline that shares everything else. Close only one of the
-    two. No thread of a pipeline holds a reference to its loader, so the loader can be garbage-collected.
+    two. The threads of a pipeline hold no reference to its loader, so that the loader can be garbage-collected.
 
     >>> import gpuaug
     >>> def images_per_epoch(loader: gpuaug.Loader) -> int:
@@ -133,32 +134,27 @@ class Pipeline:
             samples=len(encoded),
             key_of=self.key_of,
         )
+        bad = [fault.row for fault in faults]
+        valid, indices, labels, keep = encoded.valid, encoded.indices, encoded.labels, None
+        extra = encoded.extra or [None] * len(encoded)
+        if bad:
+            valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
+        if bad and self.faults.policy != "blank":  # with `raise`, only padding can be bad here
+            keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
+            if not len(keep):
+                return None
+            valid, indices = valid[keep], indices[keep]
+            labels = None if labels is None else labels[keep]
+            extra = [extra[row] for row in keep.tolist()]
         with self.streams.on() as stream:
             if stream is not None and decoded.ready is not None:
                 stream.wait_event(decoded.ready)
                 for view in decoded.images:
                     view.record_stream(stream)  # allocated on the other stream
             images = self.stage.augment(decoded, dtype=self.dtype, memory_format=self.memory_format)
-            valid, indices, labels = encoded.valid, encoded.indices, encoded.labels
-            extra, keep = encoded.extra or [None] * len(encoded), None
-            if faults:
-                bad = torch.tensor([fault.row for fault in faults])
-                valid = valid.index_fill(0, bad, False)
-                if self.faults.policy == "blank":
-                    images = [view.index_fill(0, to_device(bad, self.device), 0) for view in images]
-                else:
-                    keep = torch.ones(len(encoded), dtype=torch.bool).index_fill(0, bad, False).nonzero().flatten()
-                    if not len(keep):
-                        return None
-                    rows = to_device(keep, self.device)
-                    kept = [view.index_select(0, rows) for view in images]
-                    images = [view.contiguous(memory_format=self.memory_format) for view in kept]
-                    valid, indices = valid[keep], indices[keep]
-                    labels = None if labels is None else labels[keep]
-                    extra = [extra[row] for row in keep.tolist()]
-            if labels is not None:
-                labels = to_device(labels, self.device)
-            targets: Any = self.stage.finish_targets(decoded, bad=[fault.row for fault in faults], keep=keep)
+            images = self._without_bad(images, bad, keep)
+            labels = None if labels is None else to_device(labels, self.device)
+            targets: Any = self.stage.finish_targets(decoded, bad=bad, keep=keep)
             if self.mix is not None and mix:
                 images, labels = self.mix(
                     images,
@@ -180,6 +176,16 @@ class Pipeline:
                 look=self.look_at(epoch),
             )
             return batch, None if stream is None else stream.record_event()
+
+    def _without_bad(self, images: list[Tensor], bad: Sequence[int], keep: Tensor | None) -> list[Tensor]:
+        """The views with the rows ``keep``, int64 [n]; if that is None, all rows, and the ``bad`` ones are zero."""
+        if keep is not None:
+            rows = to_device(keep, self.device)
+            return [view.index_select(0, rows).contiguous(memory_format=self.memory_format) for view in images]
+        if bad:
+            rows = to_device(torch.tensor(bad, device="cpu"), self.device)
+            return [view.index_fill(0, rows, 0) for view in images]
+        return images
 
     def hand_over(self, ready: Ready) -> Batch:
         """Let the consumer's current stream wait for the batch."""
@@ -204,8 +210,8 @@ class Pipeline:
 class Pass(Iterator[Batch]):
     """Iterates over batches of a :class:`~gpuaug.loader.pipeline.Pipeline`, without changing any loader's position.
 
-    Three threads work at the same time: they read the headers of one batch, decode the batch before, and augment the
-    batch before that. They hold no reference to this object, and end when it is garbage-collected.
+    Three threads work at the same time, each on another batch: one reads headers, one decodes, one augments. The
+    threads hold no reference to this object, and end when this object is garbage-collected.
 
     Args:
         pipeline: makes the batches.
@@ -235,10 +241,9 @@ class Pass(Iterator[Batch]):
         pipeline.streams.follow_consumer()
         # a buffer needs bytes that were really read, not views of mapped files
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
-        self._encoded: Producer[EncodedBatch] | None = None
         if buffer_bytes is not None:
-            encoded = self._encoded = buffered(encoded, max_bytes=buffer_bytes)
-            self._producers.append(self._encoded)
+            encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
+            self._producers.append(encoded)
         headers = _each(encoded, partial(pipeline.stage.read_headers, epoch=epoch))
         if prefetch:
             headers = self._thread(headers, "headers", 0)
@@ -246,7 +251,7 @@ class Pass(Iterator[Batch]):
         main_thread = pipeline.stage.main_thread
         if prefetch and not main_thread:
             decoded = self._thread(decoded, "decoding", 1)
-        # if augmentation must run on the iterating thread, decoded batches are prefetched instead
+        # if augmentation must run on the iterating thread, `__next__` augments, and decoded batches are prefetched
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
@@ -264,7 +269,7 @@ class Pass(Iterator[Batch]):
     @property
     def bytes_waiting(self) -> int:
         """Bytes of encoded batches now waiting in memory."""
-        return 0 if self._encoded is None else self._encoded.bytes_waiting
+        return sum(producer.bytes_waiting for producer in self._producers)
 
     def __next__(self) -> Batch:
         while not self._exhausted:
@@ -282,7 +287,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # if closed: another thread did it
+                self._exhausted = not self._closed  # if closed, by another thread, the next turn of the loop raises
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
@@ -298,7 +303,7 @@ class Pass(Iterator[Batch]):
         self._closed = True
         for producer in self._producers:
             producer.close()
-        with suppress(ValueError):  # another thread runs the iterator: it ends at its next batch
+        with suppress(ValueError):  # another thread runs the iterator, which then ends at its next batch
             self._items.close()
         if not self._join():
             self._pipeline.reader.close()  # a hanging read blocks a thread until its workers are gone
@@ -326,7 +331,7 @@ def _one(views: list[Any] | None) -> Any:
 def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
     """Yield ``work(item)`` for every item, and release each item before taking the next.
 
-    Holds no reference to the pass or the loader: a thread that runs this must not keep them alive.
+    Holds no reference to the pass or the loader, because the thread that runs this generator must not keep them alive.
     """
     with closing(items):
         for item in items:

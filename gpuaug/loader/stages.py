@@ -42,7 +42,7 @@ class HeaderBatch:
     info: HeaderInfo | None = None  # None if pixels are stored
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # one entry per view
-    chosen: list[list[Chosen]] | None = None  # per view, the choices of its operations; None: not known yet
+    chosen: list[list[Chosen]] | None = None  # per view, what its operations chose; None: `augment` lets them choose
     targets: TargetBatch | None = None
 
 
@@ -90,7 +90,7 @@ class LiveStage:
 
     @property
     def second_chances(self) -> tuple[int, int]:
-        """Two counts so far: samples that DALI refused and Pillow decoded, and truncated samples that were accepted."""
+        """Two counts so far: samples that Pillow decoded after DALI refused them; accepted truncated samples."""
         return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
@@ -143,7 +143,7 @@ class LiveStage:
 
 
 class StoredStage:
-    """Loads stored epochs, with the methods of a :class:`LiveStage`. It runs only the normalization of the recipe.
+    """Loads stored epochs, with the methods of a :class:`LiveStage`. Of the recipe, only the normalization runs.
 
     Args:
         stored: the epochs.
@@ -206,8 +206,8 @@ class StoredStage:
                 last.apply([view], NO_DRAWS, dtype=dtype, memory_format=memory_format)[0]
                 for view, last in zip(batch.images, self._normalize, strict=True)
             ]
-        # reuse memory: several threads allocated and freed batches of 18 MiB, and after 120 batches malloc's heaps had
-        # grown to 1.8 GiB with 260 MiB in use
+        # Reuse memory. Without this, malloc's heaps grew to 1.8 GiB after 120 batches of 18 MiB, with 260 MiB in use,
+        # because several threads allocate and free the batches.
         images = []
         for view in batch.images:
             if view.device.type == "cpu":
@@ -228,7 +228,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Order of ``epoch``, int64 [M]. If its samples are not stored, the order of the stored epoch in its place."""
+    """Order of ``epoch``, int64 [M]; if its samples are not stored, the order of the stored epoch that replaces it."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

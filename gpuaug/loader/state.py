@@ -7,7 +7,7 @@ import logging
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from gpuaug.augment.fingerprint import differences as differences
+from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import Order, Ordered, describe
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """Translate a state's position to ``ordered``, which ``order`` gives for that epoch."""
+    """The position in ``ordered``, the order of the state's epoch, at which the state continues."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(

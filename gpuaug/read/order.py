@@ -2,7 +2,7 @@
 
 An order depends on seed, epoch and source, never on ranks, workers or batch size. All ranks hold the same order and
 take turns: from position ``start`` on, rank r of R takes r, r + R, r + 2R, … So after k steps the ranks together have
-consumed ``start .. start + k * batch_size * R``. Any other number of ranks can continue at this position.
+consumed ``start .. start + k * batch_size * R``. A run with any number of ranks can continue there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gpuaug.random import keyed as draw
 from gpuaug.source.index import occurrences, outside, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
+Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch: int64, int64, bool [B], on the CPU
 
 _CHUNK = 1 << 16  # values per generator call: 1.28 million take 21 ms, but 300 ms in a single call
 
@@ -36,7 +37,7 @@ class Order(Protocol):
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        Only active samples of ``source`` may occur: those in its subset that are not excluded. They may be repeated.
+        Only active samples of ``source`` may occur, which are in its subset and not excluded. Repeats are allowed.
         """
         ...
 
@@ -284,14 +285,10 @@ class Ordered:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
-    """The batches of one rank, from position ``start`` to the end of an epoch.
+class EpochOrder(Sequence[Task]):
+    """The batches of one rank, from position ``start`` to the end of an epoch, each as ``(indices, repeats, valid)``.
 
-    Each batch is ``(indices, repeats, valid)``: int64 ``[b]``, int64 ``[b]``, bool ``[b]``, on the CPU.
-
-    ``last`` decides about the last samples, which do not fill a batch on every rank. ``uneven``: use them; ranks may
-    differ by one sample, and so by one batch. ``drop``: leave them out; all ranks have the same number of full batches.
-    ``pad``: use them, and fill the batches with samples from the beginning of the epoch, where ``valid`` is False.
+    For ``last`` see :class:`gpuaug.Loader`. ``pad`` takes samples from the beginning of the epoch.
     """
 
     epoch: Ordered = field(kw_only=False)
@@ -330,7 +327,7 @@ class EpochOrder(Sequence[tuple[Tensor, Tensor, Tensor]]):
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
-        if again[-1]:  # padding gets higher numbers than all repeats of the epoch, so its augmentation differs
+        if again[-1]:  # padding gets higher numbers than all repeats of the epoch, and so another augmentation
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 

@@ -16,7 +16,7 @@ from gpuaug.native.buffers import mapped
 
 T = TypeVar("T")
 
-LOW = 0.75  # share of the byte limit; the buffer is refilled when it holds less
+LOW = 0.75  # share of the byte limit; a full buffer is refilled when it holds no more than this share
 END: Any = object()
 
 
@@ -34,7 +34,7 @@ class Producer(Iterator[T]):
         max_bytes: limit of waiting bytes, for :class:`EncodedBatch` items. A full buffer is refilled when it is below
             75 % of the limit. A batch above the limit waits alone. Waiting batches are copied to private memory. None:
             no limit.
-        device: if CUDA, it becomes the thread's current device, which is otherwise the first CUDA device.
+        device: a CUDA device becomes the thread's current device. None: that is the first CUDA device.
 
     The thread starts at :meth:`start`, or when the first item is requested.
 
@@ -53,7 +53,6 @@ class Producer(Iterator[T]):
     ) -> None:
         self._buffer = _Buffer(count, max_bytes)
         self._thread = threading.Thread(target=self._buffer.fill, args=(items, device), name=name, daemon=True)
-        self._started = False
         weakref.finalize(self, self._buffer.stop)
 
     @property
@@ -67,14 +66,12 @@ class Producer(Iterator[T]):
         return self._buffer.bytes
 
     def start(self) -> None:
-        """Start the thread."""
-        if not self._started:
-            self._started = True
+        """Start the thread, unless it was started before."""
+        if self._thread.ident is None and not self._buffer.stopped:
             self._thread.start()
 
     def __next__(self) -> T:
-        if not self._buffer.stopped:
-            self.start()
+        self.start()
         item: T = self._buffer.take()
         return item
 
@@ -135,11 +132,11 @@ class _Buffer:
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free, and count them before the copy, because the limit must always hold."""
+        """Wait until ``size`` bytes are free. Count them before the copy, so that the limit always holds."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)
-            # below LOW there is room for an item of usual size; a larger item waits for more
+            # below LOW there is room for an item of usual size; a larger item waits until more is free
             if self._wait(lambda: not self.bytes or self.bytes + size <= limit):
                 self.bytes += size
 
@@ -167,15 +164,10 @@ class _Buffer:
             self._changed.notify_all()
 
 
-def buffered(batches: Iterator[EncodedBatch], *, max_bytes: int) -> Producer[EncodedBatch]:
-    """Read encoded batches ahead, up to ``max_bytes``. Then short delays of the storage do not stop the training."""
-    return Producer(batches, name="gpuaug-ahead", max_bytes=max_bytes)
-
-
 def private_copy(batch: EncodedBatch) -> EncodedBatch:
     """Copy a batch to private memory, because the workers' shared memory is small in most containers.
 
-    The copy's memory returns to the system as soon as it is freed; malloc would keep it.
+    The copy is not in malloc's memory, so that freed memory returns to the system at once.
     """
     size = batch.data.nbytes
     data = mapped(size) if size else torch.empty(0).byte()

@@ -1,8 +1,8 @@
 """Reads encoded bytes of whole batches, in workers that never decode.
 
 A batch travels as one tensor in shared memory: offsets, pickled labels, faults and extras, then all images. So each
-batch needs one memory segment and one file descriptor. The message that announces the batch is so short that a dying
-worker cannot send half of it.
+batch needs one memory segment and one file descriptor. A short message announces the batch: too short for a dying
+worker to send only half of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch.utils.data import get_worker_info
 from gpuaug import checks
 from gpuaug.batch import EncodedBatch, EncodedTargets, Fault, Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.read.workers import EndedError, SilentError, Task, Workers, remedy
+from gpuaug.read.order import Task
+from gpuaug.read.workers import EndedError, Request, SilentError, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -41,22 +42,22 @@ PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; network storage 
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 LONGEST_REASON = 500  # characters
-EXAMPLES = 4  # samples to read for the type of labels, if the first batch has no known label
+EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label
+PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 
 _MISSING: Any = object()  # stands for the label of a sample that failed
 # bytes of the images, then of the masks; labels; faults; targets; extras
 _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
-_Order = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch
 
 
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault of its row. In a batch, all images above 16 MiB may together take 2 GiB; further
-    ones are faults too. Pixels from mapped files have no such limit, because the file's creator chose their size.
+    An image above 512 MiB is a fault of its row. The images above 16 MiB of a batch may together take 2 GiB; further
+    ones are faults too. Memory-mapped sources have no such limits, because their creator chose the sizes.
 
     Args:
-        source: see :mod:`gpuaug.source`. If the start method is not fork, it is pickled for every worker.
+        source: see :mod:`gpuaug.source`. Unless the start method is fork, the source is pickled for every worker.
         num_workers: number of processes; 0 reads in this process.
         timeout: seconds to wait for a batch from the workers; ``math.inf`` waits forever.
         prefetch_factor: batches that each worker reads ahead.
@@ -101,7 +102,7 @@ class Reader:
 
     def batches(
         self,
-        epoch_order: Iterable[_Order],
+        tasks: Iterable[Task],
         *,
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         zero_copy: bool = False,
@@ -111,19 +112,19 @@ class Reader:
         ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: ``indices``. ``zero_copy``
         avoids copies if there are no workers and the source has ``zero_copy`` (its bytes stay valid and unchanged).
 
-        An earlier iterator ends, also in another thread. A sample that cannot be read (OSError, also of connections and
-        timeouts, or an error of gpuaug) is a Fault of its row, without bytes. If a retry may help, the sample is tried
-        up to three times.
+        An earlier iterator ends, also in another thread. A sample that cannot be read is a Fault of its row, without
+        bytes: for an OSError (also of connections and timeouts) or an error of gpuaug. If a retry may help, the sample
+        is read up to three times.
 
         Raises:
             ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
-            SourceError: if the source does not give ``(bytes, label)`` or ``(bytes, label, extra)``, or cannot be
-                pickled, or an extra cannot.
+            SourceError: if the source does not give ``(bytes, label)`` or ``(bytes, label, extra)``, or if the source
+                or an extra cannot be pickled.
             Exception: any other exception of the source, with its own type.
         """
         _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
-        return self._batches(int(self._generation.numpy()[0]), epoch_order, numbers, zero_copy)
+        return self._batches(int(self._generation.numpy()[0]), tasks, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers and the current iterator. A later call of ``batches`` starts new workers."""
@@ -134,19 +135,19 @@ class Reader:
     def _batches(
         self,
         generation: int,
-        epoch_order: Iterable[_Order],
+        tasks: Iterable[Task],
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
-        asked: deque[_Order] = deque()
-        # With each batch, a source with `prefetch` gets the samples of the worker's next batch. Workers take turns.
+        asked: deque[Task] = deque()
+        # A source with `prefetch` gets, with each batch, the numbers of the worker's next batch. Workers take turns.
         lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
-        def tasks() -> Generator[Task, None, None]:
+        def requests() -> Generator[Request, None, None]:
             known: deque[NDArray[np.int64]] = deque()
-            for order in epoch_order:
-                asked.append(order)
-                known.append((order[0] if numbers is None else numbers(*order)).numpy())
+            for task in tasks:
+                asked.append(task)
+                known.append((task[0] if numbers is None else numbers(*task)).numpy())
                 if len(known) > lookahead:
                     yield generation, known.popleft(), known[-1] if lookahead else None
             while known:
@@ -154,20 +155,20 @@ class Reader:
 
         # no reference to self: the workers hold `ended`, and the reader holds the workers
         ended = partial(_is_over, self._generation, generation)
-        todo, begun = tasks(), False
+        todo, begun = requests(), False
         try:
             while not ended():
                 if self.num_workers == 0:
-                    if (task := next(todo, None)) is None:
+                    if (request := next(todo, None)) is None:
                         return
-                    samples = self._encode.batch(task[1])
-                    fields = _views(*samples) if zero_copy else self._unpacked(_pack(*samples), asked[0], numbers)
+                    samples = self._encode.batch(request[1])
+                    fields = _views(*samples) if zero_copy else self._unpacked(_pack(*samples), asked[0])
                 else:
                     with self._lock:
                         if ended() or (packed := self._next(todo, ended, asked, begin=not begun)) is None:
                             return
                     begun = True
-                    fields = self._unpacked(packed, asked[0], numbers)
+                    fields = self._unpacked(packed, asked[0])
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
@@ -176,9 +177,9 @@ class Reader:
                 _advance(self._generation)  # workers skip batches requested ahead
 
     def _next(
-        self, todo: Iterator[Task], ended: Callable[[], bool], asked: Sequence[_Order], *, begin: bool
+        self, todo: Iterator[Request], ended: Callable[[], bool], asked: Sequence[Task], *, begin: bool
     ) -> _Packed | None:
-        """The workers' next batch; None at the end. ``begin``: first start the workers, or give them ``todo``."""
+        """The workers' next batch; None at the end. ``begin``: start the workers, or give ``todo`` to running ones."""
         try:
             if begin and self._workers is not None:
                 self._workers.restart(todo, ended)
@@ -208,30 +209,15 @@ class Reader:
             raise _raised(*message)
         return message
 
-    def _unpacked(
-        self, packed: _Packed, order: _Order, numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-    ) -> dict[str, Any]:
-        """Fields of an EncodedBatch; SourceError with the sample's name if an extra cannot be unpickled."""
+    def _unpacked(self, packed: _Packed, task: Task) -> dict[str, Any]:
+        """Fields of an EncodedBatch; SourceError if an extra cannot be unpickled."""
         try:
             return _unpack(*packed)
-        except MemoryError:
-            raise
-        except Exception as error:
-            rows = order[0] if numbers is None else numbers(*order)
-            for i, number in zip(order[0].tolist(), rows.tolist(), strict=True):
-                (item,) = self._encode._ask([number], lambda: False)  # read again: the batch is one pickle
-                try:
-                    pickle.loads(pickle.dumps(None if isinstance(item, Exception) else item[2:]))
-                except Exception as cause:
-                    raise SourceError(
-                        f"the extra of {self.source.key(i)!r}, the third value of the sample, cannot be unpickled: "
-                        f"{type(cause).__name__}: {cause}. Give text, bytes, numbers, lists, dictionaries or numpy "
-                        "arrays."
-                    ) from cause
+        except Exception as error:  # unpickling calls the classes of the extras
+            first, last = (self.source.key(i) for i in task[0][[0, -1]].tolist())
             raise SourceError(
-                f"an extra in the batch that begins with {self.source.key(order[0].tolist()[0])!r} cannot be "
-                f"unpickled: {type(error).__name__}: {error}. Give text, bytes, numbers, lists, dictionaries or numpy "
-                "arrays."
+                f"an extra, the third value of a sample, cannot be unpickled: {type(error).__name__}: {error}. The "
+                f"sample is in the batch from {first!r} to {last!r}. {PICKLABLE}"
             ) from error
 
     def _stop(self, *, kill: bool = False) -> None:
@@ -245,8 +231,8 @@ def _advance(generation: Tensor) -> None:
 
 
 def _is_over(present: Tensor, generation: int) -> bool:
-    # numpy, because torch releases the GIL. If a daemon thread reacquires the GIL while the interpreter ends, the
-    # process aborts.
+    # numpy, because torch releases the GIL. The process aborts if a daemon thread reacquires the GIL while the
+    # interpreter ends.
     return int(present.numpy()[0]) != generation
 
 
@@ -258,9 +244,8 @@ class _Encode:
         self._bounded = not getattr(source, "mapped", False)
         self._like: Any = _MISSING  # one row of an earlier batch's labels; None if samples have no label
 
-    def __getitem__(self, task: Task) -> _Packed | _Raised | None:
-        generation, indices, after = task
-
+    def __getitem__(self, request: Request) -> _Packed | _Raised | None:
+        generation, indices, after = request
         stale = partial(_is_over, self.generation, generation)
         try:
             if after is not None:
@@ -309,7 +294,7 @@ class _Encode:
         return encoded, self._labels(labels, numbers, stale), tuple(faults), targets, extra
 
     def _unread(self, number: int) -> Any:
-        """Label of a sample that cannot be read, if the source knows it."""
+        """Label of a sample that cannot be read; ``_MISSING`` if the source does not know the label either."""
         label = getattr(self.source, "label", None)
         try:
             if callable(label):
@@ -319,7 +304,7 @@ class _Encode:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Label of any other sample, because all labels have the same type."""
+        """Label of a sample that is not in ``failed``. All labels have the same type. 0 if no such sample is read."""
         active = self.source.indices
         numbers = np.arange(len(self.source)) if active is None else active.numpy()
         others = np.setdiff1d(numbers, failed)
@@ -331,7 +316,7 @@ class _Encode:
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
-        """Per sample: its bytes, label and extra, or the exception for its fault. Retries if that may help."""
+        """Per sample: its bytes, label and extra, or the exception that is its fault. Retries if that may help."""
         items: list[Any] = [None] * len(numbers)
         rows, large = list(range(len(numbers))), 0  # bytes of large images
         for pause in PAUSES:
@@ -351,7 +336,7 @@ class _Encode:
         return items
 
     def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
-        """Per sample: the item from the source, or the exception for its fault."""
+        """Per sample: the item from the source, or the exception that is its fault."""
         many = getattr(self.source, "read_many", None)
         if many is None:
             for number in numbers:
@@ -401,8 +386,7 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
         rest = pickle.dumps(rest_of if rest_of[-1] is not None else rest_of[:-1])
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         raise SourceError(
-            f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. Give text, "
-            "bytes, numbers, lists, dictionaries or numpy arrays."
+            f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. {PICKLABLE}"
         ) from error
     offsets = _offsets(encoded)
     blob = _memory(offsets.nbytes + len(rest) + int(offsets[-1]))
@@ -418,7 +402,7 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
 
 
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
-    """Fields of an EncodedBatch. All but the labels are views into the block and keep it alive."""
+    """Fields of an EncodedBatch. Images and offsets are views into the block and keep it alive."""
     begin = 8 * (rows + 1)
     labels, faults, targets, *extra = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {

@@ -52,37 +52,31 @@ def collect(
     Returns:
         The table; the encoded masks, one per sample ([] if the run needs none); one fault per row with bad targets.
     """
-    bad = dict.fromkeys(skip, "")
-    masks: list[memoryview] = []
-    rows: list[dict[str, NDArray[Any]]] = []
+    faults: dict[int, str] = {}
+    masks = [_NO_MASK] * len(targets)
+    rows: dict[int, dict[str, NDArray[Any]]] = {}  # columns of the rows without a fault
     sizes = np.zeros((len(targets), 2), dtype=np.int32)
     for row, target in enumerate(targets):
-        columns: dict[str, NDArray[Any]] = {}
-        mask = _NO_MASK
-        if row not in bad:
-            try:
-                columns = _columns(target, names, num_keypoints)
-                mask = _mask(target) if "masks" in names else mask
-                if target is not None and target.size is not None:
-                    sizes[row] = target.size
-            except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
-                bad[row] = str(error)
-        if "masks" in names:
-            masks.append(_NO_MASK if row in bad else mask)
-        rows.append(columns)
+        if row in skip:
+            continue
+        try:
+            columns = _columns(target, names, num_keypoints)
+            mask = _mask(target) if "masks" in names else _NO_MASK
+            if target is not None and target.size is not None:
+                sizes[row] = target.size
+            rows[row], masks[row] = columns, mask
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
+            faults[row] = str(error)
     fractions = np.array([target is not None and bool(target.fractions) for target in targets], dtype=np.bool_)
-    counts = [len(columns["labels"]) if columns else 0 for columns in rows]
-    table = _joined([columns for columns in rows if columns], names, num_keypoints)
-    sample = np.repeat(np.arange(len(rows)), counts)
-    for row, reason in _bad_values(table, sample, counts).items():
-        bad[row] = reason
-        if masks:
-            masks[row] = _NO_MASK
-    if bad:
+    counts = [len(rows[row]["labels"]) if row in rows else 0 for row in range(len(targets))]
+    table = _joined([*rows.values()], names, num_keypoints)
+    sample = np.repeat(np.arange(len(targets)), counts)
+    if bad := _bad_values(table, sample, counts):
+        faults |= bad
         keep = ~np.isin(sample, list(bad))
         table = {name: column[keep] for name, column in table.items()}
         counts = [0 if row in bad else count for row, count in enumerate(counts)]
-    faults = [Fault(row, "read", reason) for row, reason in bad.items() if reason]
+        masks = [_NO_MASK if row in bad else mask for row, mask in enumerate(masks)]
     encoded = EncodedTargets(
         offsets=np.cumsum([0, *counts], dtype=np.int64),
         boxes=table.get("boxes"),
@@ -95,7 +89,7 @@ def collect(
         masks="masks" in names,
         fractions=fractions if fractions.any() else None,
     )
-    return encoded, masks, faults
+    return encoded, masks if encoded.masks else [], [Fault(row, "read", reason) for row, reason in faults.items()]
 
 
 def _mask(target: Target | None) -> memoryview:
@@ -113,7 +107,7 @@ def _mask(target: Target | None) -> memoryview:
 
 
 def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
-    """The columns that the target has, with their shapes checked; ValueError says what is wrong."""
+    """The columns that the target has, with checked shapes; ValueError if a shape or number is wrong."""
     if target is None:
         raise ValueError("the source gave no target for this sample")
     columns: dict[str, NDArray[Any]] = {}

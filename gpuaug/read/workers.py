@@ -1,4 +1,4 @@
-"""Worker processes that read. They are torch's DataLoader workers, but waiting for them ends at once if one dies."""
+"""Worker processes that read: torch's DataLoader workers. But if a worker dies, waiting for a batch ends at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -23,7 +24,7 @@ from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
 
 # iterator number, sample numbers of a batch, and those of the worker's next batch (None: the source has no `prefetch`)
-Task = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
+Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # after this time a worker that has not ended is killed
 
@@ -39,11 +40,12 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. Waiting for a batch ends at once if a worker dies or the iterator ends.
 
-    DataLoader itself notices a dead worker only after 5 s, or with a timeout only after the timeout. Its signal handler
-    may raise an error anywhere in the main thread. If a read hangs, DataLoader waits forever.
+    DataLoader itself notices a dead worker only after 5 s, and if it has a timeout, only after the timeout. Its signal
+    handler may raise an error anywhere in the main thread. If a read hangs, DataLoader waits forever.
 
-    Every worker gets ``dataset`` and returns ``dataset[task]`` for its ``tasks``. Results come in order. ``ended()`` is
-    True if nobody waits for a batch any more. For the other arguments see :class:`~gpuaug.read.reader.Reader`.
+    Every worker gets ``dataset`` and returns ``dataset[request]`` for its ``requests``. Results come in order.
+    ``ended()`` is True if nobody waits for a batch any more. For the other arguments see
+    :class:`~gpuaug.read.reader.Reader`.
 
     Raises:
         SourceError: if the source cannot be pickled.
@@ -53,7 +55,7 @@ class Workers(_MultiProcessingDataLoaderIter):
     def __init__(
         self,
         dataset: Any,
-        tasks: Iterator[Task],
+        requests: Iterator[Request],
         ended: Callable[[], bool],
         *,
         num_workers: int,
@@ -65,7 +67,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,  # an item is a whole batch
-            sampler=tasks,
+            sampler=requests,
             collate_fn=_same,
             worker_init_fn=_settle,
             num_workers=num_workers,
@@ -93,9 +95,9 @@ class Workers(_MultiProcessingDataLoaderIter):
         """Process ids of the workers."""
         return [int(worker.pid) for worker in self._workers if worker.pid is not None]
 
-    def restart(self, tasks: Iterator[Task], ended: Callable[[], bool]) -> None:
-        """Continue with new tasks."""
-        self.ended, self._index_sampler = ended, tasks
+    def restart(self, requests: Iterator[Request], ended: Callable[[], bool]) -> None:
+        """Continue with new requests."""
+        self.ended, self._index_sampler = ended, requests
         self._reset(self.loader)
 
     def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
@@ -130,9 +132,9 @@ class Workers(_MultiProcessingDataLoaderIter):
         """End all workers within seconds. No process remains."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # not after a kill: this waits forever if the killed worker held its lock
-            for tasks in self._index_queues:
-                tasks.put(None)
+            self._workers_done_event.set()  # not after a kill: waits forever if the killed worker held the lock
+            for queue in self._index_queues:
+                queue.put(None)
             deadline = time.monotonic() + TIMEOUT_S
             for worker in self._workers:
                 worker.join(max(0.0, deadline - time.monotonic()))
@@ -159,8 +161,8 @@ def _same(item: Any) -> Any:
 
 
 def _settle(worker: int) -> None:
-    # Otherwise the first full garbage collection in a forked worker writes to every object of the parent, and so copies
-    # its memory (54 MB for a test process).
+    # Without this, the first full garbage collection in a forked worker writes to every object of the parent, and so
+    # copies the parent's memory (54 MB for a test process).
     gc.freeze()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():  # started by a forkserver: torch watches only the forkserver
@@ -172,8 +174,8 @@ def _death(worker: Any) -> str:
     code = worker.exitcode
     if code is not None and code < 0:
         how = {
-            9: "Usually memory ran out. Lower `num_workers` or `batch_size`.",
-            7: "Usually /dev/shm is full. Enlarge it (`docker run --shm-size`), or lower `num_workers`.",
+            signal.SIGKILL: "Usually memory ran out. Lower `num_workers` or `batch_size`.",
+            signal.SIGBUS: "Usually /dev/shm is full. Enlarge it (`docker run --shm-size`), or lower `num_workers`.",
         }.get(-code, "The worker's own message, if any, is above.")
         return f"a reading worker (pid {worker.pid}) was killed by signal {-code}. {how}"
     return (

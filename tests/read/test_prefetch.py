@@ -16,7 +16,7 @@ from conftest import ROOT
 import gpuaug
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import ConfigError
-from gpuaug.read.prefetch import LOW, buffered
+from gpuaug.read.prefetch import LOW, Producer
 
 
 def batch(number, size):
@@ -58,7 +58,7 @@ def settled(look, expected, patience=60.0):
 
 def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
     sizes = [(37 * k) % 500 + 1 for k in range(200)]
-    ahead = buffered(Feed(sizes)(), max_bytes=2000)
+    ahead = Producer(Feed(sizes)(), name="ahead", max_bytes=2000)
     ahead.start()
     for number, size in enumerate(sizes):
         assert ahead.bytes_waiting <= 2000
@@ -72,7 +72,7 @@ def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
 
 def test_it_is_filled_again_only_below_the_low_mark():
     feed = Feed([100] * 100)
-    ahead = buffered(feed(), max_bytes=1000)
+    ahead = Producer(feed(), name="ahead", max_bytes=1000)
     ahead.start()
     assert settled(lambda: feed.given, 11) == 11  # ten wait, one is in hand
     assert ahead.bytes_waiting == 1000
@@ -87,7 +87,7 @@ def test_it_is_filled_again_only_below_the_low_mark():
 
 def test_a_batch_larger_than_the_bound_waits_alone():
     feed = Feed([10, 5000, 10, 5000])
-    ahead = buffered(feed(), max_bytes=100)
+    ahead = Producer(feed(), name="ahead", max_bytes=100)
     ahead.start()
     assert settled(lambda: ahead.bytes_waiting, 10) == 10
     assert len(next(ahead).data) == 10
@@ -97,7 +97,7 @@ def test_a_batch_larger_than_the_bound_waits_alone():
 
 
 def test_an_exception_arrives_in_its_turn():
-    ahead = buffered(Feed([10] * 5, error=ConnectionError("cut"))(), max_bytes=1000)
+    ahead = Producer(Feed([10] * 5, error=ConnectionError("cut"))(), name="ahead", max_bytes=1000)
     ahead.start()
     assert [next(ahead).indices.item() for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ConnectionError, match="cut"):
@@ -108,7 +108,7 @@ def test_an_exception_arrives_in_its_turn():
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_its_thread_and_what_it_reads_from_end_with_it(how):
     feed = Feed([100] * 100)
-    ahead = buffered(feed(), max_bytes=1000)
+    ahead = Producer(feed(), name="ahead", max_bytes=1000)
     ahead.start()
     next(ahead)
     thread = ahead._thread
@@ -127,7 +127,7 @@ MEMORY = """
 import json, sys, time
 from pathlib import Path
 import torch
-from gpuaug.read.prefetch import buffered
+from gpuaug.read.prefetch import Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source import adapt
 
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     encoded = reader.batches([(c, c * 0, c == c) for c in numbers])
     del (first := [next(encoded)])[:]
     before = private(), shared()
-    ahead = buffered(encoded, max_bytes=waiting * rows * length)
+    ahead = Producer(encoded, name="ahead", max_bytes=waiting * rows * length)
     ahead.start()
     deadline = time.monotonic() + 200
     while ahead.waiting < waiting and time.monotonic() < deadline:

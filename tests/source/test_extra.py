@@ -315,7 +315,8 @@ class NotRead(Exception):
 def test_a_value_that_cannot_be_unpickled_is_named(num_workers):
     source = Plain(lambda i, item: (*item[:2], NotRead(1, 2) if i == 6 else item[2]))
     found = Reader(source, num_workers=num_workers, start_method="fork" if num_workers else None)
-    with pytest.raises(SourceError, match=r"the extra of '6', .* cannot be unpickled: TypeError.*second.*Give text"):
+    message = r"an extra, .* cannot be unpickled: TypeError.*second.* from '4' to '7'.*Give text"
+    with pytest.raises(SourceError, match=message):
         list(found.batches(orders(N, 4)))
     found.close()
 
