@@ -470,10 +470,10 @@ def table(report: dict[str, Any]) -> str:
             alone = 1 / (1 / r["images_per_second"] - r["server_us"] / 1e6 / m["cores"])
             ours = next(x for x in report["results"] if (x["set"], x["who"]) == (r["set"], "ours"))
             lines += ["", (
-                f"`ours_s3`: {r['server']}, on the same cores. Processor per image: "
+                f"`ours_s3`: {r['server']}, on the same cores. CPU time per image: "
                 f"local {ours['processor_us']:.0f} us, from S3 {r['processor_us']:.0f} us and the server "
                 f"{r['server_us']:.0f} us. From S3 it is {r['images_per_second'] / local:.2f} of the local speed; "
-                f"{alone / local:.2f} with the server's time taken out."
+                f"{alone / local:.2f} without the server's CPU time."
             )]  # fmt: skip
     return "\n".join(lines)
 

@@ -119,7 +119,7 @@ def serve(root: Path, latency: float) -> Iterator[Server]:
             how = f"moto's server behind a proxy in Python, as there is no fast one: {reason}"
             yield Server(endpoint, url, how, moto)
             return
-        how = f"moto's server behind nginx, which keeps objects and answers after {1000 * latency:.0f} ms"
+        how = f"moto's server behind nginx, which caches objects and answers after {1000 * latency:.0f} ms"
         yield Server(f"http://127.0.0.1:{port}", url, how, [*moto, pid])
 
 
