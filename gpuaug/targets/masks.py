@@ -1,14 +1,14 @@
 """Masks of a batch: decoded to numbers, then cropped, resized and moved like their images, by nearest neighbour.
 
 takes: encoded masks, the crop windows of their images, and the matrices of the operations.
-does: decodes a mask to class or object numbers (`decode`), changes numbers by a table (`lookup`), and samples each mask
-once (`place`); `gather` samples masks that are already on the device.
+does: decodes a mask to class or object numbers (`decode`), changes the numbers by a table (`lookup`), and samples each
+mask once (`place`). `gather` samples masks that are already on the device.
 gives: uint8 or int32 [B, H, W]. All values are values of the mask, of the table, or ``fill``.
 
 Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask, in integers, where ``height`` is the window's height and ``h`` its
 height after resizing. Columns are computed in the same way. The result is that of Pillow's NEAREST and torch's
-``nearest-exact``, without their rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
+``nearest-exact``, but without rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
 float64 and in this order::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
@@ -16,8 +16,9 @@ float64 and in this order::
     w = (m[2, 0] * (j + .5) + m[2, 1] * (i + .5)) + m[2, 2]
     x, y = x / w, y / w                                     if the last row of m is not (0, 0, 1)
 
-The output is canvas pixel (floor(y), floor(x)); ``fill`` if it is outside the canvas or the resized window, if
-``w <= 0``, or if a number is NaN. With this order C++, torch on the CPU and torch on CUDA give the same bits.
+The output is the value of canvas pixel (floor(y), floor(x)). It is ``fill`` if this pixel is outside the canvas or the
+resized window, if ``w <= 0``, or if a number is NaN. Because of the fixed order, C++, torch on the CPU and torch on
+CUDA give the same bits.
 """
 
 from __future__ import annotations
