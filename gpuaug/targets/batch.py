@@ -162,15 +162,12 @@ def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[
     """Copy arrays to the device in one transfer, without waiting for the device. None stays None."""
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]
-    begins = np.cumsum([0] + [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]).tolist()
-    packed = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
-    for array, begin in zip(arrays, begins, strict=False):
+    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; views need whole numbers
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for array, part in zip(arrays, packed.split(sizes), strict=True):
         if array is not None and array.size:
-            packed[begin : begin + array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
-    whole = to_device(packed, device)
+            part[: array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
     return [
-        None
-        if array is None
-        else whole[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, begin in zip(arrays, begins, strict=False)
+        None if array is None else part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, part in zip(arrays, to_device(packed, device).split(sizes), strict=True)
     ]

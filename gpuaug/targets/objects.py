@@ -98,7 +98,7 @@ class Objects:
         return replace(self, sample=sample).take(order[np.searchsorted(sample[order], 0) :])
 
     def output_keypoints(self, rules: Targets) -> NDArray[np.float32] | None:
-        """Keypoints float32 [N, K, 3]: pixel centres if the rules have ``pixel_centers``, else pixel edges."""
+        """Keypoints float32 [N, K, 3] in the user's coordinates, which ``pixel_centers`` of the rules names."""
         if self.keypoints is None:
             return None
         shown = self.keypoints.astype(np.float32)

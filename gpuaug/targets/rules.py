@@ -106,14 +106,15 @@ class Keypoints:
     def __init__(self, *, flip: Sequence[int] | None = None, pixel_centers: bool = True) -> None:
         checks.flag("targets.keypoints.pixel_centers", pixel_centers)
         if flip is not None and (
-            isinstance(flip, str) or not isinstance(flip, Sequence) or sorted(flip) != list(range(len(flip)))
+            isinstance(flip, str)
+            or not isinstance(flip, Sequence)
+            or sorted(flip) != list(range(len(flip)))
+            or any(flip[k] != i for i, k in enumerate(flip))
         ):
             raise ConfigError(
-                "`targets.keypoints.flip` must name every point's mirror image once, such as [0, 2, 1]. "
+                "`targets.keypoints.flip` must name every point's mirror image once, in pairs such as [0, 2, 1]. "
                 f"Found: {flip!r:.200}."
             )
-        if flip is not None and any(flip[k] != i for i, k in enumerate(flip)):
-            raise ConfigError(f"`targets.keypoints.flip` must consist of pairs. Found: {flip!r:.200}.")
         self.flip = None if flip is None else tuple(flip)
         self.pixel_centers = pixel_centers
 
