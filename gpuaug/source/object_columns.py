@@ -191,17 +191,13 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
             del names[field]  # such as text; ids are optional
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
-    compute = pyarrow.compute
-    if types.is_struct(column.type):
-        parts = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-        return {
-            field: _Field(name, _lengths(parts[name]), compute.list_flatten(parts[name]))
-            for field, name in names.items()
-        }
-    flat = compute.list_flatten(column)
-    parts = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
-    lengths = _lengths(column)
-    return {field: _Field(name, lengths, parts[name]) for field, name in names.items()}
+    flatten = pyarrow.compute.list_flatten
+    has_lists = types.is_struct(column.type)
+    rows = column if has_lists else flatten(column)
+    parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
+    if has_lists:
+        return {field: _Field(name, _lengths(parts[name]), flatten(parts[name])) for field, name in names.items()}
+    return {field: _Field(name, _lengths(column), parts[name]) for field, name in names.items()}
 
 
 def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:

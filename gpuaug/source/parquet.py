@@ -111,7 +111,7 @@ class ParquetSource(RowSource):
         optional = bool(mask or objects or more)
         column = _label_column(schema, label, place, objects=objects, optional=optional)
         needed = _objects_columns(schema, objects, place)
-        early = list(dict.fromkeys([*([] if column is None else [column]), *needed]))
+        early = list(dict.fromkeys([*([] if column is None else [column]), *needed]))  # columns that are read now
         for file, meta in zip(files, metadata, strict=True):
             _check(file, meta, schema, [*(name.split(".")[0] for name in images), *more, *early])
         self._columns = [*images, *more]
@@ -132,7 +132,7 @@ class ParquetSource(RowSource):
         self._activate(subset, exclude, began=began)
 
     def _set_rows(self, metadata: Sequence[Any], names: Sequence[str]) -> None:
-        """Set the keys, and the first row of each row group. ``names``: those of the files."""
+        """Set the keys, and the first row of each row group. ``names``: the names of the files."""
         rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
         self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
         self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
@@ -334,7 +334,7 @@ def _columns(schema: Any) -> str:
 def _image_column(
     schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image"
 ) -> str:
-    """Path of the image column, such as ``image.bytes``. It is none of the columns ``besides``."""
+    """Path of the image column, such as ``image.bytes``. It cannot be one of the columns ``besides``."""
     known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name not in besides}
     if name is None and len(known) != 1:
         text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
@@ -365,7 +365,7 @@ def _label_column(schema: Any, label: str | None, place: str, *, objects: str | 
 
 
 def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
-    """The column of objects, and those of the image's size if there are any."""
+    """The column of objects, and the columns of the image's size if there are any."""
     if name is None:
         return []
     if name not in schema.names or not is_objects(schema.field(name).type):
@@ -377,15 +377,16 @@ def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
 
 
 def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
-    """An Arrow table of all rows of some columns, such as labels."""
+    """An Arrow table of all rows of some columns, such as labels and objects."""
     pyarrow = import_pyarrow()
     try:
         table = _open(_RangeFile(file, storage), meta).read(columns, use_threads=False).select(columns)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
-        raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
+        raise SourceError(f"{some(columns)} in {redact(file.path)!r} cannot be read: {error}.") from error
     if table.num_rows != meta.num_rows:
         raise SourceError(
-            f"{redact(file.path)!r} has {table.num_rows} labels for {meta.num_rows} rows. Write the file again."
+            f"{some(columns)} in {redact(file.path)!r} must have {meta.num_rows} rows. Found: {table.num_rows}. Write "
+            "the file again."
         )
     return table
 
