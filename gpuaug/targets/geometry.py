@@ -132,8 +132,8 @@ def mirrored(m: Float64) -> Bool:
 def inverse(m: Float64) -> Float64:
     """Inverses of matrices [.., 3, 3]; NaN if there is none. An affine inverse has exactly (0, 0, 1) as its last row.
 
-    >>> inverse(np.diag([2.0, -1.0, 1.0])).tolist()
-    [[0.5, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 1.0]]
+    >>> inverse(np.diag([2.0, 4.0, 1.0])).tolist()
+    [[0.5, 0.0, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 1.0]]
     """
     a, b, c = np.moveaxis(np.asarray(m, dtype=np.float64), -2, 0)
     adjugate = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-1)
