@@ -1,4 +1,4 @@
-"""The interface of a source, which the later stages use. Gives this interface to any map-style object."""
+"""The interface between a source and the later stages, and an adapter that gives it to any map-style object."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ OPTIONAL = (
 
 @runtime_checkable
 class Source(Protocol):
-    """The complete interface of a source. :func:`adapt` returns such a source, and the later stages use it.
+    """The complete interface of a source. :func:`adapt` returns such a source for the later stages.
 
     A sample is ``(bytes, label)``, or ``(bytes, label, extra)``. The extra is any value that can be pickled, such as a
-    caption. ``batch.extra`` has it unchanged.
+    caption. ``batch.extra`` holds the extras unchanged.
 
     Attributes:
         indices: int64 ``[len]``, ascending numbers of the active samples (those in use); None: 0 .. len - 1.
@@ -38,17 +38,17 @@ class Source(Protocol):
         classes: class names in the order of their labels.
 
     A source may also have these:
-        label: ``source.label(i)`` returns the label of a sample without reading its bytes. This label is used if a
-            sample cannot be read. If a source has no ``label``, then ``labels`` or 0 is used instead.
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. It is the label of a sample
+            that cannot be read. Without ``label``, such a sample has its number in ``labels``, or 0.
         read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of samples or
             exceptions.
         prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one will read these
             samples. The source may start to read them in the background.
-        same_group: ``source.same_group(i)`` returns the numbers of the samples that are in memory now because they were
-            read together with sample ``i``.
+        same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
+            ``i`` and are still in memory.
         mapped: True if a read only copies from the page cache, or copies nothing.
-        target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``: those that its samples have. A sample is then
-            ``(bytes, gpuaug.Target)``.
+        target_kinds: the kinds of targets that the samples have, a set of ``masks``, ``boxes`` and ``keypoints``. A
+            sample is then ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.
         flip_pairs: for each keypoint, the number of its mirror image.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
@@ -79,17 +79,17 @@ class Source(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hash of the keys of all samples. It does not depend on which samples are active or where they are stored."""
+        """Hash of the keys of all samples, whether active or not. It does not depend on where they are stored."""
         ...
 
 
 class MapSource:
     """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
-    ``object[i]`` may also be ``(bytes, label, extra)``. Uses the object's ``key``, ``digest``, ``labels`` (or
-    torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes`` if it has them. Without ``key`` a
-    sample is named by its number. Without ``key`` and ``digest`` a loader's state cannot distinguish two objects of the
-    same length.
+    ``object[i]`` may also be ``(bytes, label, extra)``. If the object has ``key``, ``digest``, ``labels`` (or
+    torchvision's ``targets``), ``classes``, ``class_to_idx`` or ``num_classes``, the source uses them. Without ``key``
+    a sample is named by its number. Without both ``key`` and ``digest``, a loader's state cannot distinguish two
+    objects of the same length.
 
     Args:
         samples: the object.
@@ -172,7 +172,7 @@ def adapt(source: Any) -> Source:
 
 
 def _subset(subset: Subset[Any]) -> Source:
-    """Convert a torch Subset: its positions among the active samples become sample numbers."""
+    """A source of the same samples as a torch Subset, which counts only the active samples of its dataset."""
     base = adapt(subset.dataset)
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):

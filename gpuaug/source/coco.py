@@ -35,20 +35,20 @@ class CocoSource(FileSource):
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
     Keypoints are read if the file's categories name them. Crowds are read and marked; ``gpuaug.Boxes`` drops them.
-    A sample with a damaged box or outline is a fault when it is read; its message names the annotation.
+    A sample with a damaged box or outline is a fault when it is read. The fault names the annotation.
 
     Args:
         root: the dataset's folder, or its URL.
         annotations: the JSON file: a path, below ``root`` if it is relative, or the first part of its name, such as
             ``person_keypoints`` for ``root/annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
             panoptic masks, else ``instances``.
-        split: subfolder of the images, such as ``train2017``; the name of the JSON file ends in it too. None: paths in
+        split: subfolder of the images, such as ``train2017``. The name of the JSON file ends in it too. None: paths in
             the file are relative to ``root``, and ``annotations`` must be a path.
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths; needs
-            pycocotools. ``panoptic``: PNG files of segment ids, in the folder that has the name of the JSON file
-            without ``.json``. None: no masks.
-        empty: ``drop`` leaves out images without objects, and the others are numbered without gaps. ``keep`` keeps
-            them.
+            pycocotools. ``panoptic``: PNG files of segment ids. Their folder has the name of the JSON file without
+            ``.json``. None: no masks.
+        empty: ``drop`` leaves out images without objects; the others are numbered without gaps. ``keep`` keeps all
+            images.
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -127,9 +127,7 @@ class CocoSource(FileSource):
 
     def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
         item = super()._sample(index, image, mask)
-        if isinstance(item, Exception):
-            return item
-        if self._outlines is None:
+        if isinstance(item, Exception) or self._outlines is None:
             return item
         _, target = item
         begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
@@ -174,7 +172,7 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
 
 
 def _read_file(place: str, storage: Storage) -> bytes | bytearray:
-    """All bytes of the file, also above the limit of :meth:`Storage.read_file`."""
+    """All bytes of the file. A file above the limit of :meth:`Storage.read_file` is read in parts."""
     if not is_url(place) and not os.path.exists(place):
         raise SourceError(f"the annotations do not exist: {place!r}. Set `source.annotations`, or `source.split`.")
     try:
@@ -194,7 +192,7 @@ def _read_file(place: str, storage: Storage) -> bytes | bytearray:
 
 
 def _png_folder(place: str, images: str) -> str:
-    """The folder of panoptic masks: beside the JSON file, or for local files also beside the folder of images."""
+    """The folder of panoptic masks: beside the JSON file. A local one may be beside the folder of images instead."""
     beside, name = split_path(place)
     name = os.path.splitext(name)[0]
     folders = [join(beside, name), join(split_path(images)[0], name)]

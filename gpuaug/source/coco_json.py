@@ -1,4 +1,4 @@
-"""Reads COCO's JSON files into arrays: images, categories and objects, in the order of the images' numbers."""
+"""Reads COCO's JSON files into arrays: images, categories and objects, in the order of the image ids."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gpuaug.source.paths import is_safe, redact
 
 log = logging.getLogger("gpuaug")
 
-LARGE_JSON = 100_000_000  # bytes; parsing more with the standard library takes seconds and gigabytes
+LARGE_JSON = 100_000_000  # bytes; to parse more with the standard library takes seconds and gigabytes
 BOM = b"\xef\xbb\xbf"
 
 Int64 = NDArray[np.int64]
 
 
 class Field(NamedTuple):
-    """A field of a record: the Python types that JSON gives, the type for msgspec, and the value where it is absent."""
+    """A field of a record: its Python types for the json module, its type for msgspec, and its value if absent."""
 
     types: tuple[type, ...]
     kind: Any
@@ -40,7 +40,7 @@ WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str
 BOX = Field((list, tuple), tuple[float, float, float, float])
 OPTIONAL_NUMBER = Field((int, float, type(None)), float | None, None)
 CROWD = Field((int, bool), int | bool, 0)
-LATER = Field((object,), None, None)  # stays JSON text in msgspec, because its lists would take gigabytes
+LATER = Field((object,), None, None)  # parsed one by one later; msgspec keeps its text, which needs less memory
 
 IMAGE = {"id": WHOLE, "file_name": TEXT, "width": NUMBER, "height": NUMBER}
 CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ()), "skeleton": LATER}
@@ -65,15 +65,15 @@ class Annotations:
         sizes: int32 [N, 2], (height, width).
         counts: int64 [N], objects of each image.
         boxes: float32 [M, 4], (x1, y1, x2, y2).
-        labels: int64 [M], numbers of categories.
+        labels: int64 [M], positions in ``categories``.
         crowd: bool [M].
         area: float32 [M], or None.
         ids: int64 [M], or None.
         keypoints: float32 [M, K, 3], or None.
         categories: names of the categories, by ascending id.
-        points: names of the K points; may be empty.
+        points: names of the K points; [] without keypoints.
         skeleton: pairs of points that drawings connect by a line; () if the file has none.
-        outlines: values of ``segmentation`` in the order of the objects; can be read once.
+        outlines: values of ``segmentation`` in the order of the objects. They can be read only once.
         masks: paths of the panoptic masks, or None.
     """
 
@@ -99,7 +99,7 @@ def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotati
 
     Args:
         data: the JSON text: instances, person_keypoints, or panoptic.
-        masks: ``instances`` also reads outlines, ``panoptic`` reads a panoptic file.
+        masks: ``instances``: outlines are read too; ``panoptic``: the file is a panoptic one.
         place: path of the file, for messages.
 
     Raises:
@@ -165,13 +165,13 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     )
 
 
-# -- JSON: both parsers return columns, which are lists of plain values
+# -- JSON: both parsers (msgspec, and json without it) give columns: lists of plain values by field
 
 
 def _document(
     data: bytes | bytearray, fields: Mapping[str, Field]
 ) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
-    """Two functions: the first returns the columns of a named list, the second parses a value of :data:`LATER`."""
+    """Two functions. The first gives the columns of a list of the file. The second parses a value of :data:`LATER`."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:
         import msgspec
@@ -232,7 +232,7 @@ def _no_constant(text: str) -> None:
 
 
 def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any]], Int64]:
-    """The columns in the order of their ids, and the ids, which must differ."""
+    """The columns and their ids, by ascending id. The ids must differ."""
     ids = _ids(columns["id"], what)
     order = np.argsort(ids, kind="stable")
     _unique(ids, what)
@@ -329,7 +329,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
 def _keypoints(
     values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
 ) -> tuple[NDArray[np.float32] | None, list[str]]:
-    """Points of all objects in the order of the images (zeros for an object without points), and the points' names."""
+    """Keypoints [M, K, 3] of all objects in the given order (zeros for an object without any), and their K names."""
     lists = [list(names) for names in categories["keypoints"] if names]
     if not lists:
         return None, []
@@ -351,7 +351,7 @@ def _keypoints(
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first category's pairs of points, counted from 0. Only drawings use them, so invalid pairs give ()."""
+    """The first skeleton of a category, with points from 0. Only drawings use it, so an invalid skeleton gives ()."""
     pairs: Any = next((value for value in lists if value), [])
     known = range(1, count + 1)
     if not isinstance(pairs, list) or not all(
@@ -363,18 +363,14 @@ def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
 
 
 def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:
-    """For each point the number of its mirror image, by ``left`` and ``right`` in the names; None if not known.
+    """For each point the index of its mirror image, from ``left`` and ``right`` in the names; None if unknown.
 
     >>> mirror_images(["nose", "left_eye", "right_eye"])
     (0, 2, 1)
     """
     swap = {"left": "right", "right": "left", "Left": "Right", "Right": "Left", "LEFT": "RIGHT", "RIGHT": "LEFT"}
     places = {name: i for i, name in enumerate(names)}
-    mirrored = [_replaced(name, swap) for name in names]
+    mirrored = [re.sub("|".join(swap), lambda match: swap[match[0]], name) for name in names]
     if len(places) < len(names) or mirrored == list(names) or any(name not in places for name in mirrored):
         return None
     return tuple(places[name] for name in mirrored)
-
-
-def _replaced(name: str, swap: Mapping[str, str]) -> str:
-    return re.sub("|".join(swap), lambda match: swap[match[0]], name)

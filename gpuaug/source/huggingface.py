@@ -32,18 +32,18 @@ def is_dataset(candidate: Any) -> bool:
 class DatasetSource(RowSource):
     """Rows of a ``datasets.Dataset`` with a column of images (``Image(decode=False)``, or binary).
 
-    A Loader wraps a Dataset automatically. Use this class to name the columns, or to read no labels.
+    A Loader wraps a Dataset in this class automatically. Call it yourself to name the columns, or to read no labels.
 
-    With a mask or objects, a sample is ``(bytes, Target)``. For the columns of objects see :class:`ParquetSource`.
+    With a mask or objects, a sample is ``(bytes, Target)``. :class:`ParquetSource` describes the column of objects.
 
     Args:
         dataset: a Dataset.
         label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
-            With a mask, objects or ``extra``, ``auto`` may also mean no labels.
-        image: the image column; None: the only one besides the mask and ``extra``.
-        mask: the column of encoded masks; ``auto``: of two image columns, the one that is called ``annotation``,
-            ``label``, ``mask`` or similar; ``none``: no masks.
-        objects: the column of objects; ``auto``: the only one with boxes, if there is no label column; ``none``: no
+            With a mask, objects or ``extra``, ``auto`` means no labels if there is no such column.
+        image: the image column; None: the only one that is neither the mask nor in ``extra``.
+        mask: the column of encoded masks; ``auto``: if there are two image columns, the one whose name is
+            ``annotation``, ``label``, ``mask`` or similar; ``none``: no masks.
+        objects: the column of objects; ``auto``: if there is no label column, the only column with boxes; ``none``: no
             objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
@@ -51,7 +51,7 @@ class DatasetSource(RowSource):
         classes: names or numbers of the objects' classes, as in :class:`FolderSource`.
 
     Raises:
-        SourceError: if the image column or label column is missing, or the images are decoded.
+        SourceError: if the image column or label column is missing, or the Dataset decodes its images.
 
     >>> dataset = datasets.load_dataset("food101", split="train")
     >>> dataset = dataset.cast_column("image", datasets.Image(decode=False))
@@ -125,7 +125,7 @@ class DatasetSource(RowSource):
 
 
 def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, and that of masks if there is one. Columns ``besides`` are chosen only by name."""
+    """The column of images, and the column of masks if there is one. A column of ``besides`` must be named."""
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):

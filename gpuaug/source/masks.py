@@ -22,13 +22,13 @@ log = logging.getLogger("gpuaug")
 
 
 class MaskFolderSource(FileSource):
-    """Images with masks: a mask has the path of its image, but in another folder.
+    """Images with masks: the path of a mask is that of its image, but in another folder.
 
     The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Images are sorted as in
     :class:`FolderSource`. An image without a mask is an error. Masks without an image are ignored and counted in the
     log. A sample is ``(bytes, Target(mask=bytes))``.
 
-    The other arguments for well-known data sets:
+    Arguments for well-known data sets:
 
     - ADE20K: ``images="images/training", masks="annotations/training"``
     - Cityscapes: ``images="leftImg8bit/train", masks="gtFine/train", image_suffix="_leftImg8bit",
@@ -40,12 +40,12 @@ class MaskFolderSource(FileSource):
         images: folder of the images: relative to ``root``, an absolute path, or a URL.
         masks: folder of the masks, in the same form.
         image_suffix: end of an image's name before its extension. Other images are ignored and counted in the log.
-        mask_suffix: end of a mask's name before its extension. It takes the place of ``image_suffix``.
-        list: a FILE of the samples to use, relative to ``root``. Samples are in its order. Each line is the path of an
-            image in the folder of images, without suffix and extension. None: all images.
+        mask_suffix: end of a mask's name before its extension, in the place of ``image_suffix``.
+        list: a FILE of the samples to use, relative to ``root``. Each line is the path of an image in the folder of
+            images, without suffix and extension. Samples are in the order of the lines. None: all images.
         extensions: file name extensions of images; case is ignored.
         mask_extension: file name extension of masks; case is ignored.
-        classes: names of the classes, as in :class:`FolderSource`. They do not change the masks.
+        classes: names of the classes, as in :class:`FolderSource`. The masks do not change.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from URLs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from gpuaug.source.paths import redact
 MOST_CLASSES = 1 << 31
 
 
-def read_objects(
+def _read_objects(
     column: Any,
     *,
     sizes: NDArray[Any] | None,
@@ -34,29 +34,25 @@ def read_objects(
 
     Args:
         column: an Arrow ChunkedArray [N]: a struct of lists, or a list of structs, with the names of
-            :data:`gpuaug.source.object_json.NAMES`. ``bbox`` and ``category`` are as in COCO.
-        sizes: int [N, 2], (height, width); 0: not known. None: no size is known.
+            :data:`gpuaug.source.object_json.NAMES`.
         classes: class numbers by name; None: numbers stay as they are, and names are numbered in sorted order.
         names: class names that the data declares, in the order of their numbers.
-        box_format: format of ``bbox``, ``xywh`` or ``xyxy``.
-        place: name of the data, for error messages.
 
     Raises:
         SourceError: if the column has other types, or a class that ``classes`` lacks, or no row is usable.
     """
     import pyarrow
 
-    if isinstance(column, pyarrow.ChunkedArray):
-        column = column.combine_chunks()
+    column = column.combine_chunks()
     count = len(column)
     known = names if classes is None else list(classes)
     most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
-    while bad := _damaged(fields, most):
+    # remove the rows with one kind of damage at a time, because a check relies on those before it
+    while bad := next(filter(None, _checks(fields, most)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
-        keep = np.ones(len(rows), dtype=bool)
-        keep[list(bad)] = False
+        keep = ~np.isin(np.arange(len(rows)), list(bad))
         column, rows = column.filter(pyarrow.array(keep)), rows[keep]
         fields = _fields(column, place)
     counts = np.zeros(count, dtype=np.int64)
@@ -75,7 +71,7 @@ def read_objects(
 
 
 class RowSource(ListedSource):
-    """A source of rows with an image each. If rows also have masks or objects, a sample is ``(bytes, Target)``.
+    """A source of rows, each with an image. If rows also have masks or objects, a sample is ``(bytes, Target)``.
 
     A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
@@ -83,10 +79,13 @@ class RowSource(ListedSource):
     _has_masks = False
 
     def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
-        """Declare the kinds of targets. Objects come from a column of an Arrow table of all rows; None: no objects."""
+        """Set the objects and the kinds of targets.
+
+        ``column``: the objects, in the Arrow ``table`` of all rows; None: no objects.
+        """
         if column is not None:
             mapping = None if classes is None else class_mapping(classes)
-            self._objects, self._damaged, names = read_objects(
+            self._objects, self._damaged, names = _read_objects(
                 table.column(column), sizes=_sizes(table), classes=mapping, box_format=box_format,
                 names=class_names(table.schema, column, objects=True), place=redact(self.root),
             )  # fmt: skip
@@ -98,7 +97,7 @@ class RowSource(ListedSource):
             self.target_kinds |= {"masks"}
 
     def _sample(self, index: int, image: bytes | None, *more: Any) -> Any:
-        """Bytes, label (or Target) and extra of a sample. If the sample cannot be used, an error is returned instead.
+        """Bytes, label (or Target) and extra of a sample, or the error if the sample cannot be used.
 
         ``more``: the mask if the rows have masks, then the values of the extra fields.
         """
@@ -128,7 +127,7 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 
 
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
-    """Class names of a column, or of its objects; None if ``datasets`` did not write them into a schema's metadata."""
+    """Class names of a column, or of its objects. ``datasets`` writes them to a schema's metadata; None: not there."""
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
         if objects:
@@ -156,7 +155,7 @@ class _Field(NamedTuple):
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """The column name and the Arrow type per object, by field of a Target. Both are empty for other column types."""
+    """The column name and the Arrow type of one object, by field of a Target. Both are empty for other types."""
     import pyarrow
 
     types = pyarrow.types
@@ -192,66 +191,57 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
             del names[field]  # such as text; ids are optional
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
-    compute = pyarrow.compute
-    if types.is_struct(column.type):
-        parts = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-        return {
-            field: _Field(name, _lengths(parts[name]), compute.list_flatten(parts[name]))
-            for field, name in names.items()
-        }
-    flat = compute.list_flatten(column)
-    parts = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
-    lengths = _lengths(column)
-    return {field: _Field(name, lengths, parts[name]) for field, name in names.items()}
+    flatten = pyarrow.compute.list_flatten
+    has_lists = types.is_struct(column.type)
+    rows = column if has_lists else flatten(column)
+    parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
+    if has_lists:
+        return {field: _Field(name, _lengths(parts[name]), flatten(parts[name])) for field, name in names.items()}
+    return {field: _Field(name, _lengths(column), parts[name]) for field, name in names.items()}
 
 
-def _damaged(fields: dict[str, _Field], most_classes: int) -> dict[int, str]:
-    """Rows that cannot be used, and why; {} if all can."""
+def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:
+    """For each kind of damage, the rows that have it, and why they cannot be used.
+
+    Each check is valid only if those before it have found nothing.
+    """
     boxes = fields["boxes"]
-    bad: dict[int, str] = {}
     for part in fields.values():
-        for row in np.flatnonzero(part.counts < 0).tolist():
-            bad.setdefault(row, f"`{part.name}` is null")
-        for row in np.flatnonzero(part.counts != boxes.counts).tolist():
-            bad.setdefault(
-                row, f"`{part.name}` has {part.counts[row]} entries, but `{boxes.name}` has {boxes.counts[row]}"
-            )
-    if bad:
-        return bad
+        yield dict.fromkeys(np.flatnonzero(part.counts < 0).tolist(), f"`{part.name}` is null")
+        yield {
+            row: f"`{part.name}` has {part.counts[row]} entries, but `{boxes.name}` has {boxes.counts[row]}"
+            for row in np.flatnonzero(part.counts != boxes.counts).tolist()
+        }
     row_of = np.repeat(np.arange(len(boxes.counts)), boxes.counts)
 
-    def report(objects: NDArray[np.bool_], text: str) -> None:
-        for row in np.unique(row_of[objects]).tolist():
-            bad.setdefault(row, text)
+    def rows(objects: NDArray[np.bool_], text: str) -> dict[int, str]:
+        return dict.fromkeys(np.unique(row_of[objects]).tolist(), text)
 
-    lengths = _lengths(boxes.values)
-    report(lengths != 4, f"`{boxes.name}` of each object must be 4 numbers")
-    if not bad:
-        nulls = _nulls(_flat(boxes.values)).reshape(-1, 4)
-        report(np.asarray(nulls.any(axis=1)), f"`{boxes.name}` of each object must be 4 numbers, but one is null")
-    if "labels" in fields and not bad:
+    yield rows(_lengths(boxes.values) != 4, f"`{boxes.name}` of each object must be 4 numbers")
+    nulls = _nulls(_flat(boxes.values)).reshape(-1, 4)
+    yield rows(np.asarray(nulls.any(axis=1)), f"`{boxes.name}` of each object must be 4 numbers, but one is null")
+    if "labels" in fields:
         name, _, values = fields["labels"]
-        report(_nulls(values), f"`{name}` of an object is null")
-        if not bad and not _is_text(values.type):
+        yield rows(_nulls(values), f"`{name}` of an object is null")
+        if not _is_text(values.type):
             numbers = _whole(values)
-            report(
-                (numbers < 0) | (numbers >= most_classes), f"`{name}` of each object must be 0 .. {most_classes - 1}"
-            )
-    if "keypoints" in fields and not bad:
+            wrong = (numbers < 0) | (numbers >= most_classes)
+            yield rows(wrong, f"`{name}` of each object must be 0 .. {most_classes - 1}")
+    if "keypoints" in fields:
         name, _, values = fields["keypoints"]
         lengths = _amounts(values)
         wanted = _points(lengths)
         text = f"`{name}` of each object must be {wanted} numbers: x, y and visibility 0, 1 or 2 of each point"
-        report(np.asarray((lengths == -2) | ((lengths > 0) & (lengths != wanted)) | (wanted % 3 != 0)), text)
-        if not bad and wanted:
+        has = lengths > 0
+        yield rows(np.asarray((lengths == -2) | (has & (lengths != wanted)) | (wanted % 3 != 0)), text)
+        if wanted:
             points = _floats(_flat(values)).reshape(-1, wanted // 3, 3)
-            wrong = ~(np.isfinite(points).all(axis=2) & np.isin(points[..., 2], (0, 1, 2))).all(axis=1)
-            report(np.isin(np.arange(len(lengths)), np.flatnonzero(lengths > 0)[wrong]), text)
-    return bad
+            has[has] = ~(np.isfinite(points).all(axis=2) & np.isin(points[..., 2], (0, 1, 2))).all(axis=1)
+            yield rows(has, text)
 
 
 def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
-    """Columns of an :class:`ObjectTable` from fields without damage."""
+    """Columns of an :class:`ObjectTable`, except labels, from fields without damage."""
     name, _, values = fields["boxes"]
     columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name, box_format)}
     if "keypoints" in fields:
@@ -276,31 +266,25 @@ def _points(lengths: NDArray[np.int64]) -> int:
 
 
 def _is_list(kind: Any) -> bool:
-    import pyarrow
-
-    types = pyarrow.types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+    return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
 
 
 def _is_text(kind: Any) -> bool:
-    import pyarrow
-
-    types = pyarrow.types
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    return str(kind) in ("string", "large_string", "string_view")
 
 
 def _lengths(values: Any) -> NDArray[np.int64]:
     """Number of entries of each list; -1: null."""
     import pyarrow.compute
 
-    if not _is_list(values.type):  # of type null
+    if not _is_list(values.type):  # the type is null
         return np.full(len(values), -1)
     lengths = pyarrow.compute.list_value_length(values).cast("int64").fill_null(-1)
     return np.array(lengths.to_numpy(zero_copy_only=False))
 
 
 def _amounts(values: Any) -> NDArray[np.int64]:
-    """Count of the keypoint numbers of each object; -1: null; -2: a point does not have 3 numbers."""
+    """How many numbers the keypoints of each object have; -1: null; -2: a point does not have 3 numbers."""
     import pyarrow.compute
 
     lengths = _lengths(values)

@@ -14,7 +14,7 @@ from gpuaug.source.files import LARGEST_TEXT
 
 BoxFormat = Literal["xywh", "xyxy"]
 
-# possible names of each column: first COCO's, then gpuaug.Target's. The first name that exists is used
+# The possible names of each column: those of COCO, then that of gpuaug.Target. The first name that exists is used.
 NAMES: dict[str, tuple[str, ...]] = {
     "boxes": ("bbox", "boxes"),
     "labels": ("category_id", "category", "label", "labels"),
@@ -23,18 +23,18 @@ NAMES: dict[str, tuple[str, ...]] = {
     "area": ("area",),
     "ids": ("id", "ids"),
 }
-REQUIRED = ("boxes", "labels")  # boxes: all objects of a sample must have them; labels: all or none
+REQUIRED = ("boxes", "labels")  # each object of a sample must have a box; a label too, if one object has a label
 LISTS = ("objects", "annotations")  # fields that hold the objects
 
 
 def column_names(given: Collection[str]) -> dict[str, str]:
     """Maps fields of a Target to their names in ``given``. Fields that ``given`` lacks are left out."""
-    chosen = ((field, next((name for name in names if name in given), None)) for field, names in NAMES.items())
-    return {field: name for field, name in chosen if name is not None}
+    present = {field: [name for name in names if name in given] for field, names in NAMES.items()}
+    return {field: names[0] for field, names in present.items() if names}
 
 
 def corners(boxes: NDArray[np.float64], name: str, box_format: BoxFormat) -> NDArray[np.float64]:
-    """Boxes [n, 4] as (x1, y1, x2, y2). A column ``bbox`` has the given format; ``boxes`` has corners already."""
+    """Boxes [n, 4] as (x1, y1, x2, y2). A column named ``bbox`` has the given format, ``boxes`` always has corners."""
     if name == "bbox" and box_format == "xywh":
         boxes = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
     return boxes
@@ -56,7 +56,7 @@ def parse(
         box_format: the format of a column ``bbox``.
 
     Raises:
-        ValueError: if it is not valid; the text says why.
+        ValueError: if the JSON cannot be used; the text says why.
 
     >>> parse(b'[{"bbox": [10, 20, 30, 40], "category_id": 2}]')["boxes"]
     array([[10., 20., 40., 60.]])
@@ -90,7 +90,7 @@ def parse(
 
 
 def _size(value: Any) -> tuple[int, int] | None:
-    """(height, width), if the JSON has both, also in a field ``image``."""
+    """(height, width) of the JSON or of its field ``image``; None if neither has both."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("image"), dict) and not ("width" in value and "height" in value):

@@ -1,4 +1,4 @@
-"""Objects of all samples of a source, as flat arrays that all processes of a machine share."""
+"""The objects of all samples of a source, as flat arrays that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ObjectTable:
         crowd: bool [N]; None: no object is a crowd.
         area: float [N]; None: not known.
         ids: int [N]; None: not known.
-        sizes: int [samples, 2], (height, width) that the annotations were made for; None or 0: not known.
+        sizes: int [samples, 2], (height, width) of the images that the objects belong to; None or 0: not known.
         fractions: whether coordinates are fractions of the image's sides instead of pixels.
     """
 
@@ -92,10 +92,10 @@ class ObjectTable:
 
 
 class Damaged:
-    """The samples with objects that cannot be used, and the reasons. Logs their count.
+    """The samples whose objects cannot be used, and the reasons. Their number is logged.
 
     Args:
-        reasons: by sample number.
+        reasons: why, by sample number.
         total: number of all samples.
         place: name of the source, for messages.
 

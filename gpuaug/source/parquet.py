@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
@@ -31,7 +31,7 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # threads that read footers and labels
 OPEN_FILES = 64  # files whose footers a process keeps
-WAVE_BYTES = 64 << 20  # remote row groups are requested together, as soon as they need more bytes than this
+WAVE_BYTES = 64 << 20  # remote row groups are collected until they need more bytes, then requested together
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 
@@ -39,12 +39,12 @@ LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
 class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    So small row groups are best for a shuffled order: with 100 photographs per group, each sample reads 100 of them. A
-    tar shard reads one. A sequential epoch reads everything once. So does the first epoch with ``cache=ram``, because
-    the cache stores all images of each row group that is read.
+    In a shuffled order, large row groups are slow: with 100 photographs per group, each sample reads all 100. (A tar
+    shard reads only one.) A sequential epoch reads each group once. The first epoch with ``cache=ram`` does too,
+    because the cache stores all images of a group when it is read.
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects and labels are read at the start. The column
-    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO, with ``bbox`` (or ``boxes``:
+    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO. It has ``bbox`` (or ``boxes``:
     x1, y1, x2, y2) and perhaps ``category`` (or ``category_id``, ``label``: class numbers or names), ``keypoints`` (x,
     y, visibility of each point), ``iscrowd`` (or ``crowd``), ``area`` and ``id``. Other fields are ignored. Columns
     ``width`` and ``height`` are the size of the image that the objects belong to. A damaged row is a fault when it is
@@ -52,8 +52,8 @@ class ParquetSource(RowSource):
 
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
-        image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types,
-            besides ``mask`` and ``extra``.
+        image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types
+            that is neither ``mask`` nor in ``extra``.
         label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
             only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata. With
             ``mask``, ``objects`` or ``extra``, ``auto`` is ``label`` or ``labels`` if there is such a column.
@@ -61,8 +61,7 @@ class ParquetSource(RowSource):
         objects: column of the objects; None: no objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
-            extra is a dict. They are read together with the images. A sample is then ``(bytes, label, extra)``. None:
-            no extras.
+            extra is a dict. A sample is then ``(bytes, label, extra)``. None: no extras.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
         row_groups: number of recently used row groups that each process keeps in memory.
@@ -102,43 +101,38 @@ class ParquetSource(RowSource):
         self.root, names = common_folder([file.path for file in files])
         self._files = files
         place = redact(files[0].path)
-        with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-parquet") as pool:
-            metadata = list(pool.map(partial(_metadata, storage=self._storage), files))
-            schema = metadata[0].schema.to_arrow_schema()
-            masks = None if mask is None else _image_column(schema, mask, place, key="source.mask")
-            self.extra = fields_of(extra, schema.names, place=repr(place))
-            more = () if self.extra is None else self.extra.names
-            self._columns = [_image_column(schema, image, place, besides=(mask, *more)), *([masks] if masks else [])]
-            columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
-            if (masks or objects or more) and label == "auto" and not {"label", "labels"} & {*columns}:
-                label = None
-            named = [name for name in columns if class_names(schema, name)]
-            remedy = "Set `source.label` to one of these, or to none for no labels."
-            column = label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
-            needed = _objects_columns(schema, objects, place)
-            used = [*(name.split(".")[0] for name in self._columns), *more, *([column] if column else []), *needed]
-            self._columns += more
-            for file, meta in zip(files, metadata, strict=True):
-                _check(file, meta, schema, used)
-            if objects is not None:
-                tables = list(pool.map(partial(_table, columns=needed, storage=self._storage), files, metadata))
-            if column is not None:
-                values = list(pool.map(partial(_values, column=column, storage=self._storage), files, metadata))
+        metadata = _in_threads(partial(_metadata, storage=self._storage), files)
+        schema = metadata[0].schema.to_arrow_schema()
+        masks = [] if mask is None else [_image_column(schema, mask, place, key="source.mask")]
+        self._has_masks = mask is not None
+        self.extra = fields_of(extra, schema.names, place=repr(place))
+        more = () if self.extra is None else self.extra.names
+        images = [_image_column(schema, image, place, besides=(mask, *more)), *masks]
+        optional = bool(mask or objects or more)
+        column = _label_column(schema, label, place, objects=objects, optional=optional)
+        needed = _objects_columns(schema, objects, place)
+        early = list(dict.fromkeys([*([] if column is None else [column]), *needed]))  # columns that are read now
+        for file, meta in zip(files, metadata, strict=True):
+            _check(file, meta, schema, [*(name.split(".")[0] for name in images), *more, *early])
+        self._columns = [*images, *more]
         self._set_rows(metadata, names)
+        tables = _in_threads(partial(_table, columns=early, storage=self._storage), files, metadata) if early else []
         if column is not None:
+            values = [
+                plain_values(table.column(column), redact(file.path)) for file, table in zip(files, tables, strict=True)
+            ]
             are_arrays = isinstance(values[0], np.ndarray)
             labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
             self._set_labels(labels, classes=classes if objects is None else None, names=class_names(schema, column))
         elif classes is not None and objects is None:
             raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
-        self._has_masks = masks is not None
-        table = None if objects is None else import_pyarrow().concat_tables(tables)
+        table = import_pyarrow().concat_tables([table.select(needed) for table in tables]) if needed else None
         self._set_objects(table, objects, classes, box_format)
         self._reset()
         self._activate(subset, exclude, began=began)
 
     def _set_rows(self, metadata: Sequence[Any], names: Sequence[str]) -> None:
-        """Set the keys, and the first row of each row group. ``names``: those of the files."""
+        """Set the keys, and the first row of each row group. ``names``: the names of the files."""
         rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
         self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
         self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
@@ -146,7 +140,7 @@ class ParquetSource(RowSource):
         if not len(self._names):
             raise SourceError(f"no images in {len(names)} Parquet files of {redact(self.root)!r}: they have no rows.")
         largest = max(n for groups in rows for n in groups)
-        remedy = ". In shuffled order each image costs a whole group, except with `cache=ram`" if largest > 1 else ""
+        remedy = ". In shuffled order, each image reads a whole group, except with `cache=ram`" if largest > 1 else ""
         log.info("source %s: row groups have up to %d images and are read whole%s", redact(self.root), largest, remedy)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,7 +166,8 @@ class ParquetSource(RowSource):
                 else:
                     at = numbers[row] - int(starts[group])
                     items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
-        # otherwise Arrow's pool keeps several times the groups' size: for groups of 4 MiB, 90 not 20 MiB per worker
+        # without this call, Arrow's pool keeps several times the size of a group: 90 MiB per worker instead of 20 for
+        # groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
@@ -186,7 +181,7 @@ class ParquetSource(RowSource):
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
-        """Active samples in the row group of sample ``index``, int64 ``[n]``; empty if the group is not in memory."""
+        """Active samples in the row group of sample ``index``, int64 ``[n]``; none if the group is not in memory."""
         group, _ = locate(self._starts, index)
         if group not in self._groups:
             return np.zeros(0, dtype=np.int64)
@@ -197,7 +192,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Images or error of each row group. Groups in memory come first; remote groups are requested together."""
+        """The columns of each row group, or an error. Groups in memory come first, because reading may remove them."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
@@ -216,6 +211,7 @@ class ParquetSource(RowSource):
         yield from self._read_wave(wave)
 
     def _read_wave(self, wave: dict[int, _Group]) -> Iterator[tuple[int, Any]]:
+        """Read some row groups. The byte ranges of remote groups are requested together."""
         parts = [part for place in wave.values() for part in place.parts]
         pieces = iter(self._storage.read(parts) if is_url(self.root) else [b""] * len(parts))
         for group, place in wave.items():
@@ -257,7 +253,7 @@ class _Group(NamedTuple):
 
 
 class _RangeFile(io.RawIOBase):
-    """A file for pyarrow. ``known`` holds pieces in memory, with their positions; other bytes are read on demand."""
+    """A file for pyarrow. ``known``: bytes that are in memory, and their positions. Other bytes are read on demand."""
 
     def __init__(self, file: FileInfo, storage: Storage, known: Sequence[tuple[int, bytes]] = ()) -> None:
         self.file, self.storage, self.position, self.known = file, storage, 0, known
@@ -275,7 +271,7 @@ class _RangeFile(io.RawIOBase):
         return self.position
 
     def read(self, size: int = -1) -> bytes:
-        """Exactly ``size`` bytes; fewer only at the end of the file."""
+        """The next ``size`` bytes; fewer only at the end of the file."""
         left = max(0, self.file.size - self.position)
         size = left if size < 0 else min(size, left)
         start = self.position
@@ -297,6 +293,11 @@ def import_pyarrow() -> Any:
     except ImportError as error:
         raise SourceError(f"Parquet needs pyarrow ({error}). Install it: pip install gpuaug[parquet].") from error
     return pyarrow
+
+
+def _in_threads(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-parquet") as pool:
+        return list(pool.map(work, *arguments))
 
 
 def _metadata(file: FileInfo, storage: Storage) -> Any:
@@ -333,7 +334,7 @@ def _columns(schema: Any) -> str:
 def _image_column(
     schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image"
 ) -> str:
-    """Path of the image column, such as ``image.bytes``. It is none of the columns ``besides``."""
+    """Path of the image column, such as ``image.bytes``. It cannot be one of the columns ``besides``."""
     known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name not in besides}
     if name is None and len(known) != 1:
         text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
@@ -353,8 +354,18 @@ def _bytes_column(field: Any) -> str | None:
     return f"{field.name}.bytes" if parts.get("bytes") in BYTES else None
 
 
+def _label_column(schema: Any, label: str | None, place: str, *, objects: str | None, optional: bool) -> str | None:
+    """Name of the label column; None: no labels. If labels are ``optional``, ``auto`` may find no column."""
+    columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
+    if optional and label == "auto" and not {"label", "labels"} & {*columns}:
+        return None
+    named = [name for name in columns if class_names(schema, name)]
+    remedy = "Set `source.label` to one of these, or to none for no labels."
+    return label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
+
+
 def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
-    """The column of objects, and those of the image's size if there are any."""
+    """The column of objects, and the columns of the image's size if there are any."""
     if name is None:
         return []
     if name not in schema.names or not is_objects(schema.field(name).type):
@@ -365,21 +376,17 @@ def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
     return [name, *(size for size in ("height", "width") if size in schema.names)]
 
 
-def _values(file: FileInfo, meta: Any, column: str, storage: Storage) -> Any:
-    """The labels of a file: an array of numbers, or a list."""
-    return plain_values(_table(file, meta, [column], storage).column(column), redact(file.path))
-
-
 def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
-    """An Arrow table of all rows of some columns, such as labels."""
+    """An Arrow table of all rows of some columns, such as labels and objects."""
     pyarrow = import_pyarrow()
     try:
         table = _open(_RangeFile(file, storage), meta).read(columns, use_threads=False).select(columns)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
-        raise SourceError(f"the labels in {redact(file.path)!r} cannot be read: {error}.") from error
+        raise SourceError(f"{some(columns)} in {redact(file.path)!r} cannot be read: {error}.") from error
     if table.num_rows != meta.num_rows:
         raise SourceError(
-            f"{redact(file.path)!r} has {table.num_rows} labels for {meta.num_rows} rows. Write the file again."
+            f"{some(columns)} in {redact(file.path)!r} must have {meta.num_rows} rows. Found: {table.num_rows}. Write "
+            "the file again."
         )
     return table
 
@@ -390,7 +397,7 @@ def plain_values(column: Any, place: str) -> Any:
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise SourceError(
-            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Fill in their values."
+            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Fill in the values."
         )
     if types.is_integer(column.type) or types.is_boolean(column.type):
         try:
@@ -401,7 +408,7 @@ def plain_values(column: Any, place: str) -> Any:
 
 
 def _has(column: str, part: Any) -> bool:
-    """Whether a part of a row group belongs to a column; a column of lists or structs has parts with longer paths."""
+    """Whether a part of a row group belongs to a column. A column of lists or structs has several parts below it."""
     return f"{part.path_in_schema}.".startswith(f"{column}.")
 
 
@@ -426,10 +433,8 @@ def _images(place: _Group, column: str, data: _RangeFile) -> Any:
     images = _open(data, place.meta).read_row_group(place.number, columns=[column], use_threads=False).column(0)
     if len(images) != (rows := place.meta.row_group(place.number).num_rows):
         raise ReadError(f"it has {len(images)} of {rows} rows")
-    if not column.endswith(".bytes") or str(images.type) in BYTES:
-        return images
-    chunks = [chunk.field("bytes") if not chunk.null_count else chunk.flatten()[0] for chunk in images.chunks]
-    return import_pyarrow().chunked_array(chunks)
+    is_struct = column.endswith(".bytes") and str(images.type) not in BYTES
+    return images.flatten()[0] if is_struct else images  # the struct has only this field
 
 
 def _open(data: _RangeFile, meta: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Outlines of objects in COCO's formats (polygons and run lengths), stored in memory that all processes share."""
+"""Outlines of objects in COCO's formats (polygons and run lengths), in memory that all processes share."""
 
 from __future__ import annotations
 
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # of one map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first packed number of run lengths; else it is the number of polygons
+# the first packed number: run lengths as numbers, run lengths as COCO's text; any other is the number of polygons
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2
 LONGEST_OUTLINE = 1 << 22  # pixels: total length around all polygons of an object
-BLOCK = 4096  # objects that are packed at a time
+BLOCK = 4096  # objects whose packed bytes are Python objects at the same time
 LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
 
 
@@ -42,7 +43,8 @@ class Segmentations:
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._packed = Names.of(_blocks(values))
+        packed = map(_pack, values)
+        self._packed = Names.of(iter(lambda: list(islice(packed, BLOCK)), []))
 
     def draw(
         self, begin: int, end: int, *, size: tuple[int, int], crowd: Sequence[bool] | None, ids: Sequence[int]
@@ -82,16 +84,6 @@ class Segmentations:
         return flat.reshape(width, height).T
 
 
-def _blocks(values: Iterable[Any]) -> Iterable[list[bytes]]:
-    block: list[bytes] = []
-    for value in values:
-        block.append(_pack(value))
-        if len(block) == BLOCK:
-            yield block
-            block = []
-    yield block
-
-
 def _pack(value: Any) -> bytes:
     """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text. b"": no outline."""
     try:
@@ -103,7 +95,7 @@ def _pack(value: Any) -> bytes:
             lengths = struct.pack(f"<{1 + len(value)}I", len(value), *map(len, value))
             return lengths + array("f", chain.from_iterable(value)).tobytes()
     except (OverflowError, TypeError, KeyError, UnicodeEncodeError, struct.error):
-        pass  # such as a number that does not fit
+        pass  # for example a number that does not fit
     raise ValueError("must be a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`")
 
 
@@ -146,7 +138,7 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     if (lengths < 6).any() or (lengths % 2).any():
         raise ValueError(f"must have polygons of at least 3 points. Found: one of {lengths.min() / 2:g}")
     far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
-    if not (np.abs(points) <= far).all():  # also if not finite
+    if not (np.abs(points) <= far).all():  # a point that is not finite is also refused here
         raise ValueError(f"has a point far outside the image of {height} x {width} pixels")
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
@@ -158,8 +150,11 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
 
 
 def _counts(text: bytes) -> NDArray[np.int64]:
-    """Run lengths from COCO's text. A character holds 5 bits of a number. From index 3 on, a number is the difference
-    to the number two before it (``rleFrString`` in pycocotools' maskApi.c, which does not check its input)."""
+    """Run lengths from COCO's text, as ``rleFrString`` in pycocotools' maskApi.c reads it, but with checks.
+
+    Each character holds 5 bits of a number. From index 3 on, the text has the difference to the number two places
+    before.
+    """
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
     if not len(codes) or (codes < 0).any() or (codes > 63).any() or codes[-1] & 32:
         raise ValueError("has run lengths with invalid text")

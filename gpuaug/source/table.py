@@ -70,13 +70,8 @@ class TableSource(FileSource):
         remote: Remote | None = None,
     ) -> None:
         several = isinstance(label, Sequence) and not isinstance(label, str)
-        wanted: list[Any] = (
-            list(label or ())
-            if several
-            else []
-            if label is None or (isinstance(label, str) and label == "none")
-            else [label]
-        )
+        is_none = label is None or (isinstance(label, str) and label == "none")
+        wanted: list[Any] = [*(label or ())] if several else [] if is_none else [label]
         if not all(isinstance(name, str) and name for name in [path, *wanted]) or (several and not wanted):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not wanted) and classes is not None:
@@ -115,7 +110,7 @@ class TableSource(FileSource):
 
 
 def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
-    """Values of the columns ``names``: lists, or arrays of numbers. Then the unchanged values of ``extra``."""
+    """Values of the columns ``names`` (lists, or arrays of numbers), then the unchanged values of ``extra``."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
@@ -147,7 +142,7 @@ def _csv(data: bytes, names: list[str], extra: Sequence[str], kind: str, place: 
             for name, at in zip(extra, wanted[len(names) :], strict=True):
                 try:
                     row[at].encode()
-                except UnicodeEncodeError as error:  # paths may have such bytes, because names of files may
+                except UnicodeEncodeError as error:  # paths need not be UTF-8, but extras must be
                     found = row[at][error.start : error.start + 20].encode(errors="surrogateescape")
                     raise SourceError(
                         f"line {number} of {place!r}: {name!r} must be UTF-8. Found: {found!r}. Save the table as "
@@ -161,7 +156,7 @@ def _csv(data: bytes, names: list[str], extra: Sequence[str], kind: str, place: 
 
 @contextmanager
 def _values_of(size: int) -> Iterator[None]:
-    """The csv module reads values of up to ``size`` characters. Its usual limit is 131,072, one for the process."""
+    """Raise the limit of the csv module to values of ``size`` characters. The limit belongs to the whole process."""
     with _LIMIT:
         usual = csv.field_size_limit()
         csv.field_size_limit(max(size, usual))
@@ -172,7 +167,7 @@ def _values_of(size: int) -> Iterator[None]:
 
 
 def _lines(text: str, kind: str, place: str) -> Iterator[tuple[int, list[str]]]:
-    """The first line and all lines that are not empty, with their numbers; SourceError if one is not valid."""
+    """The first line and all other lines that are not empty, with their numbers; SourceError if one is not valid."""
     lines, begin = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",", strict=True), 1
     try:
         for row in lines:

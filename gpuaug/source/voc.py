@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from xml.parsers import expat
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -27,8 +26,7 @@ CLASSES = (
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog",
     "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
-DEEPEST = 16  # levels of an XML file; VOC has 5
-LARGEST_PIXEL = 1 << 24  # above it, float32 has no half pixels
+LARGEST_PIXEL = 1 << 24  # float32 has no half pixels above this number
 
 
 class VocSource(FileSource):
@@ -38,8 +36,8 @@ class VocSource(FileSource):
     lines of ``ImageSets/Main/<split>.txt``. Corners in the file count pixels from 1 and are inclusive, so a box is
     (xmin - 1, ymin - 1, xmax, ymax), as in detectron2. A sample is ``(bytes, Target)``.
 
-    A damaged XML file, or one with another structure, makes its sample a fault when it is read. Files with a document
-    type (``<!DOCTYPE``) are refused, because entities can expand without limit.
+    If an XML file is damaged or has another structure, its sample is a fault when it is read. So is a sample whose file
+    has a document type (``<!DOCTYPE``), because its entities can expand without limit.
 
     Args:
         root: folder or URL of VOCdevkit.
@@ -105,15 +103,13 @@ class VocSource(FileSource):
             try:
                 if isinstance(data, Exception):
                     raise ValueError(f"cannot be read ({data})")
-                size, objects = _parse(data)
-                found = [(o.box(), _number(o.name, mapping)) for o in objects if not (drop and o.is_difficult())]
-                sizes[i] = size
+                sizes[i], objects = _parse(data, mapping, drop=drop)
             except ValueError as error:
                 reasons[i] = f"{redact(paths[i])!r} {error}"
                 continue
-            counts[i] = len(found)
-            boxes += [box for box, _ in found]
-            labels += [label for _, label in found]
+            counts[i] = len(objects)
+            boxes += [box for box, _ in objects]
+            labels += [label for _, label in objects]
         self._objects = ObjectTable(
             counts, boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4), labels=np.array(labels, dtype=np.int64),
             sizes=sizes,
@@ -121,90 +117,66 @@ class VocSource(FileSource):
         self._damaged = Damaged(reasons, len(paths), place=redact(self.root))
 
 
-@dataclass(slots=True)
-class _Object:
-    """The text of an object's elements."""
+class _Builder(ElementTree.TreeBuilder):
+    """Refuses a document type, as soon as the parser reads its begin."""
 
-    fields: dict[str, str] = field(default_factory=dict)
+    def doctype(self, *_: Any) -> None:
+        raise ValueError("has a <!DOCTYPE>, which is refused. Remove it")
 
-    @property
-    def name(self) -> str:
-        if not (name := self.fields.get("name", "").strip()):
-            raise ValueError("has an object without a name")
-        return name
 
-    def is_difficult(self) -> bool:
-        return self.fields.get("difficult", "0").strip() == "1"
+def _parse(
+    data: bytes, mapping: Mapping[str, int], *, drop: bool
+) -> tuple[tuple[int, int], list[tuple[tuple[float, ...], int]]]:
+    """(height, width) of the image, and box and class of each object; (0, 0) if the file has no size.
 
-    def box(self) -> tuple[float, float, float, float]:
-        xmin, ymin, xmax, ymax = (_pixels(self.fields, f"bndbox/{key}") for key in ("xmin", "ymin", "xmax", "ymax"))
+    ``drop``: leave out difficult objects. Raises ValueError if the file cannot be used.
+    """
+    try:
+        root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))
+    except (ElementTree.ParseError, LookupError) as error:  # LookupError: an encoding that is not known
+        raise ValueError(f"is not valid XML ({error})") from error
+    if root.tag != "annotation":
+        raise ValueError(f"must begin with <annotation>. Found: <{root.tag:.60}>")
+    size = _child(root, "size")
+    height, width = (max(int(_pixels(size, side, "0")), 0) for side in ("height", "width"))
+    objects: list[tuple[tuple[float, ...], int]] = []
+    for node in root.iterfind("object"):
+        if drop and _text(node, "difficult", "0").strip() == "1":
+            continue
+        box = _child(node, "bndbox")
+        xmin, ymin, xmax, ymax = (_pixels(box, side) for side in ("xmin", "ymin", "xmax", "ymax"))
         if xmax < xmin or ymax < ymin:
             raise ValueError(f"has a box with xmax < xmin or ymax < ymin: {xmin:g}, {ymin:g}, {xmax:g}, {ymax:g}")
-        return xmin - 1, ymin - 1, xmax, ymax
+        if not (name := _text(node, "name", "").strip()):
+            raise ValueError("has an object without a name")
+        if name not in mapping:
+            raise ValueError(f"has an object of class {name!r:.100}, which is not in `source.classes`")
+        objects.append(((xmin - 1, ymin - 1, xmax, ymax), mapping[name]))
+    return (height, width), objects
 
 
-def _number(name: str, mapping: dict[str, int]) -> int:
-    if name not in mapping:
-        raise ValueError(f"has an object of class {name!r:.100}, which is not in `source.classes`")
-    return mapping[name]
+def _child(node: Any, tag: str) -> Any:
+    """The only child with this tag; None if there is none."""
+    found = [] if node is None else node.findall(tag)
+    if len(found) > 1:
+        raise ValueError(f"has <{tag}> twice")
+    return found[0] if found else None
 
 
-def _pixels(fields: dict[str, str], key: str) -> float:
-    text = fields.get(key)
-    if text is None:
-        raise ValueError(f"has no <{key.rpartition('/')[2]}>")
+def _text(node: Any, tag: str, default: str | None = None) -> str:
+    """The text of the only child with this tag. Without a default, the child must exist."""
+    child = _child(node, tag)
+    if child is None and default is None:
+        raise ValueError(f"has no <{tag}>")
+    return str(default) if child is None else child.text or ""
+
+
+def _pixels(node: Any, tag: str, default: str | None = None) -> float:
+    text = _text(node, tag, default)
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not abs(value) <= LARGEST_PIXEL:
-        raise ValueError(f"must have a number in <{key.rpartition('/')[2]}>. Found: {text!r:.60}")
+        raise ValueError(f"must have a number in <{tag}>. Found: {text!r:.60}")
     return value
-
-
-_OBJECT = "annotation/object"
-_WANTED = ("name", "difficult", "bndbox/xmin", "bndbox/ymin", "bndbox/xmax", "bndbox/ymax")
-_TEXTS = {f"{_OBJECT}/{name}": name for name in _WANTED}  # full paths: <part> has the same names
-_TEXTS |= {f"annotation/size/{name}": name for name in ("width", "height")}
-
-
-def _parse(data: bytes) -> tuple[tuple[int, int], list[_Object]]:
-    """(height, width) and objects of an XML file; (0, 0) without a size. ValueError if it cannot be used."""
-    parser = expat.ParserCreate()
-    parser.buffer_text = True
-    above: list[str] = []  # path of each open element
-    size: dict[str, str] = {}
-    objects: list[_Object] = []
-    words: list[str] = []
-
-    def start(name: str, _: Any) -> None:
-        path = f"{above[-1]}/{name}" if above else name
-        if path == _OBJECT:
-            objects.append(_Object())
-        elif len(above) == 0 and name != "annotation":
-            raise ValueError(f"must begin with <annotation>. Found: <{name[:60]}>")
-        elif len(above) >= DEEPEST:
-            raise ValueError(f"has more than {DEEPEST} levels")
-        above.append(path)
-        words.clear()
-
-    def end(_: str) -> None:
-        if (path := above.pop()) in _TEXTS:
-            fields = objects[-1].fields if path.startswith(_OBJECT) else size
-            if _TEXTS[path] in fields:
-                raise ValueError(f"has <{_TEXTS[path]}> twice")
-            fields[_TEXTS[path]] = "".join(words)
-        words.clear()
-
-    def refuse(*_: Any) -> None:
-        raise ValueError("has a <!DOCTYPE>, which is refused. Remove it")
-
-    parser.StartElementHandler, parser.EndElementHandler = start, end
-    parser.CharacterDataHandler = words.append
-    parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
-    try:
-        parser.Parse(data, True)
-    except (expat.ExpatError, LookupError) as error:  # LookupError: an encoding that is not known
-        raise ValueError(f"is not valid XML ({error})") from error
-    height, width = (_pixels({"height": "0", "width": "0"} | size, key) for key in ("height", "width"))
-    return (max(int(height), 0), max(int(width), 0)), objects

@@ -32,7 +32,7 @@ MOST_KEYPOINTS = 1 << 12
 class YoloSource(FileSource):
     """Images with YOLO's label files, as ultralytics reads them.
 
-    The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: in the full path, the last ``/images/``
+    The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: the last ``/images/`` of the full path
     becomes ``/labels/``. An image without such a file has no objects. A line of a label file is one object:
 
     * ``class cx cy w h``: a box. All coordinates are fractions of the width and height of the upright image.
@@ -40,9 +40,9 @@ class YoloSource(FileSource):
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``.
 
     A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, because the size of an image is not known
-    before its header is read. A label file with a bad line makes its sample a fault when the sample is read. A line is
-    bad if it has a word that is not a number, a wrong count of numbers, an unknown class, or a coordinate more than
-    0.01 outside 0..1.
+    before its header is read. If a label file has a bad line, its sample is a fault when it is read. A line is bad if
+    it has a word that is not a number, a wrong count of numbers, an unknown class, or a coordinate more than 0.01
+    outside 0..1.
 
     Args:
         root: folder or URL of the data set.
@@ -51,8 +51,7 @@ class YoloSource(FileSource):
             images), ``kpt_shape`` and ``flip_idx``. A relative ``path`` is used if ``root`` has such a folder. All
             images must lie below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
-        classes: class mapping of another run, in the forms of :class:`FolderSource`. It numbers the classes of the YAML
-            file.
+        classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -98,7 +97,7 @@ class YoloSource(FileSource):
     def _list_images(
         self, described: _Data, split: str, endings: tuple[str, ...]
     ) -> tuple[list[bytes], dict[str, FileInfo]]:
-        """Images of the split, relative to the root; and sizes and versions of remote ones."""
+        """Paths of the split's images, relative to the root; and sizes and versions of remote images."""
         names: list[bytes] = []
         listing: dict[str, FileInfo] = {}
         for place in self._places(described, split):
@@ -115,7 +114,9 @@ class YoloSource(FileSource):
                 f"no images for `source.split={split}` in {redact(self.root)!r}: no file ends in {', '.join(endings)}."
             )
         if len(set(names)) < len(names):
-            raise SourceError(f"the paths of `source.split={split}` in {described.place!r} overlap. Name each once.")
+            raise SourceError(
+                f"the paths of `source.split={split}` in {described.place!r} overlap. Name each image once."
+            )
         return names, listing if len(listing) == len(names) else {}
 
     def _places(self, described: _Data, split: str) -> list[str]:
@@ -189,7 +190,7 @@ class _Data:
     """Content of the YAML file."""
 
     place: str  # its name, for errors
-    folder: str = ""  # of the splits, relative to the root
+    folder: str = ""  # where the paths of splits start, relative to the root
     splits: dict[str, list[str]] | None = None  # None: no file
     names: list[str] | None = None
     points: tuple[int, int] | None = None
@@ -225,7 +226,7 @@ def _read_data(root: str, data: Any, storage: Storage) -> _Data:
 
 
 def _folder(root: str, path: Any) -> str:
-    """The folder ``path`` of a YAML file, relative to the root; "" if the root has none of this name."""
+    """The folder ``path`` of a YAML file, relative to the root; "" if the root has no such folder."""
     if not isinstance(path, str) or not is_safe(short := posixpath.normpath(path)) or is_url(root):
         return ""
     return short if os.path.isdir(os.path.join(root, short)) else ""
@@ -283,9 +284,10 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
 
 
 def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = False) -> str:
-    """A path of the YAML file or of a list, relative to the root. ``folder``: a relative path starts there.
+    """A path from the YAML file or from a list of images, relative to the root.
 
-    A leading ``../`` of a split is removed, because Roboflow's files have it. ultralytics removes it too.
+    A relative path starts at ``folder``. A leading ``../`` of a split is removed, as in ultralytics, because Roboflow's
+    files have it.
     """
     if text.startswith("/") or is_url(text):
         short = text.removeprefix(f"{root.rstrip('/')}/")

@@ -49,7 +49,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """The lines of a block that are not empty. ``values[start:start + length]`` are the numbers of a line."""
+    """The lines of a block, except empty ones. ``values[start:start + length]`` are the numbers of a line."""
 
     values: Float64
     start: Int64
@@ -70,19 +70,11 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
         for i, data in enumerate(block):
             if isinstance(data, Exception):
                 reasons[first + i] = f"{name(first + i)!r} cannot be read ({data})"
-        clean = [b"" if isinstance(data, Exception) else data for data in block]
-        for begin, count, lines in _tokenized(clean, 0):
-            begin += first
-            if isinstance(lines, str):
-                reasons[begin] = lines.format(file=repr(name(begin)))
-                parts.append(_objects(None, count, rules))
-                continue
-            problems = _problems(lines, rules)
-            for i, reason in problems.items():
-                reasons[begin + i] = reason.format(file=repr(name(begin + i)))
-            keep = ~np.isin(lines.file, [*problems])
-            parts.append(_objects(_taken(lines, keep), count, rules))
-    parts = parts or [_objects(None, 0, rules)]
+        lines, problems = _tokenized([b"" if isinstance(data, Exception) else data for data in block])
+        problems |= _problems(lines, rules)
+        for i, reason in problems.items():
+            reasons[first + i] = reason.format(file=repr(name(first + i)))
+        parts.append(_objects(lines, ~np.isin(lines.file, [*problems]), len(block), rules))
     counts, labels, boxes, keypoints = (
         None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)
     )
@@ -90,7 +82,7 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
 
 
 def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[bytes | Exception]]]:
-    """Groups of files, about `BLOCK_BYTES` each, with the number of the first file."""
+    """Groups of files, about `BLOCK_BYTES` each, with the number of their first file."""
     block: list[bytes | Exception] = []
     first = size = 0
     for data in files:
@@ -102,17 +94,14 @@ def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[byte
     yield first, block
 
 
-def _tokenized(files: list[bytes], first: int) -> Iterator[tuple[int, int, _Lines | str]]:
-    """First file, number of files, and their lines. A file with a word that is not a number gives a reason instead."""
-    lines = _lines(files)
-    if lines is not None:
-        yield first, len(files), lines
-    elif len(files) == 1:
-        yield first, 1, _wrong_word(files[0])
-    else:
-        half = len(files) // 2
-        yield from _tokenized(files[:half], first)
-        yield from _tokenized(files[half:], first + half)
+def _tokenized(files: list[bytes]) -> tuple[_Lines, dict[int, str]]:
+    """The lines of the files, and the reason of each file that has a word that is not a number (it gives no lines)."""
+    lines, reasons = _lines(files), dict[int, str]()
+    if lines is None:
+        reasons = {i: _wrong_word(data) for i, data in enumerate(files) if _lines([data]) is None}
+        lines = _lines([b"" if i in reasons else data for i, data in enumerate(files)])
+    assert lines is not None
+    return lines, reasons
 
 
 def _lines(files: list[bytes]) -> _Lines | None:
@@ -123,13 +112,13 @@ def _lines(files: list[bytes]) -> _Lines | None:
     space = _SPACE[raw]
     words = np.flatnonzero(~space & np.concatenate([[True], space[:-1]]))  # position of each word's first byte
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # numpy warns at a word that is not a number
+        # numpy warns at a word that it cannot read
+        warnings.filterwarnings("error", "string or file could not be read", DeprecationWarning)
         try:
             values = np.fromstring(text, dtype=np.float64, sep=" ") if len(words) else np.zeros(0)
-        except ValueError:
+        except (ValueError, DeprecationWarning):
             return None
-    # fromstring reads "1-2" as two numbers, and stops at the first word that it cannot read
-    if len(values) != len(words):
+    if len(values) != len(words):  # numpy reads "1-2" as two numbers
         return None
     line = np.searchsorted(np.flatnonzero(raw == ord("\n")), words)
     length = np.bincount(line)
@@ -156,7 +145,7 @@ def _wrong_word(data: bytes) -> str:
 
 
 def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
-    """Why files are bad: the reason of the first bad line, by file. ``{file}`` stands for the file's name."""
+    """By bad file: what is wrong in its first bad line. ``{file}`` stands for the file's name."""
     if not len(lines.start):
         return {}
     values, start, length = lines.values, lines.start, lines.length
@@ -202,23 +191,18 @@ def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
     return {file: reason for file, (_, reason) in bad.items()}
 
 
-def _taken(lines: _Lines, keep: NDArray[np.bool_]) -> _Lines:
-    return _Lines(lines.values, lines.start[keep], lines.length[keep], lines.file[keep], lines.number[keep])
-
-
-def _objects(lines: _Lines | None, files: int, rules: Rules) -> tuple[Int64, Int64, Float64, Float64 | None]:
-    """Counts, labels, boxes and keypoints of valid lines (None: no line)."""
-    if lines is None:
-        nothing = np.zeros(0, dtype=np.int64)
-        lines = _Lines(np.zeros(0), nothing, nothing, nothing, nothing)
-    values, start = lines.values, lines.start
-    is_box = (lines.length == 5) | (rules.points is not None)
+def _objects(
+    lines: _Lines, keep: NDArray[np.bool_], files: int, rules: Rules
+) -> tuple[Int64, Int64, Float64, Float64 | None]:
+    """Counts, labels, boxes and keypoints of the lines to keep, which must be valid."""
+    values, start, length = lines.values, lines.start[keep], lines.length[keep]
+    is_box = (length == 5) | (rules.points is not None)
     boxes = np.empty((len(start), 4))
     centre = values[start[is_box][:, None] + (1, 2)]
     half = values[start[is_box][:, None] + (3, 4)] / 2
     boxes[is_box] = np.concatenate([centre - half, centre + half], axis=1)
     if not is_box.all():
-        boxes[~is_box] = _hulls(values, start[~is_box] + 1, lines.length[~is_box] - 1)
+        boxes[~is_box] = _hulls(values, start[~is_box] + 1, length[~is_box] - 1)
     keypoints = None
     if rules.points is not None:
         count, numbers = rules.points
@@ -227,7 +211,7 @@ def _objects(lines: _Lines | None, files: int, rules: Rules) -> tuple[Int64, Int
             seen = (keypoints >= 0).all(axis=2) & keypoints.any(axis=2)
             keypoints = np.concatenate([keypoints, 2.0 * seen[..., None]], axis=2)
         keypoints = np.where(keypoints[..., 2:] > 0, keypoints, 0)
-    counts = np.bincount(lines.file, minlength=files)
+    counts = np.bincount(lines.file[keep], minlength=files)
     return counts, values[start].astype(np.int64), boxes, keypoints
 
 

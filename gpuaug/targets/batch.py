@@ -37,8 +37,8 @@ class BatchTargets:
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
         covered: int64 ``[B, 4]``, (top, left, bottom, right): part of the output that the image covers before
             operations.
-        matrices: float64 ``[B, 3, 3]``, from pixels of the source to pixels of the output. The inverse maps
-            predictions back. Pixel i covers i..i+1.
+        matrices: float64 ``[B, 3, 3]``, from pixels of the source to pixels of the output. Pixel i covers i..i+1. The
+            inverse matrices map predictions back to the source.
         size: (height, width) of the output.
         instances: whether masks hold object numbers: 0 is no object, k + 1 is the image's object k.
 
@@ -62,7 +62,7 @@ class BatchTargets:
     covered: Tensor
     matrices: Tensor
     size: tuple[int, int]
-    instances: bool = False  # whether masks hold object numbers
+    instances: bool = False
 
     def __len__(self) -> int:
         """Number of images."""
@@ -83,7 +83,7 @@ class BatchTargets:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """The tensors on the device: masks [B, H, W], and boxes, labels, keypoints and sample, with N rows."""
+        """The tensors on the device: masks [B, H, W]; boxes, labels, keypoints and sample, with N rows."""
         return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
 
     def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
@@ -95,17 +95,11 @@ class BatchTargets:
         Args:
             first_label: the label of class 0. These models need 1, because 0 is their background.
         """
-        columns: dict[str, Any] = {"labels": self.labels + first_label, "iscrowd": self.crowd.long()}
-        if self.boxes is not None:
-            columns["boxes"] = self.boxes
-            columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
-        if self.keypoints is not None:
-            columns["keypoints"] = self.keypoints
-        images = self._split(columns)
-        for row, (image, index) in enumerate(zip(images, self.indices.tolist(), strict=True)):
+        images = self._split(labels=self.labels + first_label, boxes=self.boxes, keypoints=self.keypoints)
+        for image, index in zip(images, self.indices.tolist(), strict=True):
             image["image_id"] = index
-            if self.instances and self.masks is not None:
-                image["masks"] = self._object_masks(row)
+            if "masks" in image:
+                image["masks"] = image["masks"].to(torch.uint8)
         return images
 
     def as_ultralytics(self) -> dict[str, Tensor]:
@@ -116,8 +110,8 @@ class BatchTargets:
         """
         height, width = self.size
         made = {"batch_idx": self.sample.float(), "cls": self.labels.float()[:, None]}
-        if self.boxes is not None:
-            made["bboxes"] = self._centred()
+        if (boxes := self._centred()) is not None:
+            made["bboxes"] = boxes
         if self.keypoints is not None:
             made["keypoints"] = self.keypoints / self.keypoints.new_tensor([width, height, 1])
         return made
@@ -129,16 +123,10 @@ class BatchTargets:
         ``iscrowd``, ``area`` (of the boxes in the output), ``size`` and ``orig_size`` (height, width), and
         ``masks`` (only with ``targets=instances``).
         """
-        columns: dict[str, Any] = {"class_labels": self.labels, "iscrowd": self.crowd.long()}
-        if self.boxes is not None:
-            columns["boxes"] = self._centred()
-            columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
-        images = self._split(columns)
+        images = self._split(class_labels=self.labels, boxes=self._centred())
         for row, image in enumerate(images):
             image["image_id"] = self.indices[row : row + 1]
             image["size"], image["orig_size"] = torch.tensor(self.size), self.sizes[row]
-            if self.instances and self.masks is not None:
-                image["masks"] = self._object_masks(row).bool()
         return images
 
     def pixel_mask(self) -> Tensor:
@@ -147,38 +135,39 @@ class BatchTargets:
         top, left, bottom, right = self.covered.T[:, :, None, None]
         return ((rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)).long()
 
-    def _split(self, columns: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def _split(self, **columns: Tensor | None) -> list[dict[str, Any]]:
+        """Columns of the objects by image, with ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""
+        columns["iscrowd"] = self.crowd.long()
+        if self.boxes is not None:
+            columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
         counts = self.counts.tolist()
-        parts = {name: column.split(counts) for name, column in columns.items()}
-        return [{name: part[row] for name, part in parts.items()} for row in range(len(counts))]
+        parts = {name: column.split(counts) for name, column in columns.items() if column is not None}
+        images: list[dict[str, Any]] = [{name: part[row] for name, part in parts.items()} for row in range(len(self))]
+        if self.instances and self.masks is not None:
+            for image, mask, count in zip(images, self.masks, counts, strict=True):
+                numbers = torch.arange(1, count + 1, device=mask.device)
+                image["masks"] = mask == numbers[:, None, None]
+        return images
 
-    def _centred(self) -> Tensor:
+    def _centred(self) -> Tensor | None:
         """Boxes as centre, width and height, as fractions of the output."""
-        assert self.boxes is not None
+        if self.boxes is None:
+            return None
         low, high = self.boxes[:, :2], self.boxes[:, 2:]
         height, width = self.size
         return torch.cat([(low + high) / 2, high - low], dim=1) / low.new_tensor([width, height, width, height])
 
-    def _object_masks(self, row: int) -> Tensor:
-        """uint8 [n, H, W], one mask per object of the image."""
-        assert self.masks is not None
-        numbers = torch.arange(1, int(self.counts[row]) + 1, device=self.masks.device)
-        return (self.masks[row] == numbers[:, None, None]).to(torch.uint8)
-
 
 def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[Tensor | None]:
-    """Copy several arrays to the device in one transfer, without waiting for the device."""
+    """Copy arrays to the device in one transfer, without waiting for the device. None stays None."""
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]
-    begins = np.cumsum([0] + [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]).tolist()
-    packed = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
-    for array, begin in zip(arrays, begins, strict=False):
+    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; views need whole numbers
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for array, part in zip(arrays, packed.split(sizes), strict=True):
         if array is not None and array.size:
-            packed[begin : begin + array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
-    whole = to_device(packed, device)
+            part[: array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
     return [
-        None
-        if array is None
-        else whole[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, begin in zip(arrays, begins, strict=False)
+        None if array is None else part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, part in zip(arrays, to_device(packed, device).split(sizes), strict=True)
     ]

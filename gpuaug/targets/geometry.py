@@ -47,7 +47,7 @@ def orientation(exif: Int64, stored: Int64) -> Float64:
     """
     m = _identities(len(exif))
     m[:, :2, :2] = _UPRIGHT[exif]
-    # a mirrored axis starts at the far side of the image
+    # the origin of a mirrored axis is the far side of the image
     m[:, :2, 2] = (np.maximum(-m[:, :2, :2], 0) * np.asarray(stored)[:, None, ::-1]).sum(axis=2)
     return m
 
@@ -120,8 +120,8 @@ def hulls(m: Float64, boxes: Float64) -> Float64:
 def mirrored(m: Float64) -> Bool:
     """Whether matrices [.., 3, 3] mirror an image: bool [..].
 
-    The determinant of all nine numbers has the sign of the map's determinant at every point in front of the viewer.
-    The determinant of the four linear numbers does not: under a perspective it changes with the position of the origin.
+    The sign of the determinant of all nine numbers is right at every point in front of the viewer. That of the four
+    linear numbers is not: under a perspective, it depends on the position of the origin.
 
     >>> mirrored(np.stack([np.diag([-1.0, 1.0, 1.0]), np.diag([-1.0, -1.0, 1.0])])).tolist()
     [True, False]
@@ -132,8 +132,8 @@ def mirrored(m: Float64) -> Bool:
 def inverse(m: Float64) -> Float64:
     """Inverses of matrices [.., 3, 3]; NaN if there is none. An affine inverse has exactly (0, 0, 1) as its last row.
 
-    >>> inverse(np.diag([2.0, -1.0, 1.0])).tolist()
-    [[0.5, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 1.0]]
+    >>> inverse(np.diag([2.0, 4.0, 1.0])).tolist()
+    [[0.5, 0.0, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 1.0]]
     """
     a, b, c = np.moveaxis(np.asarray(m, dtype=np.float64), -2, 0)
     adjugate = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-1)

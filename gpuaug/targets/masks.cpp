@@ -9,7 +9,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 struct Task {
@@ -25,6 +24,8 @@ struct Task {
 };
 
 namespace {
+
+constexpr double IDENTITY[9] = {1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0};
 
 // The source of each pixel along one output axis: byte offsets for first <= i < last. Other pixels are outside.
 struct Axis {
@@ -61,8 +62,7 @@ struct Worker {
     Axis down, across;
     std::vector<Small> canvas;
     std::vector<double> xs, ys, ws;
-    std::vector<int32_t> narrow;
-    std::vector<int64_t> wide;
+    std::vector<int32_t> sources;  // canvas pixel of each output of a row
 
     void axes(const Task& t, double across_scale, double across_shift, double down_scale, double down_shift) {
         down.make(H, down_scale, down_shift, t.y, t.to_height, t.top, t.height, t.row);
@@ -110,14 +110,12 @@ struct Worker {
         else copy<int32_t>(t, out);
     }
 
-    template <class Index>
-    static void take(const Small* __restrict from, const Index* __restrict at, int64_t count, Out* __restrict out) {
-        for (int64_t k = 0; k < count; ++k) out[k] = static_cast<Out>(from[at[k]]);
+    static void take(const Small* __restrict from, const int32_t* __restrict pixel, int64_t count, Out* __restrict out) {
+        for (int64_t k = 0; k < count; ++k) out[k] = static_cast<Out>(from[pixel[k]]);
     }
 
     // Writes the canvas pixel of each output of row `i`; H * W if it is outside.
-    template <class Index>
-    void locate(const double* m, int64_t i, Index* __restrict at) const {
+    void locate(const double* m, int64_t i, int32_t* __restrict pixels) const {
         const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v, w_of_row = m[7] * v;
         const double h = static_cast<double>(H), w = static_cast<double>(W), outside = h * w;
         const double *__restrict a = xs.data(), *__restrict b = ys.data(), *__restrict c = ws.data();
@@ -126,16 +124,14 @@ struct Worker {
             const double x = ((a[j] + x_of_row) + m[2]) / z, y = ((b[j] + y_of_row) + m[5]) / z;
             const bool inside = (z > 0.0) & (x >= 0.0) & (x < w) & (y >= 0.0) & (y < h);
             const double pixel = std::floor(y) * w + std::floor(x);
-            at[j] = static_cast<Index>(inside ? pixel : outside);
+            pixels[j] = static_cast<int32_t>(inside ? pixel : outside);
         }
     }
 
-    template <class Index>
-    void perspective(const double* m, Out* __restrict out, std::vector<Index>& at) {
-        at.resize(W);
+    void perspective(const double* m, Out* __restrict out) {
         for (int64_t i = 0; i < H; ++i, out += W) {
-            locate<Index>(m, i, at.data());
-            take(canvas.data(), at.data(), W, out);
+            locate(m, i, sources.data());
+            take(canvas.data(), sources.data(), W, out);
         }
     }
 
@@ -158,20 +154,18 @@ struct Worker {
         *last = std::min(*last, stop);
     }
 
-    template <class Index>
-    void affine(const double* m, Out* __restrict out, std::vector<Index>& at) {
-        at.resize(W);
+    void affine(const double* m, Out* __restrict out) {
         const double *__restrict a = xs.data(), *__restrict b = ys.data();
-        const Index width = static_cast<Index>(W);
+        const int32_t width = static_cast<int32_t>(W);
         for (int64_t i = 0; i < H; ++i, out += W) {
             const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v;
             int64_t first = 0, last = W;
             clip(a, m[0], x_of_row, m[2], W, &first, &last);
             clip(b, m[3], y_of_row, m[5], H, &first, &last);
             last = std::max(first, last);
-            Index* __restrict const pixel = at.data();
+            int32_t* __restrict const pixel = sources.data();
             for (int64_t j = first; j < last; ++j) {
-                const Index x = static_cast<Index>((a[j] + x_of_row) + m[2]), y = static_cast<Index>((b[j] + y_of_row) + m[5]);
+                const int32_t x = static_cast<int32_t>((a[j] + x_of_row) + m[2]), y = static_cast<int32_t>((b[j] + y_of_row) + m[5]);
                 pixel[j] = y * width + x;
             }
             std::fill_n(out, first, static_cast<Out>(fill));
@@ -180,26 +174,15 @@ struct Worker {
         }
     }
 
-    template <class Index>
-    void warp(const double* m, bool flat, Out* out, std::vector<Index>& at) {
-        if (flat) affine(m, out, at);
-        else perspective(m, out, at);
-    }
-
     void run(const Task& t) {
         Out* const out = static_cast<Out*>(t.out);
         if (t.src == nullptr) {
             std::fill_n(out, H * W, static_cast<Out>(fill));
             return;
         }
-        const double* const m = t.inverse;
-        const bool affine = m == nullptr || (m[6] == 0.0 && m[7] == 0.0 && m[8] == 1.0);
-        if (m == nullptr) {
-            axes(t, 1.0, 0.0, 1.0, 0.0);
-            copy_any(t, out);
-            return;
-        }
-        if (affine && m[1] == 0.0 && m[3] == 0.0) {
+        const double* const m = t.inverse == nullptr ? IDENTITY : t.inverse;
+        const bool is_affine = m[6] == 0.0 && m[7] == 0.0 && m[8] == 1.0;
+        if (is_affine && m[1] == 0.0 && m[3] == 0.0) {
             axes(t, m[0], m[2], m[4], m[5]);
             copy_any(t, out);
             return;
@@ -209,14 +192,15 @@ struct Worker {
         copy_any(t, canvas.data());
         canvas[H * W] = fill;
         for (auto* table : {&xs, &ys, &ws}) table->resize(W);
+        sources.resize(W);
         for (int64_t j = 0; j < W; ++j) {
             const double u = static_cast<double>(j) + 0.5;
             xs[j] = m[0] * u, ys[j] = m[3] * u, ws[j] = m[6] * u;
         }
-        // `clip` needs numbers that can be ordered: no NaN, no overflow. Without perspective, no division is needed
-        const bool flat = affine && std::all_of(m, m + 9, [](double x) { return std::abs(x) < 1e100; });
-        if (H * W < std::numeric_limits<int32_t>::max()) warp(m, flat, out, narrow);
-        else warp(m, flat, out, wide);
+        // `clip` needs numbers that can be ordered: no NaN, no overflow
+        const bool ordered = std::all_of(m, m + 9, [](double x) { return std::abs(x) < 1e100; });
+        if (is_affine && ordered) affine(m, out);  // needs no division
+        else perspective(m, out);
     }
 };
 
@@ -238,7 +222,7 @@ int place(const Task* tasks, int64_t count, int64_t H, int64_t W, int32_t fill, 
 
 }  // namespace
 
-// Fills [count, H, W] outputs of `bytes` per pixel: 1, 4 or 8. Returns 1 if memory runs out.
+// Fills [count, H, W] outputs of `bytes` per pixel: 1, 4 or 8. H * W < 2^31. Returns 1 if memory runs out.
 extern "C" int gpuaug_place(const Task* tasks, int64_t count, int64_t H, int64_t W, int32_t bytes, int32_t fill, int32_t threads) {
     const bool small = fill <= 255 && std::all_of(tasks, tasks + count, [](const Task& t) { return t.bytes == 1; });
     const auto run = bytes == 1 ? place<uint8_t, uint8_t>

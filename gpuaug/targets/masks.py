@@ -1,14 +1,14 @@
 """Masks of a batch: decoded to numbers, then cropped, resized and moved like their images, by nearest neighbour.
 
 takes: encoded masks, the crop windows of their images, and the matrices of the operations.
-does: decodes a mask to class or object numbers (`decode`), changes numbers by a table (`lookup`), and samples each mask
-once (`place`); `gather` samples masks that are already on the device.
+does: decodes a mask to class or object numbers (`decode`), changes the numbers by a table (`lookup`), and samples each
+mask once (`place`). `gather` samples masks that are already on the device.
 gives: uint8 or int32 [B, H, W]. All values are values of the mask, of the table, or ``fill``.
 
 Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask, in integers, where ``height`` is the window's height and ``h`` its
 height after resizing. Columns are computed in the same way. The result is that of Pillow's NEAREST and torch's
-``nearest-exact``, without their rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
+``nearest-exact``, but without rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
 float64 and in this order::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
@@ -16,8 +16,9 @@ float64 and in this order::
     w = (m[2, 0] * (j + .5) + m[2, 1] * (i + .5)) + m[2, 2]
     x, y = x / w, y / w                                     if the last row of m is not (0, 0, 1)
 
-The output is canvas pixel (floor(y), floor(x)); ``fill`` if it is outside the canvas or the resized window, if
-``w <= 0``, or if a number is NaN. With this order C++, torch on the CPU and torch on CUDA give the same bits.
+The output is the value of canvas pixel (floor(y), floor(x)). It is ``fill`` if this pixel is outside the canvas or the
+resized window, if ``w <= 0``, or if a number is NaN. Because of the fixed order, C++, torch on the CPU and torch on
+CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY = 0  # PNG's colour type
-_LARGEST_KEY = 2**24 - 1  # of a table: the largest number that three bytes of colour can hold
-_LARGEST = 2**31 - 1
+_LARGEST_KEY = 2**24 - 1  # old value in a table: the largest number that three bytes of colour can hold
+_LARGEST = 2**31 - 1  # of int32
 _OUTPUTS = (np.uint8, np.int32, np.int64)
 _PIXELS_AT_ONCE = 2**22  # `gather` needs up to 50 bytes of temporaries per pixel
 
@@ -141,18 +142,18 @@ def decode(
     """Decode the mask of one image.
 
     Args:
-        data: a PNG, or the runs of an object-number map (see `source.runs`).
+        data: a PNG, or the run lengths of a map of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: orientation of the image, 1..8. A mask of the image's upright size is not turned. A mask of the stored
-            size is turned like the image. The mask's own EXIF is ignored.
+        exif: orientation of the image, 1..8. A mask of the image's stored size is turned like the image. A mask of the
+            upright size is not turned. The mask's own EXIF is ignored.
         max_pixels: limit, checked before memory is allocated.
         table: from :func:`lookup`.
         ids_in_rgb: whether colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. If not, a mask in colour
             is an error.
 
     Returns:
-        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, and for runs and tables
-        whose values are all below 256; else int32.
+        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, and for run lengths and
+        tables whose values are all below 256; else int32.
 
     Raises:
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
@@ -201,7 +202,7 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """The PNG without chunks that do not affect values. Text and profiles may inflate to 1,000 times their size.
+    """The PNG without the chunks that do not affect values: text and profiles may inflate to 1,000 times their size.
 
     Raises:
         HeaderError: if the file ends early or a checksum is wrong. Pillow does not check the checksums of
@@ -275,7 +276,7 @@ def place(
         inverse: float64 [n, 3, 3], output to canvas, in pixel edges. None: no operation moves the masks.
         fill: value of pixels outside.
         threads: number of threads of masks.cpp.
-        each: calls ``work(k)`` for many k; used only if there is no compiler.
+        each: calls ``work(k)`` for many k; used only if masks.cpp is not.
 
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
@@ -285,7 +286,7 @@ def place(
     if out.size == 0:
         return
     matrices = None if inverse is None else np.ascontiguousarray(inverse, dtype=np.float64)
-    compiled = library()
+    compiled = library() if H * W <= _LARGEST else None  # masks.cpp numbers pixels by int32
     if compiled is None:
         each(range(count), lambda k: _place(masks[k], windows, k, out[k], matrices, fill))
         return
@@ -328,7 +329,7 @@ def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, invers
 
 
 def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: Float64 | None, fill: int) -> None:
-    """The same as masks.cpp for one mask, in numpy and torch."""
+    """Does for one mask what masks.cpp does, in numpy and torch."""
     out[:] = fill
     if mask is None:
         return

@@ -1,7 +1,7 @@
-"""Objects of a batch: one table, which moves with the images through the crop and the operations.
+"""The objects of a batch: one table, which moves with the images through the crop and the operations.
 
 takes: the objects that a source gave, matrices of the crop and of the operations, and the rules of the run.
-does: moves boxes and keypoints, clips, and drops objects with everything that belongs to them. It runs on the host.
+does: moves and clips boxes, moves keypoints, and drops objects with all their values. It runs on the host.
 gives: :class:`Objects` in pixels of the output.
 """
 
@@ -18,12 +18,12 @@ from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64
 from gpuaug.targets.rules import Targets
 
-_ROUNDING = 1e-9  # pixels; larger than float64's rounding errors, because a box of exactly the smallest size is kept
+_ROUNDING = 1e-9  # pixels; above float64's rounding errors, so that a box of exactly the smallest size is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objects:
-    """All objects of a batch, in the order of their samples. Coordinates are pixel edges, for keypoints too.
+    """All objects of a batch, in the order of their samples. All coordinates, also of keypoints, are pixel edges.
 
     Attributes:
         sample: int64 [N], the row of the batch that the object belongs to, ascending.
@@ -87,8 +87,10 @@ class Objects:
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """The objects of some rows of the batch. ``keep_rows`` int64 [b] has each row at most once; row
-        ``keep_rows[i]`` becomes row i."""
+        """The objects of some rows of the batch: row ``keep_rows[i]`` becomes row i.
+
+        ``keep_rows``: int64 [b], each row at most once.
+        """
         number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
         number[keep_rows] = np.arange(len(keep_rows))
         sample = number[self.sample]
@@ -96,7 +98,7 @@ class Objects:
         return replace(self, sample=sample).take(order[np.searchsorted(sample[order], 0) :])
 
     def output_keypoints(self, rules: Targets) -> NDArray[np.float32] | None:
-        """Keypoints float32 [N, K, 3] as the user expects them: pixel indices if the rules say so, else edges."""
+        """Keypoints float32 [N, K, 3] in the user's coordinates, which ``pixel_centers`` of the rules names."""
         if self.keypoints is None:
             return None
         shown = self.keypoints.astype(np.float32)
@@ -118,22 +120,22 @@ def carry(
     """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
 
     A box becomes the smallest upright box around its moved corners. It is clipped after the crop, because no operation
-    can bring back what the crop removed, and again at the end. Its visibility is its area at the end, divided by the
-    area it would have without clipping. A keypoint is not clipped: it is visible if it is inside after the crop and at
-    the end. If there are no boxes, all objects stay.
+    can bring back what the crop removed. It is clipped again at the end. The visibility of a box is its area at the
+    end, divided by the area that it would have without clipping. A keypoint is visible if it is inside after the crop
+    and at the end. If there are no boxes, all objects stay.
 
     Args:
         objects: N objects, in pixels of their images.
         crop: float64 [B, 3, 3], image to canvas: the crop, times the orientation if the annotations were made for the
-            stored image. It only scales, moves, mirrors and transposes.
+            stored image. It can only scale, move, mirror and transpose.
         ops: float64 [B, 3, 3], canvas to output: the product of the operations.
         size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
         flip: for each keypoint the index of its mirror image, used where crop and operations mirror the image.
             None: keypoints keep their places.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
-        windows: the crop's windows; then objects are also clipped to the part of the canvas that the image covers.
-            None: the image covers the canvas.
+        windows: the crop's windows. Objects are also clipped to the part of the canvas that the windows cover. None:
+            the image covers the canvas.
 
     Returns:
         The objects that are left, in pixels of the output.
@@ -165,12 +167,12 @@ def carry(
 
 
 def _half(rules: Targets) -> float:
-    """The offset that is added to keypoints at the start and subtracted at the end."""
+    """The offset from the given coordinates of keypoints to pixel edges."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 
 def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """The part of the canvas that each resized window covers, as boxes [B, 4]; x2 < x1 or y2 < y1 if none."""
+    """The part of the canvas that each resized window covers, as boxes [B, 4]. If it is empty: x2 < x1 or y2 < y1."""
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from gpuaug import checks
@@ -27,8 +29,8 @@ class Masks:
     Args:
         fill: value outside the image, and in the mask of a sample that cannot be decoded. None: 255, which losses
             ignore; with ``kind="instances"``, 0, which is no object.
-        map: new values, set before the mask is sampled: ``cityscapes``, ``ade20k``, a list (new value of 0, 1, ...), or
-            a mapping such as {7: 0, 8: 1}; values that are not named become ``fill``. None: values do not change.
+        map: new values, set before the mask is sampled: ``cityscapes``, ``ade20k``, a list (new values of 0, 1, ...),
+            or a mapping such as {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``. None: values stay.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
         kind: ``classes``: values are classes. ``instances``: 0 is no object, k + 1 is object k of the sample.
 
@@ -58,11 +60,12 @@ class Masks:
         return f"Masks(fill={self.fill}, map={self.map!r}, dtype={self.dtype!r}, kind={self.kind!r})"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Boxes:
     """Objects with a box. A box becomes the smallest upright box around its moved corners, clipped to the image.
 
-    It is clipped twice: after the crop, and after the operations. An object is dropped, with everything that belongs
-    to it, if its box is smaller than one of the limits.
+    A box is clipped twice: after the crop, and after the operations. If a box is smaller than one of the limits, its
+    object is dropped with its label, keypoints and other values.
 
     Args:
         min_size: smallest width and height in pixels of the output.
@@ -74,33 +77,25 @@ class Boxes:
     1.0
     """
 
-    def __init__(
-        self,
-        *,
-        min_size: float = 1.0,
-        min_area: float = 1.0,
-        min_visibility: float = 0.0,
-        crowd: Literal["drop", "keep"] = "drop",
-    ) -> None:
-        checks.number("targets.boxes.min_size", min_size, 0)
-        checks.number("targets.boxes.min_area", min_area, 0)
-        checks.number("targets.boxes.min_visibility", min_visibility, 0, 1)
-        checks.one_of("targets.boxes.crowd", crowd, ("drop", "keep"))
-        self.min_size, self.min_area, self.min_visibility = float(min_size), float(min_area), float(min_visibility)
-        self.crowd = crowd
+    min_size: float = 1.0
+    min_area: float = 1.0
+    min_visibility: float = 0.0
+    crowd: Literal["drop", "keep"] = "drop"
 
-    def __repr__(self) -> str:
-        limits = f"min_size={self.min_size:g}, min_area={self.min_area:g}, min_visibility={self.min_visibility:g}"
-        return f"Boxes({limits}, crowd={self.crowd!r})"
+    def __post_init__(self) -> None:
+        for name, high in (("min_size", math.inf), ("min_area", math.inf), ("min_visibility", 1)):
+            value = checks.number(f"targets.boxes.{name}", getattr(self, name), 0, high)
+            object.__setattr__(self, name, float(value))  # 1 and 1.0 must be equal in a loader's state
+        checks.one_of("targets.boxes.crowd", self.crowd, ("drop", "keep"))
 
 
 class Keypoints:
     """Points of objects. A point outside the output gets visibility 0 and the position (0, 0).
 
     Args:
-        flip: for each point, the index of its mirror image: for the left eye, that of the right eye. Used where the
-            image is mirrored. None: the pairs of the source (COCO's 17 points have them); if it has none, points keep
-            their places.
+        flip: for each point, the index of its mirror image: for the left eye, the index of the right eye. Points are
+            exchanged where the image is mirrored. None: the pairs of the source (COCO's 17 points have pairs). If the
+            source has no pairs, points keep their places.
         pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: they are the edges
             of pixels, as in boxes.
 
@@ -111,14 +106,15 @@ class Keypoints:
     def __init__(self, *, flip: Sequence[int] | None = None, pixel_centers: bool = True) -> None:
         checks.flag("targets.keypoints.pixel_centers", pixel_centers)
         if flip is not None and (
-            isinstance(flip, str) or not isinstance(flip, Sequence) or sorted(flip) != list(range(len(flip)))
+            isinstance(flip, str)
+            or not isinstance(flip, Sequence)
+            or sorted(flip) != list(range(len(flip)))
+            or any(flip[k] != i for i, k in enumerate(flip))
         ):
             raise ConfigError(
-                "`targets.keypoints.flip` must name every point's mirror image once, such as [0, 2, 1]. "
+                "`targets.keypoints.flip` must name every point's mirror image once, in pairs such as [0, 2, 1]. "
                 f"Found: {flip!r:.200}."
             )
-        if flip is not None and any(flip[k] != i for i, k in enumerate(flip)):
-            raise ConfigError(f"`targets.keypoints.flip` must consist of pairs. Found: {flip!r:.200}.")
         self.flip = None if flip is None else tuple(flip)
         self.pixel_centers = pixel_centers
 
@@ -126,6 +122,7 @@ class Keypoints:
         return f"Keypoints(flip={self.flip!r}, pixel_centers={self.pixel_centers})"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Targets:
     """The targets of a run. Kinds that are None are left out, even if the source has them.
 
@@ -138,14 +135,14 @@ class Targets:
     ('masks',)
     """
 
-    def __init__(
-        self, *, masks: Masks | None = None, boxes: Boxes | None = None, keypoints: Keypoints | None = None
-    ) -> None:
-        checks.instance("targets.masks", masks, Masks, optional=True)
-        checks.instance("targets.boxes", boxes, Boxes, optional=True)
-        checks.instance("targets.keypoints", keypoints, Keypoints, optional=True)
-        self.masks, self.boxes, self.keypoints = masks, boxes, keypoints
-        if masks is not None and masks.kind == "instances" and boxes is None:
+    masks: Masks | None = None
+    boxes: Boxes | None = None
+    keypoints: Keypoints | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("masks", Masks), ("boxes", Boxes), ("keypoints", Keypoints)):
+            checks.instance(f"targets.{name}", getattr(self, name), kind, optional=True)
+        if self.masks is not None and self.masks.kind == "instances" and self.boxes is None:
             raise ConfigError(
                 "`targets.boxes` must be set if `targets.masks.kind` is instances. Set targets=instances."
             )
@@ -156,6 +153,3 @@ class Targets:
     def names(self) -> tuple[str, ...]:
         """The kinds of targets: masks, boxes, keypoints."""
         return tuple(name for name in ("masks", "boxes", "keypoints") if getattr(self, name) is not None)
-
-    def __repr__(self) -> str:
-        return f"Targets({', '.join(f'{name}={getattr(self, name)!r}' for name in self.names)})"
