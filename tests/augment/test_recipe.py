@@ -262,13 +262,15 @@ def test_without_indices_workers_draw_for_themselves() -> None:
 
 
 RANKS = """
-import torch, torch.distributed as dist
-from test_recipe import images, standard
+import kornia.augmentation as K, torch, torch.distributed as dist
+from gpuaug import Augment
+recipe = Augment(ops={"jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1), "gray": K.RandomGrayscale(p=0.3)}, backend="kornia")
+images = (torch.arange(4 * 12 * 12 * 3) % 251).to(torch.uint8).reshape(4, 12, 12, 3)
 for group in ("none", "gloo"):
     if group == "gloo":
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    print(standard()(images(4, (12, 12))).numpy().tobytes().hex())
+    print(recipe(images).numpy().tobytes().hex())
 """
 
 
