@@ -31,11 +31,17 @@ def photograph(name: str = "china", size: tuple[int, int] = (251, 187)) -> Image
     return Image.fromarray(photographs()[name]).resize(size)
 
 
-def encode(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
+def encode(image: Image.Image | np.ndarray, form: str = "JPEG", **options: Any) -> bytes:
     """The image as a file of this form; `options` are those of Pillow's writer."""
     out = io.BytesIO()
+    image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
     image.save(out, form, **options)
     return out.getvalue()
+
+
+def png(values: np.ndarray) -> bytes:
+    """A PNG of these pixels."""
+    return encode(values, "PNG")
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:

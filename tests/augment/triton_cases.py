@@ -89,7 +89,6 @@ if not isinstance(triton_kernels.over_255, triton.JITFunction):
     type(_unit).__call__ = _call
 
 
-
 def run(
     ops: dict[str, Any], images: torch.Tensor, seed: int = 0, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -1,12 +1,11 @@
 """Targets of an attacker or a careless user: each gives an error of gpuaug with the value, or a fault of its row."""
 
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from pictures import png
 
 import gpuaug
 from gpuaug.errors import ConfigError, DataError
@@ -14,12 +13,6 @@ from gpuaug.errors import ConfigError, DataError
 IMAGES = torch.zeros(2, 3, 40, 60, dtype=torch.uint8)
 RECIPE = gpuaug.Augment(crop=gpuaug.Resize((32, 32)), normalize=None)
 MASKS = torch.full((2, 40, 60), 7)
-
-
-def png(values: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(values).save(out, "PNG")
-    return out.getvalue()
 
 
 class Listed(list):

@@ -9,8 +9,9 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from common import loader
 from conftest import ROOT
-from pictures import encode, photograph
+from pictures import encode, photograph, png
 from PIL import Image
 
 import gpuaug
@@ -19,12 +20,6 @@ from gpuaug.errors import ConfigError, DataError
 
 COUNT, K_POINTS = 12, 4
 SIZES = [(96, 128), (131, 97), (64, 64), (150, 211)]  # (height, width)
-
-
-def png(values: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(values).save(out, "PNG")
-    return out.getvalue()
 
 
 class Pairs:
@@ -70,7 +65,7 @@ ALL = gpuaug.Targets(masks=gpuaug.Masks(), boxes=gpuaug.Boxes(), keypoints=gpuau
 MASKS = gpuaug.Targets(masks=gpuaug.Masks())
 
 
-def recipe(size: int = 48, backend: str = "fused", **more) -> gpuaug.Augment:
+def moving(size: int = 48, backend: str = "fused", **more) -> gpuaug.Augment:
     ops = {
         "flip": K.RandomHorizontalFlip(p=0.5),
         "affine": K.RandomAffine(degrees=20.0, translate=(0.1, 0.1), scale=(0.8, 1.2), p=0.7),
@@ -79,9 +74,9 @@ def recipe(size: int = 48, backend: str = "fused", **more) -> gpuaug.Augment:
     return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size, scale=(0.4, 1)), ops=ops, backend=backend, **more)
 
 
-def loader(source=None, targets=ALL, **settings) -> gpuaug.Loader:
-    usual = {"augment": recipe(), "batch_size": 5, "num_workers": 0, "seed": 3, "device": "cpu", "targets": targets}
-    return gpuaug.Loader(Pairs() if source is None else source, **usual | settings)
+def targets_loader(source=None, targets=ALL, **settings) -> gpuaug.Loader:
+    usual = {"augment": moving(), "batch_size": 5, "targets": targets}
+    return loader(Pairs() if source is None else source, **usual | settings)
 
 
 def by_sample(batches) -> dict[int, tuple]:
@@ -106,7 +101,7 @@ def by_sample(batches) -> dict[int, tuple]:
 
 
 def test_what_a_batch_holds():
-    with loader() as made:
+    with targets_loader() as made:
         batch = next(iter(made))
     images, targets = batch
     assert isinstance(targets, gpuaug.BatchTargets)
@@ -125,7 +120,7 @@ def test_what_a_batch_holds():
 
 
 def test_masks_alone_are_the_second_item():
-    with loader(targets=MASKS) as made:
+    with targets_loader(targets=MASKS) as made:
         batch = next(iter(made))
     images, masks = batch
     assert torch.equal(masks, batch.targets.masks)
@@ -135,7 +130,7 @@ def test_masks_alone_are_the_second_item():
 def test_without_targets_nothing_changes():
     """The same pixels and labels; the labels of the samples are those of their targets."""
     labelled = Pairs({i: {"label": i} for i in range(COUNT)})
-    with loader(labelled) as one, loader(labelled, targets=None) as other:
+    with targets_loader(labelled) as one, targets_loader(labelled, targets=None) as other:
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a.images, b.images)
             assert torch.equal(a.labels, b.labels)
@@ -145,12 +140,14 @@ def test_without_targets_nothing_changes():
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
 def test_targets_do_not_depend_on_batch_or_workers(backend):
-    with loader(augment=recipe(backend=backend)) as made:
+    with targets_loader(augment=moving(backend=backend)) as made:
         want = by_sample(made)
     for settings in ({"batch_size": 1}, {"batch_size": 12, "num_workers": 2}, {"batch_size": 3, "prefetch": 0}):
-        with loader(augment=recipe(backend=backend), **settings) as made:
+        with targets_loader(augment=moving(backend=backend), **settings) as made:
             assert by_sample(made) == want
-    shares = [loader(augment=recipe(backend=backend), rank=rank, world_size=3, last="uneven") for rank in range(3)]
+    shares = [
+        targets_loader(augment=moving(backend=backend), rank=rank, world_size=3, last="uneven") for rank in range(3)
+    ]
     found = {}
     for share in shares:
         with share:
@@ -159,13 +156,13 @@ def test_targets_do_not_depend_on_batch_or_workers(backend):
 
 
 def test_resume_continues_with_the_next_sample():
-    with loader(batch_size=2) as made:
+    with targets_loader(batch_size=2) as made:
         want = by_sample(made)
-    with loader(batch_size=2) as made:
+    with targets_loader(batch_size=2) as made:
         passing = iter(made)
         first = by_sample([next(passing), next(passing)])
         state = made.state_dict()
-    with loader(batch_size=3) as made:
+    with targets_loader(batch_size=3) as made:
         made.load_state_dict(state)
         rest = by_sample(made)
     assert first | rest == want
@@ -173,7 +170,7 @@ def test_resume_continues_with_the_next_sample():
 
 
 def test_fetch_gives_what_the_epoch_gives():
-    with loader() as made:
+    with targets_loader() as made:
         want = by_sample(made)
         assert by_sample([made.fetch([7, 3], epoch=0)]).items() <= want.items()
 
@@ -193,7 +190,7 @@ BAD = {
 
 @cache
 def good(workers):
-    with loader(num_workers=workers) as made:
+    with targets_loader(num_workers=workers) as made:
         return by_sample(made)
 
 
@@ -201,10 +198,10 @@ def good(workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_targets_are_a_fault_of_their_sample(change, workers):
     bad, want = Pairs({4: change}), good(workers)
-    with loader(bad, faults=gpuaug.Faults(policy="drop"), num_workers=workers) as made:
+    with targets_loader(bad, faults=gpuaug.Faults(policy="drop"), num_workers=workers) as made:
         found = by_sample(made)
     assert found == {index: value for index, value in want.items() if index != 4}
-    with loader(bad, faults=gpuaug.Faults(policy="blank"), num_workers=workers) as made:
+    with targets_loader(bad, faults=gpuaug.Faults(policy="blank"), num_workers=workers) as made:
         seen = False
         for batch in made:
             targets = batch.targets
@@ -215,7 +212,7 @@ def test_bad_targets_are_a_fault_of_their_sample(change, workers):
                 assert (targets.masks[row] == 255).all()
                 assert targets.counts[row] == 0
     assert seen
-    with loader(bad, num_workers=workers) as made, pytest.raises(DataError, match="pair/4"):
+    with targets_loader(bad, num_workers=workers) as made, pytest.raises(DataError, match="pair/4"):
         list(made)
 
 
@@ -224,19 +221,19 @@ def test_many_objects_and_none():
     many["keypoints"] = np.ones((10_000, K_POINTS, 3))
     none = {"boxes": None, "labels": None, "keypoints": None, "ids": None}
     still = gpuaug.Augment(crop=gpuaug.Resize((64, 64)))
-    with loader(Pairs({0: many, 1: none}), augment=still, order="sequential") as made:
+    with targets_loader(Pairs({0: many, 1: none}), augment=still, order="sequential") as made:
         targets = next(iter(made)).targets
     assert targets.counts[:2].tolist() == [10_000, 0]
     assert targets.keypoints.shape[1:] == (K_POINTS, 3)
 
 
 def test_several_views_have_a_list():
-    views = {"a": recipe(32), "b": recipe(48, copies=2)}
-    with loader(augment=gpuaug.MultiView(views=views)) as made:
+    views = {"a": moving(32), "b": moving(48, copies=2)}
+    with targets_loader(augment=gpuaug.MultiView(views=views)) as made:
         images, targets = next(iter(made))
     assert [tuple(view.masks.shape[1:]) for view in targets] == [(32, 32), (48, 48), (48, 48)]
     assert len(images) == 3
-    with loader(augment=recipe(32), targets=MASKS) as one:
+    with targets_loader(augment=moving(32), targets=MASKS) as one:
         assert next(iter(one)).images.shape[2:] == images[0].shape[2:]
 
 
@@ -257,7 +254,7 @@ def test_annotations_for_the_stored_image_are_turned():
     still = gpuaug.Augment(crop=gpuaug.Resize(stored[::-1]))
     found = []
     for target in (as_stored, upright):
-        with loader([(data, target)], augment=still) as made:
+        with targets_loader([(data, target)], augment=still) as made:
             found.append(next(iter(made)).targets)
     for name in ("masks", "boxes", "keypoints"):
         assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
@@ -271,24 +268,24 @@ def test_what_cannot_be_carried_is_refused():
             return x
 
     with pytest.raises(ConfigError, match=r"augment\.ops\.own"):
-        loader(augment=gpuaug.Augment(crop=gpuaug.Resize((8, 8)), ops={"own": Own()}))
+        targets_loader(augment=gpuaug.Augment(crop=gpuaug.Resize((8, 8)), ops={"own": Own()}))
     with pytest.raises(ConfigError, match=r"augment\.views\.a\.ops\.field"):
         fields = gpuaug.Augment(crop=gpuaug.Resize((64, 64)), ops={"field": K.RandomElasticTransform()})
-        loader(augment=gpuaug.MultiView(views={"a": fields}))
+        targets_loader(augment=gpuaug.MultiView(views={"a": fields}))
     with pytest.raises(ConfigError, match="mix"):
-        loader(mix=gpuaug.Mix(mixup_alpha=0.2))
+        targets_loader(mix=gpuaug.Mix(mixup_alpha=0.2))
     with pytest.raises(ConfigError, match=r"augment\.crop.*boxes"):
-        loader(augment=gpuaug.Augment(crop=gpuaug.RandomIoUCrop(32)), targets=MASKS)
+        targets_loader(augment=gpuaug.Augment(crop=gpuaug.RandomIoUCrop(32)), targets=MASKS)
 
     class MasksOnly(Pairs):
         target_kinds = frozenset({"masks"})
 
     with pytest.raises(ConfigError, match=r"targets\.boxes"):
-        loader(MasksOnly())
+        targets_loader(MasksOnly())
 
 
 def test_layouts_of_frameworks():
-    with loader() as made:
+    with targets_loader() as made:
         batch = next(iter(made))
     targets = batch.targets
     assert [len(image["boxes"]) for image in targets.as_torchvision()] == targets.counts.tolist()
@@ -312,11 +309,11 @@ def test_a_decoded_batch_is_augmented_as_in_the_loader():
     rules = gpuaug.Targets(
         masks=gpuaug.Masks(), boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints(flip=Pairs.flip_pairs)
     )
-    with loader(bmp, targets=rules, batch_size=len(bmp), order="sequential") as made:
+    with targets_loader(bmp, targets=rules, batch_size=len(bmp), order="sequential") as made:
         want = next(iter(made))
     images = torch.from_numpy(np.stack([np.asarray(Image.open(io.BytesIO(data))) for data, _ in bmp]))
     labels = [target.labels for _, target in bmp]
-    found, targets = recipe()(
+    found, targets = moving()(
         images,
         masks=torch.from_numpy(np.stack([np.asarray(Image.open(io.BytesIO(target.mask))) for _, target in bmp])),
         boxes=[torch.from_numpy(target.boxes) for _, target in bmp],
@@ -328,7 +325,7 @@ def test_a_decoded_batch_is_augmented_as_in_the_loader():
     assert torch.equal(found, want.images)
     for name in ("masks", "boxes", "labels", "keypoints", "sample", "counts", "matrices"):
         assert torch.equal(getattr(targets, name), getattr(want.targets, name)), name
-    alone, masks = recipe()(images, masks=torch.zeros(images.shape[:3], dtype=torch.int64), seed=3)
+    alone, masks = moving()(images, masks=torch.zeros(images.shape[:3], dtype=torch.int64), seed=3)
     assert torch.equal(alone, found)
     assert masks.masks.dtype == torch.int64
     for wrong in (
@@ -337,27 +334,27 @@ def test_a_decoded_batch_is_augmented_as_in_the_loader():
         {"boxes": [[[9, 0, 3, 4]]] * len(images)},
     ):
         with pytest.raises(ConfigError):
-            recipe()(images, **wrong)
+            moving()(images, **wrong)
 
 
 def test_values_that_the_dtype_cannot_hold_are_a_fault():
     wide = Pairs({4: {"mask": png(np.full((96, 128), 300, dtype=np.uint16))}})
     rules = gpuaug.Targets(masks=gpuaug.Masks(dtype="uint8"))
-    with loader(wide, targets=rules, faults=gpuaug.Faults(policy="drop")) as made:
+    with targets_loader(wide, targets=rules, faults=gpuaug.Faults(policy="drop")) as made:
         batches = list(made)
     assert all(batch.targets.masks.dtype == torch.uint8 for batch in batches)
     assert 4 not in torch.cat([batch.indices for batch in batches])
-    with loader(wide, targets=rules) as made, pytest.raises(DataError, match="300"):
+    with targets_loader(wide, targets=rules) as made, pytest.raises(DataError, match="300"):
         list(made)
-    with loader(wide, targets=MASKS) as made:
+    with targets_loader(wide, targets=MASKS) as made:
         assert max(int(masks.max()) for _, masks in made) == 300
     with pytest.raises(ConfigError, match="300"):
-        recipe()(torch.zeros(1, 3, 8, 9, dtype=torch.uint8), masks=torch.full((1, 8, 9), 300), targets=rules)
+        moving()(torch.zeros(1, 3, 8, 9, dtype=torch.uint8), masks=torch.full((1, 8, 9), 300), targets=rules)
 
 
 def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
     """As on CUDA: the host only crops, and torch moves the masks where the images are."""
-    with loader() as made:
+    with targets_loader() as made:
         want = by_sample(made)
     sample = TargetStage.sample
 
@@ -366,7 +363,7 @@ def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
         assert all(view.moves for view in batch.views)
 
     monkeypatch.setattr(TargetStage, "sample", as_on_cuda)
-    with loader() as made:
+    with targets_loader() as made:
         assert by_sample(made) == want
 
 

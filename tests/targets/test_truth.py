@@ -8,21 +8,9 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from pictures import encode, png
 from PIL import Image
-from truth import (
-    ALL,
-    CROPS,
-    MOVES,
-    SIZES,
-    Sample,
-    batch_of,
-    composed,
-    encoded,
-    gaussian,
-    measured,
-    png,
-    samples,
-)
+from truth import ALL, CROPS, MOVES, SIZES, Sample, batch_of, composed, gaussian, measured, samples
 
 import gpuaug
 
@@ -32,7 +20,7 @@ BACKENDS = ["fused", "kornia"]
 def pairs(some: list[Sample], *, white: bool = False) -> list[tuple[bytes, gpuaug.Target]]:
     forms = ("PNG", "BMP")
     values = [np.full_like(s.pixels, 255) if white else s.pixels for s in some]
-    return [(encoded(v, forms[k % 2]), s.target()) for k, (v, s) in enumerate(zip(values, some, strict=True))]
+    return [(encode(v, forms[k % 2]), s.target()) for k, (v, s) in enumerate(zip(values, some, strict=True))]
 
 
 def pushed_centroid(pixels: np.ndarray, matrix: np.ndarray) -> np.ndarray:
@@ -138,8 +126,8 @@ def test_turned_photographs_annotated_as_stored_and_as_shown(exif: int) -> None:
         sample.mask[(x - place[0]) ** 2 + (y - place[1]) ** 2 < 196] = 1
         some.append(sample)
         options = {"quality": 100, "subsampling": 0, "exif": tag}
-        source.append((encoded(sample.pixels[stored].copy(), "JPEG", **options), sample.target()))
-        twins.append((encoded(np.full_like(sample.pixels, 255), "JPEG", **options), sample.target()))
+        source.append((encode(sample.pixels[stored].copy(), "JPEG", **options), sample.target()))
+        twins.append((encode(np.full_like(sample.pixels, 255), "JPEG", **options), sample.target()))
     for crop in ("letterbox", "resized"):
         augment = gpuaug.Augment(crop=CROPS[crop](), ops=composed(exif))
         batch, twin = batch_of(source, augment), batch_of(twins, augment)
@@ -171,7 +159,7 @@ def rectangles(count: int, seed: int, size: tuple[int, int] = (128, 160), grid: 
         mask[y1:y2, x1:x2] = 1
         points = [[[x1, y1, 2], [x2, y1, 1], [x2, y2, 2]]]
         target = gpuaug.Target(mask=png(mask), boxes=[[x1, y1, x2, y2]], labels=[4], keypoints=points, size=size)
-        made.append((encoded(np.repeat(mask[:, :, None] * 255, 3, 2), "BMP"), target))
+        made.append((encode(np.repeat(mask[:, :, None] * 255, 3, 2), "BMP"), target))
     return made
 
 
@@ -274,7 +262,7 @@ def test_pairs_swap_exactly_where_the_image_is_mirrored() -> None:
         source = []
         for sample in some:
             own = points + np.array([*sample.place, 0])
-            source.append((encoded(sample.pixels, "PNG"), {"keypoints": own, "labels": [0]}))
+            source.append((encode(sample.pixels, "PNG"), {"keypoints": own, "labels": [0]}))
         ops = {"h": K.RandomHorizontalFlip(), "v": K.RandomVerticalFlip(), "turn": K.RandomRotation90((-1, 2), p=0.8)}
         rules = gpuaug.Targets(keypoints=gpuaug.Keypoints(flip=[1, 0], pixel_centers=False))
         targets = batch_of(source, gpuaug.Augment(crop=CROPS[crop](), ops=ops), targets=rules).targets
@@ -304,7 +292,7 @@ def test_an_iou_crop_keeps_the_objects_whose_centre_is_inside(zoom: Any) -> None
         corners = np.sort(rng.uniform(0, 1, (5, 2, 2)), axis=1) * size[::-1]
         boxes.append(corners.reshape(5, 4).astype(np.float32))
         target = {"boxes": boxes[-1], "labels": np.arange(5), "ids": np.arange(5) + 5 * k, "size": size}
-        source.append((encoded(np.full((*size, 3), 255, np.uint8), "BMP"), target))
+        source.append((encode(np.full((*size, 3), 255, np.uint8), "BMP"), target))
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(min_size=0, min_area=0))
     crop = gpuaug.RandomIoUCrop(100, zoom_out=zoom)
     batch = batch_of(source, gpuaug.Augment(crop=crop), targets=rules)
@@ -359,7 +347,7 @@ def test_matrices_map_source_points_to_the_output_and_back(crop: str) -> None:
         table = np.concatenate([own, np.full((3, 6, 1), 2.0)], axis=2)
         boxes = np.concatenate([own.min(axis=1), own.max(axis=1)], axis=1)
         target = {"mask": png(sample.mask), "boxes": boxes, "keypoints": table, "labels": [0, 1, 2], "ids": [0, 1, 2]}
-        source.append((encoded(sample.pixels, "BMP"), target))
+        source.append((encode(sample.pixels, "BMP"), target))
     rules = gpuaug.Targets(masks=ALL.masks, boxes=ALL.boxes, keypoints=gpuaug.Keypoints(pixel_centers=False))
     targets = batch_of(source, gpuaug.Augment(crop=CROPS[crop](), ops=composed(7)), targets=rules).targets
     seen = 0

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
+from pictures import encode, png
 from test_parameters import OPS
-from truth import ALL, CROPS, batch_of, composed, encoded, loader, png, samples
+from truth import ALL, CROPS, batch_of, composed, samples, targets_loader
 
 import gpuaug
 from gpuaug.augment.ops import entry_of
@@ -54,7 +55,7 @@ def source_of(count: int, bad: dict[int, dict[str, Any]] | None = None) -> list[
         points = np.concatenate([rng.uniform(-9, 150, (n, 2, 2)), rng.integers(0, 3, (n, 2, 1))], axis=2)
         fields = {"mask": png(sample.mask), "boxes": boxes, "keypoints": points, "labels": np.arange(n) + k}
         fields |= {"ids": 100 * k + np.arange(n), "crowd": np.arange(n) == 3, "size": sample.size}
-        made.append((encoded(sample.pixels, ("PNG", "BMP")[k % 2]), gpuaug.Target(**fields | (bad or {}).get(k, {}))))
+        made.append((encode(sample.pixels, ("PNG", "BMP")[k % 2]), gpuaug.Target(**fields | (bad or {}).get(k, {}))))
     return made
 
 
@@ -79,7 +80,7 @@ def collected(batches: Any) -> dict[int, list[tuple[bytes, ...]]]:
 
 
 def run(source: Any, backend: str = "fused", **settings: Any) -> dict[int, list[tuple[bytes, ...]]]:
-    with loader(source, everything(backend), **{"order": "shuffle", "batch_size": 5} | settings) as made:
+    with targets_loader(source, everything(backend), **{"order": "shuffle", "batch_size": 5} | settings) as made:
         return collected(made)
 
 
@@ -97,13 +98,13 @@ def test_targets_are_the_same_in_every_way_to_load_them() -> None:
     for rank in range(2):
         found |= run(source, last="uneven", rank=rank, world_size=2, batch_size=3)
     assert found == want
-    with loader(source, everything(), order="shuffle", batch_size=4) as made:
+    with targets_loader(source, everything(), order="shuffle", batch_size=4) as made:
         passing = iter(made)
         first, state = collected([next(passing), next(passing)]), made.state_dict()
-    with loader(source, everything(), order="shuffle", batch_size=3) as made:
+    with targets_loader(source, everything(), order="shuffle", batch_size=3) as made:
         made.load_state_dict(state)
         assert first | collected(made) == want
-    with loader(source, everything(), order="shuffle") as made:
+    with targets_loader(source, everything(), order="shuffle") as made:
         assert collected([made.fetch([10, 2, 7], epoch=0)]).items() <= want.items()
 
 
@@ -114,7 +115,7 @@ def test_a_neighbour_that_is_dropped_or_blank_changes_nothing(policy: str) -> No
     source = source_of(11, bad)
     source[9] = (source[9][0][:60], source[9][1])  # a truncated PNG or BMP
     for settings in ({"batch_size": 11}, {"batch_size": 4, "num_workers": 1}):
-        with loader(
+        with targets_loader(
             source, everything(), order="shuffle", faults=gpuaug.Faults(policy=policy, max=None), **settings
         ) as made:
             batches = list(made)
@@ -234,7 +235,7 @@ BAD: dict[str, dict[str, Any]] = {
     "mask truncated": {"mask": _truncated(png(np.arange(48 * 64, dtype=np.uint8).reshape(_SIDE)))},
     "mask of another size": {"mask": png(np.zeros((5, 6), np.uint8))},
     "mask in colour": {"mask": png(np.zeros((*_SIDE, 3), np.uint8))},
-    "mask jpeg": {"mask": encoded(_GRAY, "JPEG")},
+    "mask jpeg": {"mask": encode(_GRAY, "JPEG")},
     "mask huge": {"mask": _huge_header()},
     "runs truncated": {"mask": b"GPUAUGRL" + bytes(9)},
     "runs of nothing": {"mask": b"GPUAUGRL" + np.array([*_SIDE, 0], "<u4").tobytes()},
@@ -270,7 +271,7 @@ def hostile_source(count: int, seed: int) -> tuple[list[Any], set[int]]:
     kinds = [*BAD, *BAD_BYTES]
     for k in range(count):
         n = number_of(k)
-        data = encoded(np.full((*_SIDE, 3), n, np.uint8), ("PNG", "BMP")[k % 2])
+        data = encode(np.full((*_SIDE, 3), n, np.uint8), ("PNG", "BMP")[k % 2])
         many = 10_000 if k == 5 else 1 + k % 4
         corner = np.random.default_rng(k).uniform(0, 30, (many, 2))
         fields: dict[str, Any] = {
@@ -311,7 +312,7 @@ def hostile(seed: int) -> int:
         }
         settings = {"num_workers": workers, "batch_size": 11, "order": "shuffle", "prefetch": 2 * (number % 2)}
         faults = gpuaug.Faults(policy=policy, max=None)
-        with loader(items, gpuaug.MultiView(views=views), faults=faults, **settings) as made:
+        with targets_loader(items, gpuaug.MultiView(views=views), faults=faults, **settings) as made:
             batches = list(made)
         came = [k for batch in batches for k in batch.indices[batch.valid].tolist()]
         assert sorted(came) == sorted(set(range(len(items))) - bad), set(came) ^ (set(range(len(items))) - bad)
@@ -358,10 +359,10 @@ def test_hostile_batches_end_no_process_and_part_no_pair() -> None:
 
 def test_each_bad_target_is_a_fault_with_a_reason(tmp_path: Path) -> None:
     good = {"mask": png(_GRAY), "boxes": [[0, 0, 9, 9]], **_OBJECT, "size": _SIDE}
-    data = encoded(np.zeros((*_SIDE, 3), np.uint8), "BMP")
+    data = encode(np.zeros((*_SIDE, 3), np.uint8), "BMP")
     items = Items((data, gpuaug.Target(**good | change)) for kind in BAD for change in ({}, BAD[kind]))
     faults = gpuaug.Faults(policy="drop", max=None, file=tmp_path / "faults.jsonl")
-    with loader(items, gpuaug.Augment(), faults=faults, batch_size=len(items)) as made:
+    with targets_loader(items, gpuaug.Augment(), faults=faults, batch_size=len(items)) as made:
         (batch,) = made
     assert batch.indices.tolist() == list(range(0, len(items), 2))
     lines = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
@@ -371,13 +372,13 @@ def test_each_bad_target_is_a_fault_with_a_reason(tmp_path: Path) -> None:
     for number, kind in enumerate(BAD):
         known = any(word in reasons[2 * number + 1] for word in named)
         assert known or kind in ("object", "ragged", "strange", "a gradient", "bfloat16"), reasons[2 * number + 1]
-    with loader(items, gpuaug.Augment()) as made, pytest.raises(gpuaug.DataError) as caught:
+    with targets_loader(items, gpuaug.Augment()) as made, pytest.raises(gpuaug.DataError) as caught:
         list(made)
     assert caught.value.index == 1
 
 
 def test_empty_lists_are_an_image_without_objects() -> None:
-    data = encoded(np.zeros((*_SIDE, 3), np.uint8), "BMP")
+    data = encode(np.zeros((*_SIDE, 3), np.uint8), "BMP")
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
     some = {"boxes": [[1, 2, 9, 9]], "labels": [4], "keypoints": [[[1, 2, 2]]]}
     for empty in ({"boxes": [], "labels": [], "keypoints": [], "ids": [], "crowd": [], "area": []}, {}, {"labels": []}):
@@ -396,10 +397,10 @@ def test_a_bad_image_is_a_fault_without_a_crop_too(data: bytes, at: int, targets
     items = Items()
     for k in range(3):
         fields = {"mask": png(_GRAY), "boxes": [[0, 0, 9, 9]], **_OBJECT, "size": _SIDE}
-        items.append((data if k == at else encoded(np.zeros((*_SIDE, 3), np.uint8), "BMP"), gpuaug.Target(**fields)))
+        items.append((data if k == at else encode(np.zeros((*_SIDE, 3), np.uint8), "BMP"), gpuaug.Target(**fields)))
     for policy, count in (("drop", 2), ("blank", 3)):
         faults = gpuaug.Faults(policy=policy, max=None)
-        with loader(items, gpuaug.Augment(), faults=faults, targets=targets) as made:
+        with targets_loader(items, gpuaug.Augment(), faults=faults, targets=targets) as made:
             (batch,) = made
         assert batch.images.shape == (count, 3, *_SIDE)
         assert int(batch.valid.sum()) == 2

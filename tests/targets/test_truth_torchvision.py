@@ -11,9 +11,10 @@ import pytest
 import torch
 from kornia.augmentation.container.params import ParamItem
 from kornia.constants import DataKey, Resample
+from pictures import encode, png
 from PIL import Image
 from test_moves import ELASTIC
-from truth import CROPS, SIZES, batch_of, encoded, gaussian, loader, measured, png
+from truth import CROPS, SIZES, batch_of, gaussian, measured, targets_loader
 
 import gpuaug
 from gpuaug.augment.parameters import tensors
@@ -231,7 +232,7 @@ def test_cropped_masks_are_pillows_nearest(crop: str) -> None:
         boxes = np.array([[10.0, 10, 60, 70]])
         pixels = np.repeat(values[-1][:, :, None], 3, axis=2)
         target = {"mask": png(values[-1]), "boxes": boxes, "labels": [0], "keypoints": np.ones((1, 1, 3))}
-        source.append((encoded(pixels, "BMP"), target))
+        source.append((encode(pixels, "BMP"), target))
     targets = batch_of(source, gpuaug.Augment(crop=CROPS[crop]())).targets
     same = total = 0
     for row, mask in enumerate(targets.masks.numpy()):
@@ -267,7 +268,7 @@ def test_elastic_masks_move_as_their_images(backend: str) -> None:
     source = []
     for _ in range(9):
         mask = np.kron(rng.integers(1, 255, (12, 14)), np.ones((8, 8))).astype(np.uint8)
-        source.append((encoded(np.repeat(mask[:, :, None], 3, axis=2), "BMP"), gpuaug.Target(mask=png(mask))))
+        source.append((encode(np.repeat(mask[:, :, None], 3, axis=2), "BMP"), gpuaug.Target(mask=png(mask))))
     bend = ELASTIC["some"]()
     bend.flags["resample"] = Resample.NEAREST
     ops = {"h": K.RandomHorizontalFlip(), "bend": bend, "v": K.RandomVerticalFlip(), "last": ELASTIC["uneven"]()}
@@ -277,7 +278,7 @@ def test_elastic_masks_move_as_their_images(backend: str) -> None:
     augment = gpuaug.Augment(crop=crop, ops=ops, backend=backend)
     want = None
     for batch_size in (9, 1, 4):
-        with loader(source, augment, targets=rules, batch_size=batch_size, last="uneven") as made:
+        with targets_loader(source, augment, targets=rules, batch_size=batch_size, last="uneven") as made:
             batches = list(made)
         images, masks = (torch.cat(parts) for parts in zip(*batches, strict=True))
         assert torch.equal(images[:, 0].mul(255).round().long(), masks)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from typing import Any
 
 import kornia.augmentation as K
 import numpy as np
-from PIL import Image
+from common import loader
+from pictures import png
 from test_moves import GEOMETRIC
 
 import gpuaug
@@ -60,16 +60,6 @@ def composed(seed: int, *, perspective: bool = False, most: int = 3) -> dict[str
     return {name: MOVES[name]() for name in rng.permutation(names)[:count].tolist()}
 
 
-def png(values: np.ndarray) -> bytes:
-    return encoded(values, "PNG")
-
-
-def encoded(values: np.ndarray, form: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(values).save(out, form, **options)
-    return out.getvalue()
-
-
 def gaussian(size: tuple[int, int], place: Any, spread: float = SPREAD) -> np.ndarray:
     """uint8 [h, w, 3] with a Gaussian whose centre is at ``place`` (x, y), in pixel edges."""
     y, x = np.mgrid[: size[0], : size[1]] + 0.5
@@ -112,14 +102,15 @@ def samples(count: int, seed: int = 0, sizes: Any = None) -> list[Sample]:
     return made
 
 
-def loader(source: Any, augment: Any, **settings: Any) -> gpuaug.Loader:
-    usual = {"batch_size": 64, "order": "sequential", "num_workers": 0, "prefetch": 0, "device": "cpu", "seed": 5}
-    return gpuaug.Loader(source, augment=augment, **{"targets": ALL} | usual | settings)
+def targets_loader(source: Any, augment: Any, **settings: Any) -> gpuaug.Loader:
+    """All targets of a source, in its order."""
+    usual = {"batch_size": 64, "order": "sequential", "prefetch": 0, "seed": 5, "targets": ALL}
+    return loader(source, augment=augment, **usual | settings)
 
 
 def batch_of(source: Any, augment: Any, **settings: Any) -> gpuaug.Batch:
     """Everything in one batch."""
-    with loader(source, augment, **settings) as made:
+    with targets_loader(source, augment, **settings) as made:
         (batch,) = made
     return batch
 
