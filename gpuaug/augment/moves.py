@@ -181,7 +181,7 @@ def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
     from kornia.augmentation import IntensityAugmentationBase2D
 
     kind, entry = type(module), entry_of(module)
-    if entry is not None and entry.affects == "field" and entry.noise is None:
+    if entry is not None and entry.affects == "field" and entry.fields is None:
         entry = None  # Field.apply knows only the elastic transform
     kornias = kind.__module__.startswith("kornia.augmentation.")
     points = [name for name in names if name != "masks"]

@@ -103,9 +103,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
     count, rule = known
     gate = partial(_gated, p=float(op.p), rule=rule)
-    return Prepared(
-        name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None or entry.fields is not None
-    )
+    return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.fields is not None)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.ops import entry_of, fields, noise
+from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.errors import ConfigError
@@ -161,7 +161,7 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     values = _values(params, rows=group)
     if keys is not None:
         key, size = torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3])
-        values |= noise(module, key, size) | fields(module, values, key, size)
+        values |= fields(module, values, key, size)
     at = torch.from_numpy(group).to(x.device, non_blocking=True)
     y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some return the default dtype
     forget(module)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, Program, Table, run_step, table_of
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
 
@@ -493,13 +493,9 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def launch(
-    x: Tensor, program: Program, *, fields: Fields, tables: Sequence[Table] = (), dtype: torch.dtype,
-    channels_last: bool,
-) -> Tensor:  # fmt: skip
-    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W].
-
-    ``fields``: noise by column and step. ``tables``: of other steps that have one.
-    """
+    x: Tensor, program: Program, *, tables: Sequence[Table] = (), dtype: torch.dtype, channels_last: bool
+) -> Tensor:
+    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0
@@ -543,7 +539,6 @@ def launch(
         elif stretch.rest:
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, part.rows, strict=True):
-                field = fields.get((column, group.code))
-                field = table_of(group, column, tables) if field is None else field
+                field = table_of(group, column, tables)
                 x = run_step(group, x, program.args[:, column], rows, field=field, ramps=program.ramps)
     return x

@@ -33,10 +33,6 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
-
-Fields = dict[tuple[int, Code], Tensor]  # noise per column and step
-
-
 Table = tuple[Int, int, Tensor]  # rows, ascending; column; the numbers of the rows' steps, float32 [rows, ...]
 
 
@@ -170,8 +166,7 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
     """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n]; else the step's table [rows, ...], or
-    None. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
+    ``field``: from :func:`table_of`. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
     """
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
@@ -236,12 +231,18 @@ def _erase(x: Tensor, a: Tensor, field: Tensor | None) -> Tensor:
 
 
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
-    """The table of a group's rows, joined from those of several operations; None if its step has none."""
+    """The table of a group's rows [rows, ...], joined from those of several operations; None if there is none.
+
+    Tables of noise for boxes may differ in width, and some boxes have no noise: the rest is 0.
+    """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
-    if len(own) < 2:
+    if not own or len(own[0][0]) == len(group.rows):
         return own[0][1] if own else None
-    order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in own])))
-    return torch.cat([values for _, values in own])[order.to(own[0][1].device, non_blocking=True)]
+    joined = own[0][1].new_zeros((len(group.rows), *max(values.shape[1:] for _, values in own)))
+    for rows, values in own:
+        at = torch.from_numpy(np.searchsorted(group.rows, rows)).to(values.device, non_blocking=True)
+        joined[:, : values.shape[1]].index_copy_(0, at, values)
+    return joined
 
 
 def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Steps, step, steps_of, uniform_from
+from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
@@ -168,7 +168,7 @@ def _check_dropped(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
 
 
-def _own_row(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+def _own_row(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
     return {"batch_idx": torch.arange(len(keys))[:, None]}
 
 

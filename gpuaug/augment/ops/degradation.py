@@ -138,7 +138,7 @@ def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[An
     }
 
 
-def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _gaussian_noise(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
     values = normal(keys, 3 * size[0] * size[1]).view(-1, 3, *size)
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
@@ -158,7 +158,7 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
 _ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
 
 
-def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
         params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
@@ -173,7 +173,9 @@ def _speck_values(values: dict[str, Tensor]) -> Tensor:
     return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
 
 
-def _plasma(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, *, channels: int = 3) -> dict[str, Tensor]:
+def _plasma(
+    op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal, *, channels: int = 3
+) -> dict[str, Tensor]:
     """Kornia's plasma, from each sample's own random numbers."""
     from kornia.contrib import diamond_square
 
@@ -241,7 +243,7 @@ def _check_rain(op: Any, key: str) -> None:
             raise ConfigError(f"`{key}.{name}` must be at least {least}. Found: {value:.0f}.")
 
 
-def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
     """(y, x) of each drop, in 0..1. Kornia makes as many as the batch needs; this makes the maximum."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
@@ -277,7 +279,9 @@ ENTRIES = {
     "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
-    "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),
+    "RandomGaussianNoise": Entry(
+        "pixels", step(Code.NOISE, table=lambda values: values["gaussian_noise"]), fields=_gaussian_noise
+    ),
     # torch's matrix products round differently for other batch sizes (a difference of 1.2e-7)
     "RandomJPEG": Entry(
         "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True

@@ -75,8 +75,8 @@ WITH_PILLOW = frozenset(
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
-Fields = Callable[[Any, dict[str, Tensor], Tensor, Size], dict[str, Tensor]]
 Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
+Fields = Callable[[Any, dict[str, Tensor], Tensor, Size, Normal], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +178,8 @@ class Entry:
             that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
         check: raises ConfigError for settings that would fail later. Arguments: the module, its configuration key.
         prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
-        noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
-        fields: (module, params of the rows, keys int64 [n, 2], size) to more params: what the module needs besides the
-            drawn ones, such as values per pixel. They are on the device of the keys.
+        fields: (module, params of the rows, keys int64 [n, 2], size, normal) to the params that are not drawn, such as
+            values per pixel. They are on the device of the keys.
         one_by_one: pass one image at a time to Kornia's module, because otherwise its pixels depend on the batch.
     """
 
@@ -190,6 +189,5 @@ class Entry:
     parameters: Callable[[Any], tuple[int, Rule] | None] = all_uniform
     check: Callable[[Any, str], None] | None = None
     prepare: Callable[[str, Any], Prepared | None] | None = None
-    noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
     fields: Fields | None = None
     one_by_one: bool = False

@@ -191,12 +191,13 @@ def _steps(op: RandomErasing) -> Steps:
         out[:, 0, 4:7] = params["colors"]
         out[:, 0, 7:10] = op.std if op.mode == "pixel" else 0
 
-    return Steps((Code.ERASE_NOISE,), write)
+    # the other modes have no noise
+    return Steps((Code.ERASE_NOISE,), write, (lambda values: values["gaussian_noise"]) if op.mode == "pixel" else None)
 
 
-def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
-    """Noise for the largest possible box. Each value depends on their number, so the drawn boxes must not change it."""
-    if op.mode != "pixel":
+def _noise(op: RandomErasing, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+    """Noise for the largest possible box. Each value depends on the number of values, so this number must be fixed."""
+    if op.mode != "pixel":  # in a OneOf, another operation may have keys
         return {}
     height, width = size
     # a box has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels; both roots are below the sides of the image
@@ -204,4 +205,4 @@ def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
-ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)
+ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, fields=_noise)

@@ -110,7 +110,7 @@ def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Par
     return {"permutation": pieces}
 
 
-def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _elastic_noise(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
     return {"noise": field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
 
 
@@ -204,7 +204,7 @@ ENTRIES = {
     "RandomPerspective": Entry(
         "matrix", partial(_warp, matrix=_PERSPECTIVE_MATRIX), _perspective, matrix=_PERSPECTIVE_MATRIX
     ),
-    "RandomElasticTransform": Entry("field", noise=_elastic_noise),
+    "RandomElasticTransform": Entry("field", fields=_elastic_noise),
     "RandomThinPlateSpline": Entry("field", parameters=_spline),
     "RandomJigsaw": Entry("field", parameters=_jigsaw),
     "RandomFisheye": Entry("field", parameters=derived(all_uniform, _fisheye)),
