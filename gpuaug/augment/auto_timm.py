@@ -26,12 +26,11 @@ from gpuaug.augment.auto import (
     Float64,
     Policy,
     chained,
-    pick,
     uniforms_of_chains,
 )
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int
+from gpuaug.random.keyed import Float, Int, pick
 
 ALLOWED = (
     "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
@@ -67,16 +66,11 @@ class TimmAugment(Policy):
         fill: Fill = (124, 116, 104),
     ) -> None:
         super().__init__(interpolation, fill, also=("random",))
-        parse(config)
-        self.config = config
+        self.config, self._plan = config, parse(config)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe.
-
-        Args:
-            name: its key in ``ops``.
-        """
-        plan = parse(self.config)
+        """The policy as an operation of a recipe; ``name`` is the policy's key in ``ops``."""
+        plan = self._plan
         rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
         count = plan.leading + _EACH * plan.slots
         if plan.chains:

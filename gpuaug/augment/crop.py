@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
+if TYPE_CHECKING:
+    from gpuaug.targets.objects import Objects
+
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
 LARGEST_VIEW = 178_000_000  # pixels of a view; equals the default of `decode.max_pixels`
 _TRIES = 10  # of RandomResizedCrop before it falls back to a central crop, as in torchvision
@@ -31,27 +34,10 @@ Known = NDArray[np.bool_]  # [B], False for a sample that cannot be decoded
 Redraw = Callable[[int, Int64], Float]
 
 
-class BoxTable(Protocol):
-    """The boxes of a batch, one row per object.
-
-    Attributes:
-        boxes: float64 [N, 4], (x1, y1, x2, y2) in pixels of the upright image.
-        sample: int64 [N], the row of the object's image in the batch.
-    """
-
-    @property
-    def boxes(self) -> Any:
-        """Corners of each box."""
-
-    @property
-    def sample(self) -> Int64:
-        """Row of each box's image."""
-
-
 class Reads(NamedTuple):
     """What some crops read besides sizes and uniforms; see :meth:`Crop.windows`."""
 
-    objects: BoxTable | None
+    objects: Objects | None
     masks: Sequence[NDArray[Any] | None] | None
     redraw: Redraw | None
 
@@ -79,7 +65,7 @@ class Crop:
         heights: Int64,
         widths: Int64,
         *,
-        objects: BoxTable | None = None,
+        objects: Objects | None = None,
         masks: Sequence[NDArray[Any] | None] | None = None,
         redraw: Redraw | None = None,
     ) -> CropWindows:
@@ -88,7 +74,7 @@ class Crop:
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
             heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
-            objects: the boxes of all samples; used only if ``needs`` has ``boxes``.
+            objects: the boxes of all samples, in pixels of the upright images; used only if ``needs`` has ``boxes``.
             masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
                 ``needs`` has ``masks``.
             redraw: (round >= 1, rows int64 [n]) to further uniforms float32 [n, count]. None: one round.

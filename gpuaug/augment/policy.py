@@ -23,7 +23,7 @@ from gpuaug.augment.ops import by_class, entry_of
 from gpuaug.augment.ops.kornia_private import policy_parameter
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int
+from gpuaug.random.keyed import Float, Int, pick
 
 logger = logging.getLogger("gpuaug")
 
@@ -100,7 +100,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
             "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
             *(key, type(op).__name__, reason, "" if entry else _FASTER),
         )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
+        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
     count, rule = known
     gate = partial(_gated, p=float(op.p), rule=rule)
     return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.fields is not None)
@@ -138,18 +138,14 @@ def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Al
     return choice, ((rule(u[:, 1:], size),),)
 
 
-def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    return np.zeros((len(u), 1), dtype=np.int64), (({},),)
-
-
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Every sample, and its uniforms as they are, for a module that has ``uniforms``."""
+    """Every sample is chosen, and keeps its uniforms as they are, if it has any."""
     return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 
 def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
     """Choose a member for each sample whose first uniform is below ``p``. The second uniform selects the member."""
-    which = (u[:, 1] * np.float32(len(members))).astype(np.int64)
+    which = pick(u[:, 1], len(members))
     which[u[:, 0] >= np.float32(p)] = -1
     choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * choice.shape[1]
@@ -224,7 +220,7 @@ def _distinct(
     if slots > 1:
         choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
     else:
-        choice = (u[:, :1] * np.float32(len(members))).astype(np.int64)
+        choice = pick(u[:, :1], len(members))
     # One call covers all slots, because a call for two slots takes about as long as a call for one.
     blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
     drawn = [rule(blocks, size) for _, _, rule in members]
@@ -249,7 +245,7 @@ def _paths(
     u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """Choose one path of ``members`` per sample. Each operation of a path has its own gate."""
-    taken = (u[:, 0] * np.float32(len(members))).astype(np.int64)
+    taken = pick(u[:, 0], len(members))
     choice = np.full((len(u), slots), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * slots
     for number, path in enumerate(members):

@@ -118,11 +118,6 @@ class Progressive(ReadOnly):
         """
         return self.at(epoch)(images, epoch=epoch, **given)
 
-    def _repr_html_(self) -> str:
-        from gpuaug.augment.describe import as_table
-
-        return as_table(self)
-
     def extra_repr(self) -> str:
         """The first epochs of the stages."""
         return f"first epochs: {', '.join(map(str, self.stages))}"

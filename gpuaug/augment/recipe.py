@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS, BoxTable
+from gpuaug.augment.crop import CROPS
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -40,6 +40,7 @@ from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
 
 if TYPE_CHECKING:
+    from gpuaug.targets.objects import Objects
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -97,8 +98,13 @@ class ReadOnly(nn.Module):
             raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
         super().__setattr__(name, value)
 
+    def _repr_html_(self) -> str:
+        from gpuaug.augment.describe import as_table  # imports Pillow, which a loader does not need
 
-class _Recipe(ReadOnly):
+        return as_table(self)
+
+
+class RecipeBase(ReadOnly):
     """Base of Augment and MultiView. Each view is processed separately."""
 
     views: list[View]
@@ -150,11 +156,6 @@ class _Recipe(ReadOnly):
             )
         )
 
-    def _repr_html_(self) -> str:
-        from gpuaug.augment.describe import as_table  # only those who look need Pillow
-
-        return as_table(self)
-
     @property
     def main_thread(self) -> bool:
         """Whether an operation uses torch's global generator. Such a recipe must run in the iterating thread."""
@@ -187,7 +188,7 @@ class _Recipe(ReadOnly):
         heights: Int,
         widths: Int,
         *,
-        objects: BoxTable | None = None,
+        objects: Objects | None = None,
         masks: Sequence[NDArray[Any] | None] | None = None,
     ) -> list[CropWindows]:
         """Compute the crop windows of each view for the images of a batch.
@@ -290,17 +291,27 @@ class _Recipe(ReadOnly):
             ConfigError: an argument has a wrong type, shape or value.
             ReadOnlyError: settings were changed after the recipe was created.
         """
+        given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+        call = partial(RecipeBase._call, self)
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy and our kernels
-            eager = torch.compiler.disable(partial(_Recipe.forward, self))
-            given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-            output = {"dtype": dtype, "memory_format": memory_format}
-            return eager(images, seed=seed, epoch=epoch, indices=indices, **given, **output)
+            call = torch.compiler.disable(call)
+        return call(
+            images, given, seed=seed, epoch=epoch, indices=indices, dtype=_dtype(dtype), memory_format=memory_format
+        )
+
+    def _call(
+        self,
+        images: Any,
+        given: dict[str, Any],
+        *,
+        seed: int | None,
+        epoch: int,
+        indices: Any,
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+    ) -> Any:
         self.check_unchanged(quick=True)
         images = _channels_last(images)
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
         for name, value in (("seed", seed), ("epoch", epoch)):
             checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
         if indices is None:
@@ -313,21 +324,18 @@ class _Recipe(ReadOnly):
                 f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
-        chosen, moved = None, None
-        if masks is None and boxes is None and keypoints is None:
-            if labels is not None or targets is not None:
-                unused = "labels" if targets is None else "targets"
-                raise ConfigError(f"`{unused}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
-            whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
-            windows = self.windows(drawn, *whole)
-        else:
+        size, chosen, moved = (images.shape[1], images.shape[2]), None, None
+        if any(given[name] is not None for name in ("masks", "boxes", "keypoints")):
             from gpuaug.augment.target_stage import Given, augment_targets  # not needed without targets
 
-            asked = Given(masks=masks, boxes=boxes, labels=labels, keypoints=keypoints, targets=targets)
-            size = (images.shape[1], images.shape[2])
             windows, chosen, moved = augment_targets(
-                self, drawn, asked, size=size, indices=numbers.astype(np.int64), device=images.device
+                self, drawn, Given(**given), size=size, indices=numbers.astype(np.int64), device=images.device
             )
+        else:
+            for name in ("targets", "labels"):
+                if given[name] is not None:
+                    raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
+            windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
         cut = [_cut(images, each) for each in windows]
         made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
         if moved is None:
@@ -335,7 +343,7 @@ class _Recipe(ReadOnly):
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
 
 
-class Augment(_Recipe):
+class Augment(RecipeBase):
     """A recipe for one view: crop, operations, normalization. ``copies`` makes several random views of each sample.
 
     The constructor reads the settings of crop and operations once. It never modifies the given operations.
@@ -443,7 +451,7 @@ class Augment(_Recipe):
         return {**self.__dict__, "_executor": None, "_seen": []}  # unpickling rebuilds compiled functions, caches
 
 
-class MultiView(_Recipe):
+class MultiView(RecipeBase):
     """Applies several recipes to each image, decoded once. Views have the mapping's order, and copies are adjacent.
 
     Args:
@@ -508,6 +516,14 @@ def _whole_images(heights: Int, widths: Int) -> CropWindows:
     height, width = sizes[0].tolist() if len(sizes) else (1, 1)
     zero = np.zeros_like(sizes)
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
+
+
+def _dtype(value: Any) -> torch.dtype:
+    """Check the dtype of the output; text such as ``float16`` is accepted too."""
+    dtype = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
+    return dtype
 
 
 def _channels_last(images: Any) -> Tensor:

@@ -35,7 +35,7 @@ from gpuaug.augment.crop import (
 )
 from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, scale
+from gpuaug.random.keyed import Float, pick, scale
 
 LARGEST_SCALE = 100.0  # of a random scale or a zoom; a larger value is a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
@@ -246,7 +246,7 @@ class Letterbox(Crop):
         given = np.stack([heights, widths], axis=1)
         factor = (np.array(self.size) / given).min(axis=1, keepdims=True)
         if self.shorter is not None:
-            values = np.array(self.shorter if self.count else [self.shorter])
+            values = np.atleast_1d(self.shorter)
             drawn = values[integers(u, np.array(len(values) - 1))] if self.count else values
             factor = np.minimum(factor, drawn / given.min(axis=1, keepdims=True))
         factor = factor if self.upscale else np.minimum(factor, 1.0)
@@ -397,7 +397,7 @@ class RandomIoUCrop(Crop):
         ``u`` is float32 [n, 1 + 4 * trials], ``boxes`` [m, 4] are on the canvas, and each row has ``counts >= 1``.
         """
         options = np.array(self.sampler_options)
-        least = options[np.minimum((u[:, 0] * np.float32(len(options))).astype(np.int64), len(options) - 1)]
+        least = options[pick(u[:, 0], len(options))]
         trial = u[:, 1:].reshape(len(u), self.trials, 4)  # width, height, left, top
         shape = np.tile(canvas[:, None, ::-1], (1, self.trials, 1))  # width, height
         span = np.float32(self.max_scale - self.min_scale)

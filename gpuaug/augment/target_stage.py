@@ -8,9 +8,9 @@ gives: one :class:`BatchTargets` per view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,39 +33,13 @@ from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
+if TYPE_CHECKING:
+    from gpuaug.augment.progressive import Recipe
+    from gpuaug.augment.recipe import Drawn, RecipeBase
+
 Float64 = NDArray[np.float64]
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _LARGEST_BYTE = 255
-
-
-class Staged(Protocol):
-    """What a :class:`TargetStage` needs of the recipe of the images: an Augment, MultiView or Progressive."""
-
-    @property
-    def stages(self) -> Mapping[int, Any]:
-        """First epochs and their recipes."""
-        ...
-
-    def at(self, epoch: int) -> Any:
-        """The recipe of an epoch."""
-        ...
-
-
-class Recipe(Staged, Protocol):
-    """What :func:`augment_targets` needs of the recipe of the images, which is an Augment or MultiView."""
-
-    @property
-    def views(self) -> Sequence[Any]:
-        """One view per output image."""
-        ...
-
-    def windows(self, drawn: Any, heights: Any, widths: Any, *, objects: Any, masks: Any) -> list[CropWindows]:
-        """The crop windows of each view."""
-        ...
-
-    def choose(self, drawn: Any, sizes: Sequence[tuple[int, int]]) -> list[list[Chosen]]:
-        """The choices of every operation, per view."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +105,7 @@ class TargetStage:
     def __init__(
         self,
         rules: Targets,
-        recipe: Staged,
+        recipe: Recipe | RecipeBase,
         *,
         flip: Sequence[int] | None = None,
         panoptic: bool = False,
@@ -369,8 +343,8 @@ class TargetStage:
 
 
 def augment_targets(
-    recipe: Recipe,
-    drawn: Any,
+    recipe: RecipeBase,
+    drawn: Drawn,
     given: Given,
     *,
     size: tuple[int, int],
@@ -380,8 +354,8 @@ def augment_targets(
     """Move the targets of images that are already decoded; returns crop windows, choices and targets of every view.
 
     Args:
-        recipe: the recipe of the images, an Augment or MultiView.
-        drawn: its random numbers.
+        recipe: the recipe of the images.
+        drawn: the recipe's random numbers.
         given: the targets.
         size: (H, W) of the images.
         indices: int64 [B], sample numbers.

@@ -221,6 +221,11 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count].contiguous()
 
 
+def pick(u: Float, count: int) -> Int:
+    """Whole numbers from 0 to ``count - 1`` from uniforms, all equally likely."""
+    return (u * np.float32(count)).astype(np.int64)
+
+
 def scale(u: Float, low: float, high: float) -> Float:
     """``low + u * (high - low)`` in float32, as torch's Uniform computes it."""
     return np.float32(low) + u * (np.float32(high) - np.float32(low))

@@ -15,7 +15,7 @@ from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of,
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, scale
+from gpuaug.random.keyed import Float, Int, pick, scale
 
 # --- ColorJitter and ColorJiggle
 
@@ -74,8 +74,7 @@ def _ordered(
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """Factors and one of ``orders`` for each sample. A sample is chosen if its first uniform is below ``p``."""
     params = factors(u[:, 1:], size)
-    number = (u[:, order_column] * np.float32(len(orders))).astype(np.int64)
-    choice = orders[number]
+    choice = orders[pick(u[:, order_column], len(orders))]
     if p < 1:
         choice[u[:, 0] >= np.float32(p)] = -1
     return choice, ((params,) * 4,) * 4

@@ -15,7 +15,7 @@ from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of,
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, field, scale
+from gpuaug.random.keyed import Float, Int, field, pick, scale
 
 _LEAST = {1: 1, 3: 0}  # least image side minus half the kernel, by border type: 1 reflect, 3 circular; others: no limit
 
@@ -90,7 +90,7 @@ def _prepare_motion(name: str, op: Any) -> Prepared | None:
 
 
 def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, tuple[Alternatives, ...]]:
-    choice = np.minimum((u[:, 3:4] * np.float32(len(rules))).astype(np.int64), len(rules) - 1)
+    choice = pick(u[:, 3:4], len(rules))
     choice[u[:, 0] >= np.float32(p)] = -1
     return choice, (tuple(rule(u[:, 1:3], size) for rule in rules),)
 

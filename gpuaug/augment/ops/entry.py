@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpuaug.augment.ops import kornia_private
 from gpuaug.augment.ops.kornia_private import Range
 from gpuaug.augment.parameters import Params, Prepared, Rule, Size
+from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
 ARGS = 16  # float32 arguments of one step
@@ -77,6 +78,29 @@ Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: 
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
 Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
 Fields = Callable[[Any, dict[str, Tensor], Tensor, Size, Normal], dict[str, Tensor]]
+
+
+class RecipeOp(nn.Module):
+    """Base of gpuaug's own operations and policies. The recipe draws their random numbers; they draw none."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Not possible: the recipe draws the random numbers of each sample.
+
+        Args:
+            images: float [B, 3, H, W]; not used.
+
+        Raises:
+            ConfigError: always. Make the operation an entry of a recipe's ``ops``.
+        """
+        name = type(self).__name__
+        raise ConfigError(
+            f"`{name}` must be an entry of a recipe's `ops`. Found: a direct call. "
+            f'Use gpuaug.Augment(ops={{"{name.lower()}": gpuaug.{name}()}}).'
+        )
+
+    def extra_repr(self) -> str:
+        """All settings."""
+        return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k[0] != "_" and k != "training")
 
 
 @dataclass(frozen=True, slots=True)

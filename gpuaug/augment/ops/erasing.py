@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpuaug import checks
+from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps
+from gpuaug.augment.ops.entry import Code, Entry, Normal, RecipeOp, Steps
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
@@ -29,7 +30,7 @@ _MODES = ("const", "rand", "pixel")
 _MOST = 100  # boxes
 
 
-class RandomErasing(nn.Module):
+class RandomErasing(RecipeOp):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
     timm erases after the normalization, with values ``n`` of a standard normal distribution. Here they are
@@ -65,7 +66,8 @@ class RandomErasing(nn.Module):
     ) -> None:
         super().__init__()
         self.p = float(checks.number("p", p, 0, 1))
-        self.scale, self.ratio = _range("scale", scale, 1), _range("ratio", ratio, math.inf)
+        self.scale = positive_range("scale", scale, high=1.0)
+        self.ratio = positive_range("ratio", ratio, high=math.inf)
         self.mode = checks.one_of("mode", mode, _MODES)
         self.count: int = checks.whole_number("count", count, 1, _MOST)
         try:
@@ -83,13 +85,10 @@ class RandomErasing(nn.Module):
                 ``mode="pixel"`` ``gaussian_noise`` [B, n], whose first 3 * height * width values fill the box.
 
         Raises:
-            ConfigError: no ``params``. Use a recipe, such as ``gpuaug.Augment(ops={"erase": RandomErasing()})``.
+            ConfigError: no ``params``. Make the operation an entry of a recipe's ``ops``.
         """
         if params is None:
-            raise ConfigError(
-                "`RandomErasing` must be an entry of a recipe's `ops`. Found: a direct call. "
-                'Use gpuaug.Augment(ops={"erase": gpuaug.RandomErasing()}).'
-            )
+            return super().forward(images)
         made, noise = images.clone(), params.get("gaussian_noise")
         std = torch.tensor(self.std, dtype=torch.float32, device=images.device).view(3, 1, 1)
         boxes = torch.stack([params[k] for k in ("xs", "ys", "widths", "heights")], dim=1).long().tolist()
@@ -100,20 +99,6 @@ class RandomErasing(nn.Module):
                 value = value + std * noise[row, : 3 * h * w].view(3, h, w)
             made[row, :, y : y + h, x : x + w] = value
         return made
-
-    def extra_repr(self) -> str:
-        """All settings."""
-        names = ("p", "scale", "ratio", "mode", "count", "mean", "std")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def _range(name: str, value: Any, high: float) -> tuple[float, float]:
-    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
-    numbers = len(pair) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
-    if not numbers or not 0 < pair[0] <= pair[1] <= min(high, 1e30):
-        above = "" if high == math.inf else f" <= {high:g}"
-        raise ConfigError(f"`{name}` must be two numbers with 0 < min <= max{above}. Found: {value!r:.200}.")
-    return float(pair[0]), float(pair[1])
 
 
 def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:

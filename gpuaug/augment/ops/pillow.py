@@ -72,20 +72,8 @@ class PillowOp(nn.Module):
 # --- matrices: from edges of output pixels to edges of input pixels, float64 [n, 6] as for Pillow's Image.transform
 
 
-def _shear_x(m: _Float64, s: _Float64, size: Size) -> None:
-    m[:, 1] = s
-
-
-def _shear_y(m: _Float64, s: _Float64, size: Size) -> None:
-    m[:, 3] = s
-
-
-def _translate_x(m: _Float64, pixels: _Float64, size: Size) -> None:
-    m[:, 2] = -pixels
-
-
-def _translate_y(m: _Float64, pixels: _Float64, size: Size) -> None:
-    m[:, 5] = -pixels
+def _element(m: _Float64, value: _Float64, size: Size, *, at: int, sign: int) -> None:
+    m[:, at] = sign * value
 
 
 def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
@@ -154,10 +142,10 @@ def _color(code: Code, *arguments: str | float) -> Entry:
 _M = "magnitude"
 ENTRIES = {
     "identity": _color(Code.LEVELS, 0.5),
-    "shear_x": _moves(_shear_x),  # s: Image.transform with (1, s, 0, 0, 1, 0)
-    "shear_y": _moves(_shear_y),  # s: (1, 0, 0, s, 1, 0)
-    "translate_x": _moves(_translate_x),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
-    "translate_y": _moves(_translate_y),  # pixels down
+    "shear_x": _moves(partial(_element, at=1, sign=1)),  # s: Image.transform with (1, s, 0, 0, 1, 0)
+    "shear_y": _moves(partial(_element, at=3, sign=1)),  # s: (1, 0, 0, s, 1, 0)
+    "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
+    "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
     "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
     "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # these four: factor of ImageEnhance, 1 is the identity
     "color": _color(Code.SATURATION, _M, 0, 0, 1),
