@@ -103,6 +103,30 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _in_hsv(code, a0, r, g, b):  # type: ignore[no-untyped-def]
+    """Run SATURATION_HSV or HUE."""
+    top, bottom = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
+    delta = top - bottom
+    if code == _HUE:
+        red, green = r == top, g == top
+        difference = tl.where(red, g - b, tl.where(green, b - r, r - g))
+        turns = 6.0 * a0
+        start = tl.where(red, turns, tl.where(green, turns + 2.0, turns + 4.0))
+        h = difference * _reciprocal(tl.maximum(delta, 1e-30)) + start
+        h = h - 6.0 * tl.floor(h * (1.0 / 6.0))
+        r = top - delta * _unit(2.0 - tl.abs(h - 3.0))
+        g = top - delta * _unit(tl.abs(h - 2.0) - 1.0)
+        b = top - delta * _unit(tl.abs(h - 4.0) - 1.0)
+    else:
+        adjusted = top * _unit(delta / tl.where(top == 0.0, 1.0, top + 1e-8) * a0)
+        ratio, base = adjusted / tl.where(delta == 0.0, 1.0, delta), top - adjusted
+        r = _unit((r - bottom) * ratio + base)
+        g = _unit((g - bottom) * ratio + base)
+        b = _unit((b - bottom) * ratio + base)
+    return r, g, b
+
+
+@triton.jit
 def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
@@ -124,29 +148,11 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
         b = _unit(
             b * tl.where(add, 1.0, tl.where(contrast, a0, a2)) + tl.where(add, a2, tl.where(contrast, around, 0.0))
         )
+    elif code == _SATURATION:
+        gray = (1.0 - a0) * (r * 0.299 + g * 0.587 + b * 0.114)
+        r, g, b = _unit(gray + a0 * r), _unit(gray + a0 * g), _unit(gray + a0 * b)
     elif code <= _HUE:
-        if code == _SATURATION:
-            gray = (1.0 - a0) * (r * 0.299 + g * 0.587 + b * 0.114)
-            r, g, b = _unit(gray + a0 * r), _unit(gray + a0 * g), _unit(gray + a0 * b)
-        else:
-            top, bottom = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
-            delta = top - bottom
-            if code == _HUE:
-                red, green = r == top, g == top
-                difference = tl.where(red, g - b, tl.where(green, b - r, r - g))
-                turns = 6.0 * a0
-                start = tl.where(red, turns, tl.where(green, turns + 2.0, turns + 4.0))
-                h = difference * _reciprocal(tl.maximum(delta, 1e-30)) + start
-                h = h - 6.0 * tl.floor(h * (1.0 / 6.0))
-                r = top - delta * _unit(2.0 - tl.abs(h - 3.0))
-                g = top - delta * _unit(tl.abs(h - 2.0) - 1.0)
-                b = top - delta * _unit(tl.abs(h - 4.0) - 1.0)
-            else:
-                adjusted = top * _unit(delta / tl.where(top == 0.0, 1.0, top + 1e-8) * a0)
-                ratio, base = adjusted / tl.where(delta == 0.0, 1.0, delta), top - adjusted
-                r = _unit((r - bottom) * ratio + base)
-                g = _unit((g - bottom) * ratio + base)
-                b = _unit((b - bottom) * ratio + base)
+        r, g, b = _in_hsv(code, a0, r, g, b)
     elif code == _GRAY:
         gray = r * a0 + g * a1 + b * a2
         r, g, b = gray, gray, gray
@@ -539,6 +545,6 @@ def launch(
         elif stretch.rest:
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, part.rows, strict=True):
-                field = table_of(group, column, tables)
-                x = run_step(group, x, program.args[:, column], rows, field=field, ramps=program.ramps)
+                table = table_of(group, column, tables)
+                x = run_step(group, x, program.args[:, column], rows, table=table, ramps=program.ramps)
     return x

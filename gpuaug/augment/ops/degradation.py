@@ -17,7 +17,7 @@ from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
-_LEAST = {1: 1, 3: 0}  # least image side minus half the kernel, by border type: 1 reflect, 3 circular; others: no limit
+_LEAST = {1: 1, 3: 0}  # border type (reflect, circular) to the smallest image side, minus half the kernel
 
 
 def _check_kernel(op: Any, key: str) -> None:
@@ -43,17 +43,11 @@ def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps
     return Steps(arguments.codes, write)
 
 
-def _gaussian(op: Any) -> Steps:
+def _blur(op: Any, *, sigma: str | float) -> Steps | None:
+    """A Gaussian blur. A box blur is one whose sigma is so large that all weights are equal."""
     size, border = op.flags["kernel_size"], op.flags["border_type"].value
     ky, kx = (size, size) if isinstance(size, int) else size
-    return _smoothing(op, steps_of(Code.BLUR, kx, ky, "sigma", border), (ky, kx))
-
-
-def _box(op: Any) -> Steps | None:
-    """A Gaussian blur whose sigma is so large that all weights are equal."""
-    size, border = op.flags["kernel_size"], op.flags["border_type"].value
-    ky, kx = (size, size) if isinstance(size, int) else size
-    return _smoothing(op, steps_of(Code.BLUR, kx, ky, 1e9, border), (ky, kx)) if ky % 2 and kx % 2 else None
+    return _smoothing(op, steps_of(Code.BLUR, kx, ky, sigma, border), (ky, kx)) if ky % 2 and kx % 2 else None
 
 
 def _motion_sizes(op: Any) -> tuple[int, int]:
@@ -78,7 +72,7 @@ def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) ->
 
 
 def _prepare_motion(name: str, op: Any) -> Prepared | None:
-    """For a range of sizes: each sample draws its own size, all equally likely. Kornia draws one size per batch."""
+    """If the kernel size is a range, each sample draws its own size, all equally likely. Kornia draws one per batch."""
     if isinstance(setting(op, "kernel_size"), int):
         return None
     low, high = _motion_sizes(op)
@@ -86,7 +80,7 @@ def _prepare_motion(name: str, op: Any) -> Prepared | None:
     how = [op.flags[kind].name for kind in ("border_type", "resample")]
     blurs = tuple(type(op)(2 * half + 1, angle, direction, *how, p=1.0) for half in range(low, high + 1))
     rules = tuple(_motion(blur)[1] for blur in blurs)
-    return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules), keyed=False)
+    return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules))
 
 
 def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -244,7 +238,7 @@ def _check_rain(op: Any, key: str) -> None:
 
 
 def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
-    """(y, x) of each drop, in 0..1. Kornia makes as many as the batch needs; this makes the maximum."""
+    """(y, x) of the largest number of drops, in 0..1. Kornia makes only as many as the batch needs."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
         raise ConfigError(
@@ -260,7 +254,7 @@ def _floor(x: Tensor) -> Tensor:
 
 
 def _divisors(values: dict[str, Tensor]) -> Tensor:
-    """Kornia's JPEG quantization tables, float32 [n, 128]: luma, chroma. Rounded by its differentiable floor."""
+    """Kornia's JPEG quantization tables for luma and chroma, float32 [n, 128], with Kornia's differentiable floor."""
     from kornia.enhance import JPEGCodecDifferentiable
 
     codec = JPEGCodecDifferentiable()
@@ -272,9 +266,9 @@ def _divisors(values: dict[str, Tensor]) -> Tensor:
 
 
 ENTRIES = {
-    "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from("sigma"), check=_check_kernel),
-    # for large batches Kornia sums in another way, so the last bits depend on the batch
-    "RandomBoxBlur": Entry("pixels", _box, one_by_one=True),
+    "RandomGaussianBlur": Entry("pixels", partial(_blur, sigma="sigma"), uniform_from("sigma"), check=_check_kernel),
+    # Kornia sums large batches in another way, so the last bits depend on the batch
+    "RandomBoxBlur": Entry("pixels", partial(_blur, sigma=1e9), one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
     "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),

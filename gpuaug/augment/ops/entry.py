@@ -29,7 +29,7 @@ class Code(IntEnum):
     """The steps, with their arguments in brackets. Colours are clamped to 0..1 wherever Kornia clamps them.
 
     If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step rounds its input to levels k/255 and computes as
-    Pillow does on uint8 (ops/pillow.py). SOLARIZE then takes (threshold, addition, 1: keep the levels from there on).
+    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels from the threshold on.
     """
 
     NONE = 0
@@ -68,10 +68,8 @@ class Code(IntEnum):
 
 PILLOW = 3  # index of an argument
 WITH_PILLOW = frozenset(
-    (
-        *(Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE),
-        *(Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS),
-    )
+    {Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE}
+    | {Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS}
 )
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
@@ -107,8 +105,8 @@ class RecipeOp(nn.Module):
 class Steps:
     """The steps of one Kornia module, and the function that writes their arguments.
 
-    Attributes:
-        table: for one step that needs more numbers than ARGS: from params (with ``Entry.fields``) to float32 [n, ...].
+    ``table`` is for a step that needs more numbers than ARGS. It makes float32 [n, ...] from the params of n rows,
+    which then include those of ``Entry.fields``.
     """
 
     codes: tuple[Code, ...]
@@ -179,10 +177,10 @@ class Matrix:
     """How the params of one Kornia module become its matrix: pixel indices of its input to those of its output.
 
     Attributes:
-        write: fills float32 [n, 9], zeros at first, for n rows of params. Without ``elements``, seven numbers: angle in
-            degrees (clockwise), scale in x and y, translation in x and y in pixels, shear in x and y in degrees; scale,
-            angle and shear are about the image's centre.
-        elements: whether ``write`` fills the nine elements of the matrix instead.
+        write: fills float32 [n, 9], zeros at first, for n rows of params: with the nine elements of the matrix, or
+            with seven numbers: angle in degrees (clockwise), scale in x and y, translation in x and y in pixels, shear
+            in x and y in degrees. Scale, angle and shear are about the image's centre.
+        elements: whether ``write`` fills the nine elements.
     """
 
     write: Write

@@ -1,8 +1,4 @@
-"""Random erasing as timm does it: boxes of normal noise, of one random colour, or of the mean.
-
-timm erases after the normalization, with values of N(0, 1). gpuaug's operations run before it. So the same values are
-``mean + std * N(0, 1)`` here, with the recipe's mean and std.
-"""
+"""Random erasing as timm does it: boxes of normal noise, of one random colour, or of the mean."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ _MOST = 100  # boxes
 class RandomErasing(RecipeOp):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
-    timm erases after the normalization, with values ``n`` of a standard normal distribution. Here they are
-    ``mean + std * n``, which may be outside 0..1. After the normalization they are timm's. A box that does not fit
-    into the image is drawn again, up to ten times.
+    timm erases after the normalization, with values ``n`` of a standard normal distribution. gpuaug erases before it,
+    with ``mean + std * n``, which may be outside 0..1. The normalization turns these values into timm's. A box that
+    does not fit into the image is drawn again, up to ten times.
 
     Args:
         p: probability that an image is changed.
@@ -136,7 +132,7 @@ def _prepare(name: str, op: RandomErasing) -> Prepared:
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Uniforms: whether, how many boxes; then for each box the areas and ratios of all attempts, place and colour."""
+    """Uniforms: one for ``p``, one for the number of boxes; then for each box areas, ratios, place and colour."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
     slots = []

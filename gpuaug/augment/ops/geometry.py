@@ -95,7 +95,7 @@ def _jigsaw(op: Any) -> tuple[int, Rule]:
 def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Params:
     """Permutations int64 [B, pieces], all equally likely, without ``unchanged`` if it is given.
 
-    A sample that drew ``unchanged`` gets one of all others, which its last uniform selects.
+    If a sample drew ``unchanged``, its last uniform selects another permutation.
     """
     if unchanged is None:
         return {"permutation": np.argsort(u, axis=1, kind="stable")}

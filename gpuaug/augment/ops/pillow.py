@@ -1,8 +1,8 @@
-"""Operations of RandAugment and its relatives, with Pillow's arithmetic on uint8.
+"""Operations of RandAugment and its relatives, with Pillow's arithmetic on uint8, which torchvision and timm use.
 
-torchvision and timm run these operations through Pillow. Pixels are levels k/255: each operation first rounds its input
-to levels, and its results are levels again. All results are bit-identical to Pillow's. The torch functions below are
-the reference. On CUDA they also run the steps that have no kernel.
+Pixels are levels k/255: each operation first rounds its input to levels, and its results are levels again. All results
+are bit-identical to Pillow's. The torch functions below are the reference. On CUDA they also run the steps that have no
+kernel.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _element(m: _Float64, value: _Float64, size: Size, *, at: int, sign: int) ->
 
 def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
     angle = -np.radians(degrees % 360)
-    # Python's round(x, 15), as in Pillow; numpy's gives another value for one angle in twelve
+    # round to 15 digits as Python and Pillow do; numpy's round gives another value for one angle in twelve
     cos, sin = (np.rint(f(angle).astype(np.longdouble) * 1e15).astype(np.float64) / 1e15 for f in (np.cos, np.sin))
     x, y = size[1] / 2, size[0] / 2
     m[:] = np.stack([cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y], axis=1)
@@ -109,7 +109,7 @@ def _fixed(v: _Float64) -> _Float64:
 
 def _write_resample(out: Float, params: Params, size: Size, *, fill: _Fill, interpolation: int, color: Any) -> None:
     m = _backward(params, size, fill=fill)
-    if interpolation == 0:  # Pillow then rounds to multiples of 2^-16, if pixels do not only move in parallel
+    if interpolation == 0:  # for nearest, Pillow rounds matrices to multiples of 2^-16, except pure translations
         rows = (m[:, 1] != 0) | (m[:, 3] != 0)
         whole = m[rows].reshape(-1, 2, 3)
         half = whole[..., :2].sum(2) / 2  # from an edge to a centre
