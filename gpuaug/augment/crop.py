@@ -1,12 +1,12 @@
 """Crops: compute from random numbers and image sizes which part of an image is read, its new size and its position.
 
 takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
-orientation (0 if a sample cannot be decoded: its row then holds any valid box).
+orientation. Both sides of a sample that cannot be decoded are 0; its row then holds any valid box.
 does: torchvision's algorithms, vectorized over the batch.
 gives: :class:`CropWindows`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
 
-All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``, clipped to
-the canvas. The rest of the canvas is `fill`. Cropping comes before resizing, so no pixel outside the box is read.
+All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``. Parts
+outside the canvas are cut off. The rest of the canvas is `fill`. No pixel outside the box is read.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class RandomResizedCrop(Crop):
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # Fallback: the whole image, cut to the nearest allowed ratio. If an image is one pixel high or wide, this can
-        # round to zero. torchvision then fails; gpuaug keeps one pixel.
+        # Fallback: the whole image, cut to the nearest allowed ratio. For an image that is one pixel high or wide, a
+        # side can round to zero. torchvision then fails; gpuaug keeps one pixel.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
@@ -194,7 +194,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window, which may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window misses the image, one pixel is kept; it lands off the canvas.
+        # If the window misses the image, one pixel is kept, at a place outside the canvas.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)

@@ -5,8 +5,8 @@ does: draws the random numbers of all operations and views in one call and compu
 chosen backend applies the operations and the normalization, and casts once.
 gives: float [B, 3, H, W] per view.
 
-A sample's pixels depend only on its own random numbers. Other samples in the batch, other views and other operations
-do not change these numbers or pixels. Results are bit-identical; with ``backend="kornia"`` on CUDA, within 2e-6.
+A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations. The
+pixels are bit-identical in every batch; with ``backend="kornia"`` on CUDA they differ by up to 2e-6.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ReadOnly(nn.Module):
 
 
 class RecipeBase(ReadOnly):
-    """Base of Augment and MultiView. Each view is processed separately."""
+    """Base of Augment and MultiView: recipes with at least one view."""
 
     views: list[View]
 
@@ -225,8 +225,8 @@ class RecipeBase(ReadOnly):
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
         ``drawn``: the batch's random numbers; ``chosen``: the result of :meth:`choose`, if it is already known;
-        ``memory_format``: of the result. With a function as the only argument,
-        this is ``nn.Module.apply``, which a larger model calls for each of its modules.
+        ``memory_format``: of the result. If a function is the only argument, ``nn.Module.apply`` runs instead: a model
+        that contains the recipe calls it.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -382,7 +382,7 @@ class Augment(RecipeBase):
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, BACKENDS)
-        # Prepared operations are not registered as submodules: `.to()` would convert the samplers of Kornia modules.
+        # Prepared operations are not registered as submodules, because `.to()` would convert Kornia's samplers.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         check_place({p.name: p.op for p in self.prepared}, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
@@ -429,7 +429,7 @@ class Augment(RecipeBase):
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
         modules = {name: op for name, op in self.ops.items() if isinstance(op, nn.Module)}
-        # only Kornia's policies hold modules of modules; their own text is pages long
+        # only Kornia's policies hold modules of modules; their repr is pages long
         long = {name for name, op in modules.items() if any(any(child.children()) for child in op.children())}
         ops = (f"{k}={type(op).__name__}(...)" if k in long else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
@@ -448,11 +448,15 @@ class Augment(RecipeBase):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executor": None, "_seen": []}  # unpickling rebuilds compiled functions, caches
+        return {
+            **self.__dict__,
+            "_executor": None,
+            "_seen": [],
+        }  # they hold compiled functions; the copy makes new ones
 
 
 class MultiView(RecipeBase):
-    """Applies several recipes to each image, decoded once. Views have the mapping's order, and copies are adjacent.
+    """Applies several recipes to each image, which is decoded once. Views keep their order; copies are adjacent.
 
     Args:
         views: mapping of names to :class:`Augment`. The name selects the random numbers. None skips an entry.

@@ -5,8 +5,7 @@ does: the algorithms of torchvision, mmsegmentation and YOLO, vectorized over th
 gives: :class:`CropWindows`, as the crops of crop.py. The matrix made from a row's integers maps boxes and keypoints
 exactly.
 
-Where a formula is torchvision's, it is computed in float32, as torchvision computes it. So the same uniforms give the
-same integers.
+torchvision's formulas are computed in float32, as in torchvision. So the same uniforms give the same integers.
 """
 
 from __future__ import annotations
@@ -274,13 +273,13 @@ class RandomIoUCrop(Crop):
     """Zooms out, crops a part that overlaps an object, and resizes it, as SSD does (arXiv:1512.02325).
 
     Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``. The aspect ratio is not kept.
-    Objects whose centre is outside the crop do not count, and the next stage removes them, because ``centres`` is True.
+    Objects whose centre is outside the crop do not count, and the target stage removes them.
 
     torchvision repeats until a crop is found. Here a sample has at most 16 rounds of ``trials`` crops. If none of
     them fits, its image is not cropped (0.03 % of images). An image without boxes is not cropped.
 
-    If the crop contains parts of the zoomed-out border, both edges of the image on the canvas are rounded to nearest.
-    So the image is at most half a pixel off torchvision's (one pixel, if the image is smaller than a pixel).
+    If the crop contains parts of the zoomed-out border, the edges of the image are rounded to whole pixels. So they
+    are at most half a pixel off torchvision's (one pixel, if the image is smaller than a pixel).
 
     Args:
         size: output (H, W); an int is a square.
