@@ -230,7 +230,7 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Space:
-    """The operations of a policy, and the strongest form of each; the defaults are RandAugment's.
+    """The operations of a policy, and the strongest magnitude of each; the defaults are RandAugment's.
 
     The largest translation is ``shift`` pixels if ``per`` is None, else ``shift * width / per`` (vertical: height).
     Posterize keeps ``bits`` bits in its weakest form, and ``dropped`` bits fewer in its strongest.
@@ -265,7 +265,7 @@ class _Space:
 
 @lru_cache(maxsize=64)
 def _table(space: _Space, size: Size) -> Float64:
-    """Magnitudes without sign, float64 [operations, bins]. torch's float32 arithmetic gives torchvision's values."""
+    """Magnitudes without sign, float64 [operations, bins]; computed by torch in float32, as in torchvision."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
     ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
     ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
@@ -298,7 +298,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Number of uniforms that :func:`chained` uses itself: the mixture's part, and each chain's share and depth."""
+    """Number of uniforms that :func:`chained` uses: for the part of the chains, and each chain's share and depth."""
     return 1 + 2 * chains
 
 
@@ -307,8 +307,8 @@ def chained(
 ) -> tuple[Int, tuple[Alternatives, ...], Float]:
     """Chains of ``layers``, with their weights. If ``free``, a chain has 1 to 3 operations.
 
-    The shares have the distribution Dirichlet(1, ..., 1), which normalised exponential values have. The mixture's part
-    has Beta(1, 1), which is uniform.
+    The shares are normalised exponential values, so their distribution is Dirichlet(1, ..., 1). The part of the mixture
+    that comes from the chains has the distribution Beta(1, 1), which is uniform.
     """
     choice, params = layers(u[:, uniforms_of_chains(chains) :], size)
     if free:

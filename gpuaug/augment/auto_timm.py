@@ -47,7 +47,7 @@ class TimmAugment(Policy):
 
     Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
     ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. Use it as an entry of a recipe's ``ops``.
-    To posterize to 0 bits, which high levels can, makes an image black. With Pillow 13, timm itself fails there.
+    High levels can posterize to 0 bits, which makes an image black. With Pillow 13, timm itself fails there.
 
     Args:
         config: the string, timm's ``--aa``.

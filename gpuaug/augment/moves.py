@@ -5,8 +5,7 @@ does: looks up the matrix of each chosen module in its entry (augment/ops) and m
 gives: one float64 matrix per sample from the canvas to itself, in continuous pixel edges: an image spans 0..W x 0..H.
 Elastic transforms have no matrix. Each gives a field, between the matrices, which only masks can follow.
 
-Kornia's matrices map pixel indices, with ``align_corners`` or without: this flag only decides how
-padding by reflection works.
+Kornia's matrices map pixel indices, whatever ``align_corners`` is: this flag only changes the padding by reflection.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Field:
 
 
 class _Step(NamedTuple):
-    """The matrices of one alternative of one slot, for the rows that take it."""
+    """The matrices of an alternative, for the rows that take this alternative."""
 
     matrix: Matrix
     rows: Int
@@ -91,9 +90,8 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
 
     Returns:
         Matrices float64 [B, 3, 3] that map (x, y, 1), in pixel edges of the canvas, to the place after the
-        operations; the identity for a sample that no operation moves. A :class:`Field` for each elastic transform,
-        at its place between the matrices. Without fields, the list has one entry. It is empty if no
-        sample moves.
+        operations; the identity for a sample that no operation moves. Between them, a :class:`Field` for each elastic
+        transform. Without fields, the list has one matrix. The list is empty if no sample moves.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):

@@ -1,8 +1,8 @@
 """Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
 
-Kornia's RandAugment, TrivialAugment and AutoAugment choose one path per batch. Here each sample gets its own path, from
-its own uniforms. The candidates, magnitudes, their mapping and their random sign are Kornia's. If one sample is
-replayed through Kornia's policy with the same path and parameters, the result is bit-identical.
+Kornia's RandAugment, TrivialAugment and AutoAugment choose their operations once per batch. Here each sample has its
+own choice. Operations, magnitudes and signs are Kornia's: with the same choice and parameters, Kornia's policy gives
+bit-identical pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick
 
 logger = logging.getLogger("gpuaug")
-
 
 _FASTER = (
     ". A module whose pixels depend only on its input and on random numbers per image can run on whole batches: see "
@@ -72,8 +71,8 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [B, 3, H, W] to the same shape.
 
-    A module with the attribute ``uniforms = n`` runs on whole batches: it gets the images, and n random numbers for
-    each image if n > 0. Any other module without a rule runs on one image at a time.
+    A module with the attribute ``uniforms = n`` runs on whole batches. It gets the images and, if n > 0, n random
+    numbers for each image. Any other module without a rule runs on one image at a time.
 
     Raises:
         ConfigError: a setting makes samples depend on their batch, or the module does not belong in ``ops``.

@@ -1,8 +1,8 @@
 """Compiles C++ once per machine with an installed compiler, and caches the library.
 
 The library is in the user's cache directory. Its name depends on the source, compiler, flags and processor, so
-different machines can share a home directory. torch.utils.cpp_extension does not do this, does not check
-libraries before it loads them, needs ninja, and takes a second to import.
+different machines can share a home directory. torch.utils.cpp_extension has no such names, does not check libraries
+before it loads them, needs ninja, and takes a second to import.
 """
 
 from __future__ import annotations

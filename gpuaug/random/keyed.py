@@ -185,8 +185,8 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
 
-    On the CPU keyed.cpp computes it. On CUDA torch does, in int64: products wrap modulo 2**64, so both 32-bit halves
-    are exact.
+    On the CPU keyed.cpp computes the values. On CUDA torch does, in int64: products wrap modulo 2**64, so both 32-bit
+    halves are exact.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.

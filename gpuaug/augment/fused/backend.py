@@ -1,15 +1,13 @@
 """``backend="fused"``: runs a whole recipe in one pass over the images.
 
 takes: uint8 [B, H, W, 3] on the device, and the choices for each sample and operation.
-does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU one compiled call
-(cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA a few Triton
-kernels (cuda.py) run them. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
-gives: [B, 3, H, W].
+does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU, one compiled
+call (cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA, a few
+Triton kernels (cuda.py) run them. An operation without fused steps runs through Kornia, between two fused passes; the
+log says so once. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
+gives: [B, 3, H, W]. On each device, a sample's pixels are bit-identical in every batch, except through Kornia on CUDA.
 
-On each device, a sample's pixels are bit-identical in every batch, except through Kornia on CUDA (reference.py).
-
-The program is data. So another order, probability, policy or batch size needs no new compilation. An operation without
-fused steps runs through Kornia, between two fused passes. The log says so once.
+Programs are data, so another order, probability, policy or batch size needs no new compilation.
 """
 
 from __future__ import annotations
@@ -176,7 +174,7 @@ def _tables(
             if steps.table is None or not len(rows := np.flatnonzero(c.choice[:, column.slot] == alternative)):
                 continue
             values = tensors(c.params[column.slot][alternative], rows)
-            if c.keys is not None:  # non_blocking: an ordinary copy to the device would wait for it
+            if c.keys is not None:
                 key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
                 module = lowering.ops[column.op].slots[column.slot][alternative]
                 values |= fields(module, values, key, size, normal)
@@ -185,7 +183,7 @@ def _tables(
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """Weights of blurs per column: each row holds those in x, then those in y; of filters: a square."""
+    """The tables of blurs (per row, the weights in x, then in y) and of motion blurs (per row, a square)."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []

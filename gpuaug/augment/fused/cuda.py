@@ -6,15 +6,14 @@ mean gray before it, from a second kernel. A blur takes two kernels over its sam
 rows that have them. No code here waits for the device.
 gives: [B, 3, H, W], normalised.
 
-A thread block works on one sample, so branches on the steps cause no divergence. Instructions limit the speed, not
-memory: a pixel of `standard` needs about a hundred, which take about as long as the transfer of its bytes. So a thread
-handles 16 pixels and shares the work that is equal for all of them, a load has 8 bytes and a store 16, clamps are part
-of the arithmetic (``.sat``), and only the hue divides. test_triton_kernels.py compiles the kernels ahead of time,
-without a GPU, and checks their instructions.
+A thread block works on one sample, so branches on the steps cause no divergence. The number of instructions limits the
+speed, not the memory: a pixel of `standard` needs about a hundred instructions, which take as long as the transfer of
+its bytes. So a thread handles 16 pixels and shares the work that is equal for all of them, a load has 8 bytes and a
+store 16, clamps are part of the arithmetic (``.sat``), and only the hue divides. test_triton_kernels.py compiles the
+kernels without a GPU and checks their instructions.
 
-CUDA graphs are not used. They would copy the input and output to and from their own memory, four times the bytes of
-`standard`. They would save only two or three kernel launches per batch: about 30 µs of host time, in a background
-thread.
+CUDA graphs are not used. Copies into and out of their own memory would move four times the bytes of `standard`. They
+would save two or three kernel launches per batch: about 30 µs of host time, in a background thread.
 """
 
 from __future__ import annotations
