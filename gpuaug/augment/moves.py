@@ -48,12 +48,8 @@ class Field:
     def apply(self, masks: Tensor, fill: int) -> Tensor:
         """Move the labels of the transformed samples by the field that moves their images; others are unchanged.
 
-        Args:
-            masks: integers [B, H, W] up to 2**24 on any device; not modified.
-            fill: value of pixels from outside the mask, 0 to 2**24.
-
-        Returns:
-            [B, H, W], same dtype and device.
+        ``masks``: integers [B, H, W] up to 2**24 on any device; not modified. ``fill``: the value of pixels from
+        outside the mask. The result has the same shape, dtype and device.
         """
         from kornia.geometry.transform import elastic_transform2d
 
@@ -151,12 +147,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
-    """Check that targets can follow all operations.
-
-    Args:
-        ops: the recipe's operations.
-        names: the targets: ``masks``, ``boxes``, ``keypoints``.
-        path: the key of the operations, for messages.
+    """Check that the targets ``names`` (masks, boxes, keypoints) can follow all operations.
 
     Raises:
         ConfigError: gpuaug does not know where an operation moves pixels, or a target cannot follow it.

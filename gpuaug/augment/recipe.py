@@ -110,11 +110,7 @@ class RecipeBase(ReadOnly):
     views: list[View]
 
     def at(self, epoch: int) -> Self:
-        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others.
-
-        Args:
-            epoch: number of the epoch; not used.
-        """
+        """The recipe of ``epoch``: always this one. A :class:`~gpuaug.Progressive` has others."""
         return self
 
     @property
@@ -240,9 +236,7 @@ class RecipeBase(ReadOnly):
     def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
         """The choices and parameters of every operation, per view.
 
-        Args:
-            drawn: the batch's random numbers.
-            sizes: (H, W) of each view's images.
+        ``drawn``: the batch's random numbers; ``sizes``: (H, W) of each view's images.
         """
         return [
             [

@@ -196,14 +196,10 @@ class TargetStage:
     def finish(
         self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
     ) -> list[BatchTargets]:
-        """Upload the targets of every view.
+        """Upload the decoded targets of every view to the device of the images.
 
-        Args:
-            batch: decoded targets.
-            indices: int64 [B], sample numbers.
-            bad: rows with a fault. Their masks become ``fill``, and their objects are dropped.
-            keep: int64 [n], the rows to keep; None: all.
-            device: the device of the images.
+        ``bad``: rows with a fault; their masks become ``fill``, and their objects are dropped. ``keep``: int64 [n], the
+        rows to keep; None: all.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
         return [self._finish(view, batch.upright, indices, bad=bad, rows=rows, device=device) for view in batch.views]

@@ -48,14 +48,9 @@ class PillowOp(nn.Module):
         self.fill = tuple(fill)
 
     def forward(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """Run the operation in torch.
+        """Run the operation in torch: float32 [B, 3, H, W], clamped to 0..1, to levels k/255.
 
-        Args:
-            images: float32 [B, 3, H, W]; they are clamped to 0..1.
-            params: ``magnitude``, float32 [B] on the CPU. The units are those of Pillow: see :data:`ENTRIES`.
-
-        Returns:
-            float32 [B, 3, H, W], levels k/255.
+        ``params`` holds ``magnitude``, float32 [B] on the CPU. Its units are Pillow's: see :data:`ENTRIES`.
         """
         steps = ENTRIES[self.name].steps(self)
         assert steps is not None
@@ -163,16 +158,10 @@ ENTRIES = {
 
 
 def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
-    """Run a step with Pillow's arithmetic.
+    """Run LEVELS, RESAMPLE or a step in WITH_PILLOW: float32 [B, 3, H, W], clamped to 0..1, to levels k/255.
 
-    Args:
-        code: LEVELS, RESAMPLE, or in WITH_PILLOW.
-        x: float32 [B, 3, H, W]; it is clamped to 0..1.
-        a: arguments, float32 [B, ARGS] on the same device.
-        interpolation: for RESAMPLE, the same for all rows: index in :data:`INTERPOLATIONS`.
-
-    Returns:
-        float32 [B, 3, H, W], levels k/255.
+    ``a``: arguments, float32 [B, ARGS] on the same device. ``interpolation``: for RESAMPLE, the same for all rows: an
+    index in :data:`INTERPOLATIONS`.
     """
     f = a[:, :1, None, None]
     v = (x.clamp(0, 1) * 255 + (f if code is Code.LEVELS else 0.5)).floor()
