@@ -102,8 +102,7 @@ class Plan:
         highest: largest level.
         p: probability of each operation.
         weights: of ``names``, for a choice without repetition; None: equally likely, with repetition.
-        pairs: AutoAugment's policy, and the name of its posterize. The magnitudes and probabilities of its table are
-            used instead of ``magnitude`` and ``p``.
+        pairs: AutoAugment's policy, and the name of its posterize. The policy's table replaces ``magnitude`` and ``p``.
         chains: AugMix's number of chains; 0: none.
         free: whether chains have a random number of operations.
     """
@@ -228,22 +227,10 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
 _Argument = Callable[[Float64, Float64, tuple[float, float]], Any]
 
 
-def _none(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
-    return np.zeros_like(f)
-
-
-def _factor(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
-    return f * 1.8 + 0.1
-
-
-def _factor_increasing(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
-    return np.maximum(0.1, 1.0 + s * (f * 0.9))
-
-
 _ARGUMENTS: dict[str, tuple[str, _Argument]] = {
-    **{name: (name, _none) for name in ("auto_contrast", "equalize", "invert")},
-    **{name: (name, _factor) for name in FACTORS},
-    **{f"{name}_increasing": (name, _factor_increasing) for name in FACTORS},
+    **{name: (name, lambda f, s, shift: np.zeros_like(f)) for name in ("auto_contrast", "equalize", "invert")},
+    **{name: (name, lambda f, s, shift: f * 1.8 + 0.1) for name in FACTORS},
+    **{f"{name}_increasing": (name, lambda f, s, shift: np.maximum(0.1, 1.0 + s * (f * 0.9))) for name in FACTORS},
     "rotate": ("rotate", lambda f, s, shift: s * (f * 30.0)),
     "shear_x": ("shear_x", lambda f, s, shift: s * (f * 0.3)),
     "shear_y": ("shear_y", lambda f, s, shift: s * (f * 0.3)),

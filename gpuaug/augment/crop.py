@@ -240,8 +240,8 @@ class Resize(Crop):
     Args:
         size: (H, W) is exact. An int is the new shorter side; the longer side keeps the aspect ratio, rounded down.
             With an int, all resized images of a batch must have the same size; a batch of one image always has.
-        max_size: limit of the longer side, above ``size``, which is then an int. A longer image gets this longer side
-            and a shorter side that is rounded down. None: no limit.
+        max_size: limit of the longer side; it must be above ``size``, which must be an int. If the longer side would
+            be longer, it gets this length, and the shorter side is rounded down. None: no limit.
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:

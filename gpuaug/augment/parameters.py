@@ -23,6 +23,7 @@ Size = tuple[int, int]  # H, W of the images an operation is applied to
 Params = dict[str, NDArray[Any]]  # Kornia's parameter names to arrays [B, ...]
 Rule = Callable[[Float, Size], Params]  # uniforms [B, n] (without the gate's) to parameters
 Alternatives = tuple[Params, ...]
+Tensors = dict[str, Tensor]  # Kornia's parameter names to tensors [B, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +89,7 @@ def always_applied(op: nn.Module) -> Any:
     return module
 
 
-def tensors(params: Params, rows: Int | None = None) -> dict[str, Tensor]:
+def tensors(params: Params, rows: Int | None = None) -> Tensors:
     """Parameters of the given rows (None: all) as CPU tensors, because Kornia expects them on the CPU."""
     # A value shared by all samples is a read-only view of one row. It is copied, because torch warns about such views.
     return {

@@ -322,9 +322,10 @@ class RandomIoUCrop(Crop):
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.size = pair("size", size)
-        self.min_scale, self.max_scale = _limits("scale", min_scale, max_scale, high=1.0)
-        self.min_aspect_ratio, self.max_aspect_ratio = _limits(
-            "aspect_ratio", min_aspect_ratio, max_aspect_ratio, high=math.inf
+        scales, ratios = (min_scale, max_scale), (min_aspect_ratio, max_aspect_ratio)
+        self.min_scale, self.max_scale = positive_range("min_scale` and `max_scale", scales, high=1.0)
+        self.min_aspect_ratio, self.max_aspect_ratio = positive_range(
+            "min_aspect_ratio` and `max_aspect_ratio", ratios, high=math.inf
         )
         self.sampler_options = _options(sampler_options)
         self.trials = checks.whole_number("trials", trials, 1, 1000)
@@ -443,10 +444,6 @@ def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
         union = box + crop - shared
         iou = shared / np.where(union > 0, union, 1.0)
     return np.where(inside, np.nan_to_num(iou, nan=0.0), -1.0)
-
-
-def _limits(name: str, low: Any, high_value: Any, *, high: float) -> tuple[float, float]:
-    return positive_range(f"min_{name}` and `max_{name}", (low, high_value), high=high)
 
 
 def _options(value: Any) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick, scale
 
@@ -167,7 +167,7 @@ def _check_dropped(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
 
 
-def _own_row(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _own_row(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     return {"batch_idx": torch.arange(len(keys))[:, None]}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
@@ -132,7 +132,7 @@ def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[An
     }
 
 
-def _gaussian_noise(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     values = normal(keys, 3 * size[0] * size[1]).view(-1, 3, *size)
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
@@ -152,7 +152,7 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
 _ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
 
 
-def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
         params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
@@ -162,14 +162,12 @@ def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal
     return {name: mask.expand(-1, 3, -1, -1) for name, mask in masks.items()}
 
 
-def _speck_values(values: dict[str, Tensor]) -> Tensor:
+def _speck_values(values: Tensors) -> Tensor:
     """White 1, black 0, unchanged -1; float32 [n, 1, H, W]."""
     return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
 
 
-def _plasma(
-    op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal, *, channels: int = 3
-) -> dict[str, Tensor]:
+def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal, *, channels: int = 3) -> Tensors:
     """Kornia's plasma, from each sample's own random numbers."""
     from kornia.contrib import diamond_square
 
@@ -188,19 +186,15 @@ def _plasma(
     return {"plasma": plasma[:count]}
 
 
-def _per_image(values: dict[str, Tensor], name: str) -> Tensor:
+def _per_image(values: Tensors, name: str) -> Tensor:
     return values[name].to(values["plasma"].device, non_blocking=True).view(-1, 1, 1, 1)
 
 
-def _brightness(values: dict[str, Tensor]) -> Tensor:
+def _brightness(values: Tensors) -> Tensor:
     return (2 * values["plasma"] - 1) * _per_image(values, "intensity")
 
 
-def _contrast(values: dict[str, Tensor]) -> Tensor:
-    return 4 * values["plasma"]
-
-
-def _shadow(values: dict[str, Tensor]) -> Tensor:
+def _shadow(values: Tensors) -> Tensor:
     shade = (values["plasma"] < _per_image(values, "shade_quantity")).float() * _per_image(values, "shade_intensity")
     return shade.expand(-1, 3, -1, -1)
 
@@ -237,7 +231,7 @@ def _check_rain(op: Any, key: str) -> None:
             raise ConfigError(f"`{key}.{name}` must be at least {least}. Found: {value:.0f}.")
 
 
-def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     """(y, x) of the largest number of drops, in 0..1. Kornia makes only as many as the batch needs."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
@@ -253,7 +247,7 @@ def _floor(x: Tensor) -> Tensor:
     return whole + (x - 0.5 - whole) ** 3
 
 
-def _divisors(values: dict[str, Tensor]) -> Tensor:
+def _divisors(values: Tensors) -> Tensor:
     """Kornia's JPEG quantization tables for luma and chroma, float32 [n, 128], with Kornia's differentiable floor."""
     from kornia.enhance import JPEGCodecDifferentiable
 
@@ -290,7 +284,9 @@ ENTRIES = {
     "RandomLinearIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
     "RandomLinearCornerIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
     "RandomPlasmaBrightness": Entry("pixels", step(Code.FIELD, table=_brightness), fields=_plasma),
-    "RandomPlasmaContrast": Entry("pixels", step(Code.FIELD, 1, table=_contrast), fields=_plasma),
+    "RandomPlasmaContrast": Entry(
+        "pixels", step(Code.FIELD, 1, table=lambda values: 4 * values["plasma"]), fields=_plasma
+    ),
     "RandomPlasmaShadow": Entry("pixels", step(Code.FIELD, table=_shadow), fields=partial(_plasma, channels=1)),
     "RandomRain": Entry("pixels", _rain_steps, _rain, check=_check_rain, fields=_coordinates),
     "RandomSnow": Entry("pixels", step(Code.SNOW, "snow_coefficient", "brightness")),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpuaug.augment.ops import kornia_private
 from gpuaug.augment.ops.kornia_private import Range
-from gpuaug.augment.parameters import Params, Prepared, Rule, Size
+from gpuaug.augment.parameters import Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
@@ -75,7 +75,8 @@ WITH_PILLOW = frozenset(
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
 Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
-Fields = Callable[[Any, dict[str, Tensor], Tensor, Size, Normal], dict[str, Tensor]]
+Fields = Callable[[Any, Tensors, Tensor, Size, Normal], Tensors]
+MakeTable = Callable[[Tensors], Tensor]
 
 
 class RecipeOp(nn.Module):
@@ -111,7 +112,7 @@ class Steps:
 
     codes: tuple[Code, ...]
     write: Write
-    table: Callable[[dict[str, Tensor]], Tensor] | None = None
+    table: MakeTable | None = None
 
 
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
@@ -155,7 +156,7 @@ def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters
     return both
 
 
-def steps_of(code: Code, *arguments: str | float, table: Callable[[dict[str, Tensor]], Tensor] | None = None) -> Steps:
+def steps_of(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Steps:
     """One step. Each argument is a parameter's name, or a number that is the same for every sample."""
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -165,9 +166,7 @@ def steps_of(code: Code, *arguments: str | float, table: Callable[[dict[str, Ten
     return Steps((code,), write, table)
 
 
-def step(
-    code: Code, *arguments: str | float, table: Callable[[dict[str, Tensor]], Tensor] | None = None
-) -> Callable[[Any], Steps]:
+def step(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Callable[[Any], Steps]:
     """Like :func:`steps_of`, as a function of the module; the module's settings do not matter."""
     return lambda op: steps_of(code, *arguments, table=table)
 

@@ -16,7 +16,7 @@ from gpuaug import checks
 from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.entry import Code, Entry, Normal, RecipeOp, Steps
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
@@ -176,7 +176,7 @@ def _steps(op: RandomErasing) -> Steps:
     return Steps((Code.ERASE_NOISE,), write, (lambda values: values["gaussian_noise"]) if op.mode == "pixel" else None)
 
 
-def _noise(op: RandomErasing, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     """Noise for the largest possible box. Each value depends on the number of values, so this number must be fixed."""
     if op.mode != "pixel":  # in a OneOf, another operation may have keys
         return {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
 from gpuaug.augment.ops.kornia_private import setting
-from gpuaug.augment.parameters import Params, Rule, Size, tensors
+from gpuaug.augment.parameters import Params, Rule, Size, Tensors, tensors
 from gpuaug.random.keyed import Float, field, scale
 
 # --- parameters
@@ -110,7 +110,7 @@ def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Par
     return {"permutation": pieces}
 
 
-def _elastic_noise(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     return {"noise": field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
 
 
