@@ -1,15 +1,15 @@
 """Moves the targets of a batch with its images: objects on the host, masks on the host and then on the device.
 
 takes: :class:`EncodedBatch` with targets, headers, crop windows and the choices of every operation.
-does: composes one matrix per sample, from the annotated image to the output. Moves objects by it in float64. Decodes
-masks, and samples each once.
+does: composes one matrix per sample, from the annotated image to the output. Moves objects by this matrix in float64.
+Decodes masks, and samples each mask once.
 gives: one :class:`BatchTargets` per view.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,12 +65,12 @@ class Placed:
     masks: Tensor | None = None  # [B, H, W], set by TargetStage.decode
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TargetBatch:
     """Targets of a batch between two stages: one :class:`Placed` per view."""
 
     upright: Upright
-    views: list[Placed] = field(default_factory=list)
+    views: list[Placed]
 
 
 class TargetStage:

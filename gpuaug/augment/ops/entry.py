@@ -128,7 +128,7 @@ def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
 
 
 def all_uniform(op: Any) -> tuple[int, Rule]:
-    """A rule for operations whose parameters are all uniform, under Kornia's names; many operations draw none."""
+    """A rule for operations whose parameters are all uniform, under Kornia's names, or that have no parameters."""
     return _uniform(kornia_private.ranges(op))
 
 
@@ -197,7 +197,7 @@ class Entry:
         steps: from a module to its fused steps. None: its settings have no fused form, so the module itself runs.
         parameters: from a module to the number of uniforms per sample (without the one for ``p``), and the rule
             that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
-        check: raises ConfigError for settings that would fail later. Arguments: the module, its configuration key.
+        check: (module, configuration key); raises ConfigError for settings that would fail later.
         prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
         fields: (module, params of the rows, keys int64 [n, 2], size, normal) to the params that are not drawn, such as
             values per pixel. They are on the device of the keys.
