@@ -59,7 +59,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last): one kernel runs their steps in POINTS. Then ``rest`` runs: other steps of the last column."""
+    """Columns [first, last): one kernel runs their steps in POINTS. Then the last column's other steps, ``rest``, run."""
 
     first: int
     last: int
