@@ -59,7 +59,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last): one kernel runs their steps in POINTS. Then the last column's other steps, ``rest``, run."""
+    """Columns [first, last): one kernel runs the steps in POINTS, then ``rest`` runs: the last column's other steps."""
 
     first: int
     last: int
