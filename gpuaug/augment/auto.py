@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from gpuaug import checks
 from gpuaug.augment import auto_tables
-from gpuaug.augment.ops.pillow import PillowOp
+from gpuaug.augment.ops.entry import RecipeOp
+from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int
+from gpuaug.random.keyed import Float, Int, pick
 
 GEOMETRIC = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FACTORS = ("brightness", "color", "contrast", "sharpness")
 _OTHERS = ("posterize", "solarize", "auto_contrast", "equalize")
-_INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 MOST = 100  # operations of an image or of a chain; chains
 _BINS = 1000  # magnitudes
 FREE_DEPTH = 3  # AugMix: most operations of a chain without a fixed depth
@@ -36,48 +36,20 @@ Float64 = NDArray[np.float64]
 Fill = float | Sequence[float] | None
 
 
-class Policy(nn.Module):
-    """Base of the policies: interpolation and fill of their geometric operations. It draws nothing itself."""
+class Policy(RecipeOp):
+    """Base of the policies: interpolation and fill of the operations that move pixels."""
 
     def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.interpolation = checks.one_of("interpolation", interpolation, (*_INTERPOLATIONS, *also))
+        self.interpolation = checks.one_of("interpolation", interpolation, (*INTERPOLATIONS, *also))
         self.fill = _colour(fill)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe.
-
-        Args:
-            name: its key in ``ops``.
-        """
+        """The policy as an operation of a recipe; ``name`` is the policy's key in ``ops``."""
         raise NotImplementedError
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Not possible: the recipe draws the random numbers of each sample, and the policy has none of its own.
-
-        Args:
-            images: float [B, 3, H, W]; not used.
-
-        Raises:
-            ConfigError: always. Use a recipe, such as ``gpuaug.Augment(ops={"randaugment": gpuaug.RandAugment()})``.
-        """
-        name = type(self).__name__
-        raise ConfigError(
-            f"`{name}` must be an entry of a recipe's `ops`. Found: a direct call. "
-            f'Use gpuaug.Augment(ops={{"{name.lower()}": gpuaug.{name}()}}).'
-        )
-
-    def extra_repr(self) -> str:
-        """All settings."""
-        return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k[0] != "_" and k != "training")
-
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
-        """One operation per name.
-
-        Args:
-            names: of :class:`PillowOp`.
-            interpolation: None: the policy's.
-        """
+        """One :class:`PillowOp` for each of ``names``. ``interpolation`` None: the policy's own."""
         interpolation = interpolation or self.interpolation
         return tuple(PillowOp(name, interpolation=interpolation, fill=self.fill) for name in names)
 
@@ -114,11 +86,7 @@ class RandAugment(Policy):
         self.magnitude = checks.whole_number("magnitude", magnitude, 0, num_magnitude_bins - 1)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe, with one slot per operation of an image.
-
-        Args:
-            name: its key in ``ops``.
-        """
+        """The policy, whose key in ``ops`` is ``name``, with one slot per operation of an image."""
         space = _Space(names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS), bins=self.num_magnitude_bins)
         rule = partial(_layers, space=space, slots=self.num_ops, low=self.magnitude, high=self.magnitude + 1)
         return Prepared(name, self, (self.modules_of(space.names),) * self.num_ops, _EACH * self.num_ops, rule)
@@ -143,11 +111,7 @@ class TrivialAugmentWide(Policy):
         self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2, _BINS)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe, with one slot.
-
-        Args:
-            name: its key in ``ops``.
-        """
+        """The policy, whose key in ``ops`` is ``name``, with one slot."""
         space = _Space(
             names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS),
             bins=self.num_magnitude_bins,
@@ -182,11 +146,7 @@ class AutoAugment(Policy):
         self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe, with one slot per operation of a pair.
-
-        Args:
-            name: its key in ``ops``.
-        """
+        """The policy, whose key in ``ops`` is ``name``, with one slot per operation of a pair."""
         table = auto_tables.read(self.policy)
         space = _Space(names=table.names, bins=10)
         slots = (self.modules_of(space.names),) * 2
@@ -236,11 +196,7 @@ class AugMix(Policy):
             )
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe, with the slots of all chains, one chain after the other.
-
-        Args:
-            name: its key in ``ops``.
-        """
+        """The policy, whose key in ``ops`` is ``name``, with the slots of all chains, one chain after the other."""
         space = _Space(
             names=(*GEOMETRIC, *_OTHERS, *(FACTORS if self.all_ops else ())),
             bins=10,
@@ -274,7 +230,7 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Space:
-    """The operations of a policy, and the strongest form of each; the defaults are RandAugment's.
+    """The operations of a policy, and the strongest magnitude of each; the defaults are RandAugment's.
 
     The largest translation is ``shift`` pixels if ``per`` is None, else ``shift * width / per`` (vertical: height).
     Posterize keeps ``bits`` bits in its weakest form, and ``dropped`` bits fewer in its strongest.
@@ -309,7 +265,7 @@ class _Space:
 
 @lru_cache(maxsize=64)
 def _table(space: _Space, size: Size) -> Float64:
-    """Magnitudes without sign, float64 [operations, bins]. torch's float32 arithmetic gives torchvision's values."""
+    """Magnitudes without sign, float64 [operations, bins]; computed by torch in float32, as in torchvision."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
     ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
     ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
@@ -323,11 +279,6 @@ def _table(space: _Space, size: Size) -> Float64:
 # --- choices
 
 _EACH = 3  # uniforms per slot: operation, sign, magnitude
-
-
-def pick(u: Float, count: int) -> Int:
-    """Whole numbers below ``count`` from uniforms, all equally likely."""
-    return (u * np.float32(count)).astype(np.int64)
 
 
 def _layers(
@@ -347,7 +298,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Number of uniforms that :func:`chained` uses itself: the mixture's part, and each chain's share and depth."""
+    """Number of uniforms that :func:`chained` uses: for the part of the chains, and each chain's share and depth."""
     return 1 + 2 * chains
 
 
@@ -356,8 +307,8 @@ def chained(
 ) -> tuple[Int, tuple[Alternatives, ...], Float]:
     """Chains of ``layers``, with their weights. If ``free``, a chain has 1 to 3 operations.
 
-    The shares have the distribution Dirichlet(1, ..., 1), which normalised exponential values have. The mixture's part
-    has Beta(1, 1), which is uniform.
+    The shares are normalised exponential values, so their distribution is Dirichlet(1, ..., 1). The part of the mixture
+    that comes from the chains has the distribution Beta(1, 1), which is uniform.
     """
     choice, params = layers(u[:, uniforms_of_chains(chains) :], size)
     if free:

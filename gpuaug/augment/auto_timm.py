@@ -26,12 +26,11 @@ from gpuaug.augment.auto import (
     Float64,
     Policy,
     chained,
-    pick,
     uniforms_of_chains,
 )
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int
+from gpuaug.random.keyed import Float, Int, pick
 
 ALLOWED = (
     "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
@@ -48,7 +47,7 @@ class TimmAugment(Policy):
 
     Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
     ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. Use it as an entry of a recipe's ``ops``.
-    To posterize to 0 bits, which high levels can, makes an image black. With Pillow 13, timm itself fails there.
+    High levels can posterize to 0 bits, which makes an image black. With Pillow 13, timm itself fails there.
 
     Args:
         config: the string, timm's ``--aa``.
@@ -67,16 +66,11 @@ class TimmAugment(Policy):
         fill: Fill = (124, 116, 104),
     ) -> None:
         super().__init__(interpolation, fill, also=("random",))
-        parse(config)
-        self.config = config
+        self.config, self._plan = config, parse(config)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe.
-
-        Args:
-            name: its key in ``ops``.
-        """
-        plan = parse(self.config)
+        """The policy as an operation of a recipe; ``name`` is the policy's key in ``ops``."""
+        plan = self._plan
         rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
         count = plan.leading + _EACH * plan.slots
         if plan.chains:
@@ -108,8 +102,7 @@ class Plan:
         highest: largest level.
         p: probability of each operation.
         weights: of ``names``, for a choice without repetition; None: equally likely, with repetition.
-        pairs: AutoAugment's policy, and the name of its posterize. The magnitudes and probabilities of its table are
-            used instead of ``magnitude`` and ``p``.
+        pairs: AutoAugment's policy, and the name of its posterize. The policy's table replaces ``magnitude`` and ``p``.
         chains: AugMix's number of chains; 0: none.
         free: whether chains have a random number of operations.
     """
@@ -234,22 +227,10 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
 _Argument = Callable[[Float64, Float64, tuple[float, float]], Any]
 
 
-def _none(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
-    return np.zeros_like(f)
-
-
-def _factor(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
-    return f * 1.8 + 0.1
-
-
-def _factor_increasing(f: Float64, s: Float64, shift: tuple[float, float]) -> Any:
-    return np.maximum(0.1, 1.0 + s * (f * 0.9))
-
-
 _ARGUMENTS: dict[str, tuple[str, _Argument]] = {
-    **{name: (name, _none) for name in ("auto_contrast", "equalize", "invert")},
-    **{name: (name, _factor) for name in FACTORS},
-    **{f"{name}_increasing": (name, _factor_increasing) for name in FACTORS},
+    **{name: (name, lambda f, s, shift: np.zeros_like(f)) for name in ("auto_contrast", "equalize", "invert")},
+    **{name: (name, lambda f, s, shift: f * 1.8 + 0.1) for name in FACTORS},
+    **{f"{name}_increasing": (name, lambda f, s, shift: np.maximum(0.1, 1.0 + s * (f * 0.9))) for name in FACTORS},
     "rotate": ("rotate", lambda f, s, shift: s * (f * 30.0)),
     "shear_x": ("shear_x", lambda f, s, shift: s * (f * 0.3)),
     "shear_y": ("shear_y", lambda f, s, shift: s * (f * 0.3)),

@@ -1,9 +1,9 @@
 """Mixtures of chains (AugMix, arXiv:1912.02781): operations whose result is not one sequence of steps.
 
-takes: a sample's image, and its choices for several chains of operations.
-does: runs every chain on a copy of the image. Mixes the results and the image with the sample's own weights, in whole
-levels of 255 as the authors' libraries do.
-gives: the mixture. Each backend runs the chains itself, and both use the same mixing.
+takes: images, and the choices of each sample for several chains of operations.
+does: lets the backend run every chain on a copy of the images. Mixes the results and the images with each sample's
+weights, in whole levels of 255, as torchvision and timm do.
+gives: the mixture.
 """
 
 from __future__ import annotations
@@ -23,23 +23,16 @@ def one_chain(op: Prepared) -> Prepared:
 
 
 def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
-    """Mix float32 [B, 3, H, W] with the results of its chains.
+    """Mix images float32 [B, 3, H, W] in 0..1 with the results of their chains; the result has whole levels k / 255.
 
-    Args:
-        x: pixels in 0..1; not modified.
-        op: an operation with chains.
-        chosen: its choices and weights.
-        run: applies :func:`one_chain` to a copy of ``x``.
-
-    Returns:
-        float32 [B, 3, H, W], in whole levels: k / 255.
+    ``run`` applies :func:`one_chain` to a copy of ``x``, which is not modified.
     """
     assert chosen.weights is not None
     weights = torch.from_numpy(chosen.weights).to(x.device, non_blocking=True)
     mix, *shares = weights.T[..., None, None, None]
     made = (_levels(run(x, own)) for own in _each(op, chosen))
     image = _levels(x)
-    # multiplied, then added: a fused multiplication would round differently at some places of a tensor
+    # Products are added in a second call, because torch's fused forms round differently at some places of a tensor.
     if op.rounds_twice:  # timm: the chains' sum is rounded down, then blended with the image
         total = torch.zeros_like(image)
         for share, levels in zip(shares, made, strict=True):

@@ -1,19 +1,19 @@
 """Crops: compute from random numbers and image sizes which part of an image is read, its new size and its position.
 
 takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
-orientation (0 if a sample cannot be decoded: its row then holds any valid box).
+orientation. Both sides of a sample that cannot be decoded are 0; its row then holds any valid box.
 does: torchvision's algorithms, vectorized over the batch.
 gives: :class:`CropWindows`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
 
-All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``, clipped to
-the canvas. The rest of the canvas is `fill`. Cropping comes before resizing, so no pixel outside the box is read.
+All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``. Parts
+outside the canvas are cut off. The rest of the canvas is `fill`. No pixel outside the box is read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
+if TYPE_CHECKING:
+    from gpuaug.targets.objects import Objects
+
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
 LARGEST_VIEW = 178_000_000  # pixels of a view; equals the default of `decode.max_pixels`
 _TRIES = 10  # of RandomResizedCrop before it falls back to a central crop, as in torchvision
@@ -31,27 +34,10 @@ Known = NDArray[np.bool_]  # [B], False for a sample that cannot be decoded
 Redraw = Callable[[int, Int64], Float]
 
 
-class BoxTable(Protocol):
-    """The boxes of a batch, one row per object.
-
-    Attributes:
-        boxes: float64 [N, 4], (x1, y1, x2, y2) in pixels of the upright image.
-        sample: int64 [N], the row of the object's image in the batch.
-    """
-
-    @property
-    def boxes(self) -> Any:
-        """Corners of each box."""
-
-    @property
-    def sample(self) -> Int64:
-        """Row of each box's image."""
-
-
 class Reads(NamedTuple):
     """What some crops read besides sizes and uniforms; see :meth:`Crop.windows`."""
 
-    objects: BoxTable | None
+    objects: Objects | None
     masks: Sequence[NDArray[Any] | None] | None
     redraw: Redraw | None
 
@@ -79,7 +65,7 @@ class Crop:
         heights: Int64,
         widths: Int64,
         *,
-        objects: BoxTable | None = None,
+        objects: Objects | None = None,
         masks: Sequence[NDArray[Any] | None] | None = None,
         redraw: Redraw | None = None,
     ) -> CropWindows:
@@ -88,7 +74,7 @@ class Crop:
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
             heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
-            objects: the boxes of all samples; used only if ``needs`` has ``boxes``.
+            objects: the boxes of all samples, in pixels of the upright images; used only if ``needs`` has ``boxes``.
             masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
                 ``needs`` has ``masks``.
             redraw: (round >= 1, rows int64 [n]) to further uniforms float32 [n, count]. None: one round.
@@ -149,8 +135,8 @@ class RandomResizedCrop(Crop):
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # Fallback: the whole image, cut to the nearest allowed ratio. If an image is one pixel high or wide, this can
-        # round to zero. torchvision then fails; gpuaug keeps one pixel.
+        # Fallback: the whole image, cut to the nearest allowed ratio. For an image that is one pixel high or wide, a
+        # side can round to zero. torchvision then fails; gpuaug keeps one pixel.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
@@ -208,7 +194,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window, which may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window misses the image, one pixel is kept; it lands off the canvas.
+        # If the window misses the image, one pixel is kept, at a place outside the canvas.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
@@ -254,8 +240,8 @@ class Resize(Crop):
     Args:
         size: (H, W) is exact. An int is the new shorter side; the longer side keeps the aspect ratio, rounded down.
             With an int, all resized images of a batch must have the same size; a batch of one image always has.
-        max_size: limit of the longer side, above ``size``, which is then an int. A longer image gets this longer side
-            and a shorter side that is rounded down. None: no limit.
+        max_size: limit of the longer side; it must be above ``size``, which must be an int. If the longer side would
+            be longer, it gets this length, and the shorter side is rounded down. None: no limit.
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:

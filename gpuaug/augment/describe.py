@@ -1,4 +1,4 @@
-"""Recipes as short texts and as tables. A recipe shows itself through this module, which so imports none."""
+"""Recipes as short texts and as tables. This module imports no recipe, because recipes import this module."""
 
 from __future__ import annotations
 

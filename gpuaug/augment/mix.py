@@ -14,7 +14,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
 _LARGEST_ALPHA = 1e9  # far below this value, Beta(alpha, alpha) is already almost exactly 1/2
-# random values of a batch before those for the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box center
+# random values before those for the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the centre of the box
 _FIXED = 6
 
 
@@ -79,9 +79,7 @@ class Mix:
             ConfigError: there are no labels, or their shape or dtype is not supported.
         """
         soft = self._soft(labels, num_classes)
-        stream = Stream(
-            "", -1, "mix", _FIXED + len(valid)
-        )  # no operation has copy -1, so these numbers are independent
+        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation has copy -1: its numbers are its own
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         both = self.cutmix_alpha and self.mixup_alpha

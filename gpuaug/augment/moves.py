@@ -5,8 +5,7 @@ does: looks up the matrix of each chosen module in its entry (augment/ops) and m
 gives: one float64 matrix per sample from the canvas to itself, in continuous pixel edges: an image spans 0..W x 0..H.
 Elastic transforms have no matrix. Each gives a field, between the matrices, which only masks can follow.
 
-Kornia's matrices map pixel indices, with ``align_corners`` or without: this flag only decides how
-padding by reflection works.
+Kornia's matrices map pixel indices, whatever ``align_corners`` is: this flag only changes the padding by reflection.
 """
 
 from __future__ import annotations
@@ -49,12 +48,8 @@ class Field:
     def apply(self, masks: Tensor, fill: int) -> Tensor:
         """Move the labels of the transformed samples by the field that moves their images; others are unchanged.
 
-        Args:
-            masks: integers [B, H, W] up to 2**24 on any device; not modified.
-            fill: value of pixels from outside the mask, 0 to 2**24.
-
-        Returns:
-            [B, H, W], same dtype and device.
+        ``masks``: integers [B, H, W] up to 2**24 on any device; not modified. ``fill``: the value of pixels from
+        outside the mask. The result has the same shape, dtype and device.
         """
         from kornia.geometry.transform import elastic_transform2d
 
@@ -74,7 +69,7 @@ class Field:
 
 
 class _Step(NamedTuple):
-    """The matrices of one alternative of one slot, for the rows that take it."""
+    """The matrices of an alternative, for the rows that take this alternative."""
 
     matrix: Matrix
     rows: Int
@@ -91,9 +86,8 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
 
     Returns:
         Matrices float64 [B, 3, 3] that map (x, y, 1), in pixel edges of the canvas, to the place after the
-        operations; the identity for a sample that no operation moves. A :class:`Field` for each elastic transform,
-        at its place between the matrices. Without fields, the list has one entry. It is empty if no
-        sample moves.
+        operations; the identity for a sample that no operation moves. Between them, a :class:`Field` for each elastic
+        transform. Without fields, the list has one matrix. The list is empty if no sample moves.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):
@@ -153,12 +147,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
-    """Check that targets can follow all operations.
-
-    Args:
-        ops: the recipe's operations.
-        names: the targets: ``masks``, ``boxes``, ``keypoints``.
-        path: the key of the operations, for messages.
+    """Check that the targets ``names`` (masks, boxes, keypoints) can follow all operations.
 
     Raises:
         ConfigError: gpuaug does not know where an operation moves pixels, or a target cannot follow it.
@@ -181,7 +170,7 @@ def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
     from kornia.augmentation import IntensityAugmentationBase2D
 
     kind, entry = type(module), entry_of(module)
-    if entry is not None and entry.affects == "field" and entry.noise is None:
+    if entry is not None and entry.affects == "field" and entry.fields is None:
         entry = None  # Field.apply knows only the elastic transform
     kornias = kind.__module__.startswith("kornia.augmentation.")
     points = [name for name in names if name != "masks"]

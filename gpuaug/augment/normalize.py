@@ -48,7 +48,7 @@ class Normalize(nn.Module):
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def values(self) -> dict[str, list[float]]:
-        """Mean and std: current values of buffers on the CPU; otherwise as given, since reading a GPU would wait."""
+        """Mean and std: the buffers' values on the CPU; else the given values, because reading a GPU would wait."""
         return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def forward(self, images: Tensor) -> Tensor:

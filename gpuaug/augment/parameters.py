@@ -23,6 +23,7 @@ Size = tuple[int, int]  # H, W of the images an operation is applied to
 Params = dict[str, NDArray[Any]]  # Kornia's parameter names to arrays [B, ...]
 Rule = Callable[[Float, Size], Params]  # uniforms [B, n] (without the gate's) to parameters
 Alternatives = tuple[Params, ...]
+Tensors = dict[str, Tensor]  # Kornia's parameter names to tensors [B, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +31,11 @@ class Chosen:
     """Choices and parameters of one operation for each sample of a batch.
 
     Attributes:
-        choice: int64 [B, S]: the alternative of slot s that the sample takes; -1: the slot does not change the sample.
+        choice: int64 [B, S]: for each slot, the alternative that the sample takes; -1: none.
         params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid, even
             if the sample takes another alternative. Slots and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
-        weights: float32 [B, 1 + chains] for an operation with chains: how much of the mixture is not the image itself,
+        weights: float32 [B, 1 + chains] for an operation with chains: the part of the mixture that comes from chains,
             and the share of each chain in this part; None for other operations.
     """
 
@@ -88,7 +89,7 @@ def always_applied(op: nn.Module) -> Any:
     return module
 
 
-def tensors(params: Params, rows: Int | None = None) -> dict[str, Tensor]:
+def tensors(params: Params, rows: Int | None = None) -> Tensors:
     """Parameters of the given rows (None: all) as CPU tensors, because Kornia expects them on the CPU."""
     # A value shared by all samples is a read-only view of one row. It is copied, because torch warns about such views.
     return {

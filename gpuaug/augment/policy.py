@@ -1,8 +1,8 @@
 """Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
 
-Kornia's RandAugment, TrivialAugment and AutoAugment choose one path per batch. Here each sample gets its own path, from
-its own uniforms. The candidates, magnitudes, their mapping and their random sign are Kornia's. If one sample is
-replayed through Kornia's policy with the same path and parameters, the result is bit-identical.
+Kornia's RandAugment, TrivialAugment and AutoAugment choose their operations once per batch. Here each sample has its
+own choice. Operations, magnitudes and signs are Kornia's: with the same choice and parameters, Kornia's policy gives
+bit-identical pixels.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from gpuaug.augment.ops import by_class, entry_of
 from gpuaug.augment.ops.kornia_private import policy_parameter
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int
+from gpuaug.random.keyed import Float, Int, pick
 
 logger = logging.getLogger("gpuaug")
-
 
 _FASTER = (
     ". A module whose pixels depend only on its input and on random numbers per image can run on whole batches: see "
@@ -72,8 +71,8 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [B, 3, H, W] to the same shape.
 
-    A module with the attribute ``uniforms = n`` runs on whole batches: it gets the images, and n random numbers for
-    each image if n > 0. Any other module without a rule runs on one image at a time.
+    A module with the attribute ``uniforms = n`` runs on whole batches. It gets the images and, if n > 0, n random
+    numbers for each image. Any other module without a rule runs on one image at a time.
 
     Raises:
         ConfigError: a setting makes samples depend on their batch, or the module does not belong in ``ops``.
@@ -100,12 +99,10 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
             "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
             *(key, type(op).__name__, reason, "" if entry else _FASTER),
         )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _every_sample, keyed=True, seeded=reason)
+        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
     count, rule = known
     gate = partial(_gated, p=float(op.p), rule=rule)
-    return Prepared(
-        name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.noise is not None or entry.fields is not None
-    )
+    return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.fields is not None)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
@@ -140,18 +137,14 @@ def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Al
     return choice, ((rule(u[:, 1:], size),),)
 
 
-def _every_sample(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    return np.zeros((len(u), 1), dtype=np.int64), (({},),)
-
-
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Every sample, and its uniforms as they are, for a module that has ``uniforms``."""
+    """Every sample is chosen, and keeps its uniforms as they are, if it has any."""
     return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 
 def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
     """Choose a member for each sample whose first uniform is below ``p``. The second uniform selects the member."""
-    which = (u[:, 1] * np.float32(len(members))).astype(np.int64)
+    which = pick(u[:, 1], len(members))
     which[u[:, 0] >= np.float32(p)] = -1
     choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * choice.shape[1]
@@ -226,7 +219,7 @@ def _distinct(
     if slots > 1:
         choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
     else:
-        choice = (u[:, :1] * np.float32(len(members))).astype(np.int64)
+        choice = pick(u[:, :1], len(members))
     # One call covers all slots, because a call for two slots takes about as long as a call for one.
     blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
     drawn = [rule(blocks, size) for _, _, rule in members]
@@ -251,7 +244,7 @@ def _paths(
     u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """Choose one path of ``members`` per sample. Each operation of a path has its own gate."""
-    taken = (u[:, 0] * np.float32(len(members))).astype(np.int64)
+    taken = pick(u[:, 0], len(members))
     choice = np.full((len(u), slots), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * slots
     for number, path in enumerate(members):

@@ -75,11 +75,7 @@ class Progressive(ReadOnly):
         return MappingProxyType(stages)  # type: ignore[arg-type]
 
     def at(self, epoch: int) -> Augment | MultiView:
-        """The recipe of an epoch.
-
-        Args:
-            epoch: number of the epoch, >= 0.
-        """
+        """The recipe of ``epoch``, which is at least 0."""
         checks.whole_number("epoch", epoch, 0)
         stages = self.stages
         return stages[max(first for first in stages if first <= epoch)]
@@ -92,8 +88,7 @@ class Progressive(ReadOnly):
     def check_unchanged(self, *, quick: bool = False) -> None:
         """Check that all stages have the same settings as when they were created.
 
-        Args:
-            quick: skip a view if no attribute was assigned since the last check.
+        ``quick`` skips a view if no attribute was assigned since the last check.
 
         Raises:
             ReadOnlyError: a setting was changed. The change would have no effect.
@@ -117,11 +112,6 @@ class Progressive(ReadOnly):
             what the stage returns: [B, 3, h, w], or a list of such tensors if it has several views.
         """
         return self.at(epoch)(images, epoch=epoch, **given)
-
-    def _repr_html_(self) -> str:
-        from gpuaug.augment.describe import as_table
-
-        return as_table(self)
 
     def extra_repr(self) -> str:
         """The first epochs of the stages."""

@@ -5,8 +5,8 @@ does: draws the random numbers of all operations and views in one call and compu
 chosen backend applies the operations and the normalization, and casts once.
 gives: float [B, 3, H, W] per view.
 
-A sample's pixels depend only on its own random numbers. Other samples in the batch, other views and other operations
-do not change these numbers or pixels. Results are bit-identical; with ``backend="kornia"`` on CUDA, within 2e-6.
+A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations. The
+pixels are bit-identical in every batch; with ``backend="kornia"`` on CUDA they differ by up to 2e-6.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS, BoxTable
+from gpuaug.augment.crop import CROPS
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -40,6 +40,7 @@ from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
 
 if TYPE_CHECKING:
+    from gpuaug.targets.objects import Objects
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -97,18 +98,19 @@ class ReadOnly(nn.Module):
             raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
         super().__setattr__(name, value)
 
+    def _repr_html_(self) -> str:
+        from gpuaug.augment.describe import as_table  # imports Pillow, which a loader does not need
 
-class _Recipe(ReadOnly):
-    """Base of Augment and MultiView. Each view is processed separately."""
+        return as_table(self)
+
+
+class RecipeBase(ReadOnly):
+    """Base of Augment and MultiView: recipes with at least one view."""
 
     views: list[View]
 
     def at(self, epoch: int) -> Self:
-        """The recipe of an epoch: always this one. A :class:`~gpuaug.Progressive` has others.
-
-        Args:
-            epoch: number of the epoch; not used.
-        """
+        """The recipe of ``epoch``: always this one. A :class:`~gpuaug.Progressive` has others."""
         return self
 
     @property
@@ -150,11 +152,6 @@ class _Recipe(ReadOnly):
             )
         )
 
-    def _repr_html_(self) -> str:
-        from gpuaug.augment.describe import as_table  # only those who look need Pillow
-
-        return as_table(self)
-
     @property
     def main_thread(self) -> bool:
         """Whether an operation uses torch's global generator. Such a recipe must run in the iterating thread."""
@@ -187,7 +184,7 @@ class _Recipe(ReadOnly):
         heights: Int,
         widths: Int,
         *,
-        objects: BoxTable | None = None,
+        objects: Objects | None = None,
         masks: Sequence[NDArray[Any] | None] | None = None,
     ) -> list[CropWindows]:
         """Compute the crop windows of each view for the images of a batch.
@@ -224,8 +221,8 @@ class _Recipe(ReadOnly):
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
         ``drawn``: the batch's random numbers; ``chosen``: the result of :meth:`choose`, if it is already known;
-        ``memory_format``: of the result. With a function as the only argument,
-        this is ``nn.Module.apply``, which a larger model calls for each of its modules.
+        ``memory_format``: of the result. If a function is the only argument, ``nn.Module.apply`` runs instead: a model
+        that contains the recipe calls it.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -239,9 +236,7 @@ class _Recipe(ReadOnly):
     def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
         """The choices and parameters of every operation, per view.
 
-        Args:
-            drawn: the batch's random numbers.
-            sizes: (H, W) of each view's images.
+        ``drawn``: the batch's random numbers; ``sizes``: (H, W) of each view's images.
         """
         return [
             [
@@ -290,17 +285,27 @@ class _Recipe(ReadOnly):
             ConfigError: an argument has a wrong type, shape or value.
             ReadOnlyError: settings were changed after the recipe was created.
         """
+        given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+        call = partial(RecipeBase._call, self)
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy and our kernels
-            eager = torch.compiler.disable(partial(_Recipe.forward, self))
-            given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-            output = {"dtype": dtype, "memory_format": memory_format}
-            return eager(images, seed=seed, epoch=epoch, indices=indices, **given, **output)
+            call = torch.compiler.disable(call)
+        return call(
+            images, given, seed=seed, epoch=epoch, indices=indices, dtype=_dtype(dtype), memory_format=memory_format
+        )
+
+    def _call(
+        self,
+        images: Any,
+        given: dict[str, Any],
+        *,
+        seed: int | None,
+        epoch: int,
+        indices: Any,
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+    ) -> Any:
         self.check_unchanged(quick=True)
         images = _channels_last(images)
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
         for name, value in (("seed", seed), ("epoch", epoch)):
             checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
         if indices is None:
@@ -313,21 +318,18 @@ class _Recipe(ReadOnly):
                 f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
-        chosen, moved = None, None
-        if masks is None and boxes is None and keypoints is None:
-            if labels is not None or targets is not None:
-                unused = "labels" if targets is None else "targets"
-                raise ConfigError(f"`{unused}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
-            whole = np.full((2, len(images)), [[images.shape[1]], [images.shape[2]]], dtype=np.int64)
-            windows = self.windows(drawn, *whole)
-        else:
+        size, chosen, moved = (images.shape[1], images.shape[2]), None, None
+        if any(given[name] is not None for name in ("masks", "boxes", "keypoints")):
             from gpuaug.augment.target_stage import Given, augment_targets  # not needed without targets
 
-            asked = Given(masks=masks, boxes=boxes, labels=labels, keypoints=keypoints, targets=targets)
-            size = (images.shape[1], images.shape[2])
             windows, chosen, moved = augment_targets(
-                self, drawn, asked, size=size, indices=numbers.astype(np.int64), device=images.device
+                self, drawn, Given(**given), size=size, indices=numbers.astype(np.int64), device=images.device
             )
+        else:
+            for name in ("targets", "labels"):
+                if given[name] is not None:
+                    raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
+            windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
         cut = [_cut(images, each) for each in windows]
         made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
         if moved is None:
@@ -335,7 +337,7 @@ class _Recipe(ReadOnly):
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
 
 
-class Augment(_Recipe):
+class Augment(RecipeBase):
     """A recipe for one view: crop, operations, normalization. ``copies`` makes several random views of each sample.
 
     The constructor reads the settings of crop and operations once. It never modifies the given operations.
@@ -374,7 +376,7 @@ class Augment(_Recipe):
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, BACKENDS)
-        # Prepared operations are not registered as submodules: `.to()` would convert the samplers of Kornia modules.
+        # Prepared operations are not registered as submodules, because `.to()` would convert Kornia's samplers.
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         check_place({p.name: p.op for p in self.prepared}, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
@@ -421,7 +423,7 @@ class Augment(_Recipe):
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
         modules = {name: op for name, op in self.ops.items() if isinstance(op, nn.Module)}
-        # only Kornia's policies hold modules of modules; their own text is pages long
+        # only Kornia's policies hold modules of modules; their repr is pages long
         long = {name for name, op in modules.items() if any(any(child.children()) for child in op.children())}
         ops = (f"{k}={type(op).__name__}(...)" if k in long else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
@@ -440,11 +442,15 @@ class Augment(_Recipe):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_executor": None, "_seen": []}  # unpickling rebuilds compiled functions, caches
+        return {
+            **self.__dict__,
+            "_executor": None,
+            "_seen": [],
+        }  # they hold compiled functions; the copy makes new ones
 
 
-class MultiView(_Recipe):
-    """Applies several recipes to each image, decoded once. Views have the mapping's order, and copies are adjacent.
+class MultiView(RecipeBase):
+    """Applies several recipes to each image, which is decoded once. Views keep their order; copies are adjacent.
 
     Args:
         views: mapping of names to :class:`Augment`. The name selects the random numbers. None skips an entry.
@@ -508,6 +514,14 @@ def _whole_images(heights: Int, widths: Int) -> CropWindows:
     height, width = sizes[0].tolist() if len(sizes) else (1, 1)
     zero = np.zeros_like(sizes)
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
+
+
+def _dtype(value: Any) -> torch.dtype:
+    """Check the dtype of the output; text such as ``float16`` is accepted too."""
+    dtype = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
+    return dtype
 
 
 def _channels_last(images: Any) -> Tensor:

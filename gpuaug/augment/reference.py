@@ -5,15 +5,15 @@ does: converts to float32 [B, 3, H, W] in 0..1. For each operation, slot and alt
 the module on them and writes them back. Then normalizes and casts once.
 gives: [B, 3, H, W].
 
-This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. For a single
-row, torch computes some operations in another way, and the last bits differ: it splits a mean across threads, and
-convolves a small image with another kernel. So a single row is duplicated before the module runs. Operations whose
-entry says ``one_by_one`` always run row by row instead.
+This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. For this, a
+single row is duplicated before the module runs: torch splits the mean of one image across threads, and convolves one
+small image with another kernel, so the last bits would differ. Operations whose entry says ``one_by_one`` run row by
+row instead.
 
 On CUDA, a sample's results in different batches differ by up to 2e-6, because torch sums an image's mean in an order
-that depends on the number of images. Matrix products and convolutions run in float64 there: in float32, convolutions
-use TF32 by default, which keeps only 10 bits of a pixel (error 5e-4 in a median blur). TF32 is not switched off,
-because that setting is global to the process: training in another thread would change.
+that depends on the number of images. Matrix products and convolutions run in float64 there. In float32, torch's
+convolutions use TF32 by default, which keeps only 10 bits of a pixel (error 5e-4 in a median blur). TF32 is not
+switched off, because this setting belongs to the whole process and would change the training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.ops import entry_of, fields, noise
+from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.errors import ConfigError
@@ -141,7 +141,7 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
-CACHED_BYTES = 4 << 20  # images per call on the CPU; the temporary results of more do not fit into the cache
+CACHED_BYTES = 4 << 20  # of images per call on the CPU; with more, the temporary results do not fit into the cache
 
 
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
@@ -161,7 +161,7 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     values = _values(params, rows=group)
     if keys is not None:
         key, size = torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3])
-        values |= noise(module, key, size) | fields(module, values, key, size)
+        values |= fields(module, values, key, size)
     at = torch.from_numpy(group).to(x.device, non_blocking=True)
     y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some return the default dtype
     forget(module)
@@ -174,7 +174,7 @@ def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
 
 
 def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params) -> Tensor:
-    """Run a user's module on the chosen rows at once, with the random numbers of each row."""
+    """Run a user's module once on all chosen rows, with the random numbers of each row."""
     number = _batches[module] = _batches.get(module, 0) + 1
     group = np.repeat(rows, 2) if len(rows) == 1 else rows  # as for Kornia's modules
     images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))  # a copy: it may be modified
@@ -230,11 +230,10 @@ def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
     return y
 
 
-CHECKED_BATCHES = 3  # per process and operation; only the first ones, because a check waits for the device
-CHECKED_SAMPLES = 8  # run twice in each of these batches; finds 99 of 100 wrong operations with p = 0.1
+CHECKED_BATCHES = 3  # the first ones of each process and operation; not all, because a check waits for the device
+CHECKED_SAMPLES = 8  # that run twice in each of these batches; finds 99 of 100 wrong operations with p = 0.1
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
-
 
 _IMPURE = (
     "gives different pixels for the same sample and seed",

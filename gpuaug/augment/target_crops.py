@@ -5,8 +5,7 @@ does: the algorithms of torchvision, mmsegmentation and YOLO, vectorized over th
 gives: :class:`CropWindows`, as the crops of crop.py. The matrix made from a row's integers maps boxes and keypoints
 exactly.
 
-Where a formula is torchvision's, it is computed in float32, as torchvision computes it. So the same uniforms give the
-same integers.
+torchvision's formulas are computed in float32, as in torchvision. So the same uniforms give the same integers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gpuaug.augment.crop import (
 )
 from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, scale
+from gpuaug.random.keyed import Float, pick, scale
 
 LARGEST_SCALE = 100.0  # of a random scale or a zoom; a larger value is a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
@@ -246,7 +245,7 @@ class Letterbox(Crop):
         given = np.stack([heights, widths], axis=1)
         factor = (np.array(self.size) / given).min(axis=1, keepdims=True)
         if self.shorter is not None:
-            values = np.array(self.shorter if self.count else [self.shorter])
+            values = np.atleast_1d(self.shorter)
             drawn = values[integers(u, np.array(len(values) - 1))] if self.count else values
             factor = np.minimum(factor, drawn / given.min(axis=1, keepdims=True))
         factor = factor if self.upscale else np.minimum(factor, 1.0)
@@ -274,13 +273,13 @@ class RandomIoUCrop(Crop):
     """Zooms out, crops a part that overlaps an object, and resizes it, as SSD does (arXiv:1512.02325).
 
     Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``. The aspect ratio is not kept.
-    Objects whose centre is outside the crop do not count, and the next stage removes them, because ``centres`` is True.
+    Objects whose centre is outside the crop do not count, and the target stage removes them.
 
     torchvision repeats until a crop is found. Here a sample has at most 16 rounds of ``trials`` crops. If none of
     them fits, its image is not cropped (0.03 % of images). An image without boxes is not cropped.
 
-    If the crop contains parts of the zoomed-out border, both edges of the image on the canvas are rounded to nearest.
-    So the image is at most half a pixel off torchvision's (one pixel, if the image is smaller than a pixel).
+    If the crop contains parts of the zoomed-out border, the edges of the image are rounded to whole pixels. So they
+    are at most half a pixel off torchvision's (one pixel, if the image is smaller than a pixel).
 
     Args:
         size: output (H, W); an int is a square.
@@ -323,9 +322,10 @@ class RandomIoUCrop(Crop):
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.size = pair("size", size)
-        self.min_scale, self.max_scale = _limits("scale", min_scale, max_scale, high=1.0)
-        self.min_aspect_ratio, self.max_aspect_ratio = _limits(
-            "aspect_ratio", min_aspect_ratio, max_aspect_ratio, high=math.inf
+        scales, ratios = (min_scale, max_scale), (min_aspect_ratio, max_aspect_ratio)
+        self.min_scale, self.max_scale = positive_range("min_scale` and `max_scale", scales, high=1.0)
+        self.min_aspect_ratio, self.max_aspect_ratio = positive_range(
+            "min_aspect_ratio` and `max_aspect_ratio", ratios, high=math.inf
         )
         self.sampler_options = _options(sampler_options)
         self.trials = checks.whole_number("trials", trials, 1, 1000)
@@ -397,7 +397,7 @@ class RandomIoUCrop(Crop):
         ``u`` is float32 [n, 1 + 4 * trials], ``boxes`` [m, 4] are on the canvas, and each row has ``counts >= 1``.
         """
         options = np.array(self.sampler_options)
-        least = options[np.minimum((u[:, 0] * np.float32(len(options))).astype(np.int64), len(options) - 1)]
+        least = options[pick(u[:, 0], len(options))]
         trial = u[:, 1:].reshape(len(u), self.trials, 4)  # width, height, left, top
         shape = np.tile(canvas[:, None, ::-1], (1, self.trials, 1))  # width, height
         span = np.float32(self.max_scale - self.min_scale)
@@ -444,10 +444,6 @@ def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
         union = box + crop - shared
         iou = shared / np.where(union > 0, union, 1.0)
     return np.where(inside, np.nan_to_num(iou, nan=0.0), -1.0)
-
-
-def _limits(name: str, low: Any, high_value: Any, *, high: float) -> tuple[float, float]:
-    return positive_range(f"min_{name}` and `max_{name}", (low, high_value), high=high)
 
 
 def _options(value: Any) -> tuple[float, ...]:

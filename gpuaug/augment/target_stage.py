@@ -1,16 +1,16 @@
 """Moves the targets of a batch with its images: objects on the host, masks on the host and then on the device.
 
 takes: :class:`EncodedBatch` with targets, headers, crop windows and the choices of every operation.
-does: composes one matrix per sample, from the annotated image to the output. Moves objects by it in float64. Decodes
-masks, and samples each once.
+does: composes one matrix per sample, from the annotated image to the output. Moves objects by this matrix in float64.
+Decodes masks, and samples each mask once.
 gives: one :class:`BatchTargets` per view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,105 +33,60 @@ from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
+if TYPE_CHECKING:
+    from gpuaug.augment.progressive import Recipe
+    from gpuaug.augment.recipe import Drawn, RecipeBase
+
 Float64 = NDArray[np.float64]
-_DTYPES = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 _LARGEST_BYTE = 255
-
-
-class Staged(Protocol):
-    """What a :class:`TargetStage` needs of the recipe of the images: an Augment, MultiView or Progressive."""
-
-    @property
-    def stages(self) -> Mapping[int, Any]:
-        """First epochs and their recipes."""
-        ...
-
-    def at(self, epoch: int) -> Any:
-        """The recipe of an epoch."""
-        ...
-
-
-class Recipe(Staged, Protocol):
-    """What :func:`augment_targets` needs of the recipe of the images, which is an Augment or MultiView."""
-
-    @property
-    def views(self) -> Sequence[Any]:
-        """One view per output image."""
-        ...
-
-    def windows(self, drawn: Any, heights: Any, widths: Any, *, objects: Any, masks: Any) -> list[CropWindows]:
-        """The crop windows of each view."""
-        ...
-
-    def choose(self, drawn: Any, sizes: Sequence[tuple[int, int]]) -> list[list[Chosen]]:
-        """The choices of every operation, per view."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Upright:
-    """Targets of a batch on upright images, before the crop.
+    """Targets of a batch on upright images, before the crop. A sample with a fault cannot be used."""
 
-    Attributes:
-        table: the worker's table, converted to pixels.
-        objects: in pixels of the annotated images; ``ids`` are rows of ``table``.
-        boxed: the same objects in pixels of the upright images, for crops.
-        matrices: float64 [B, 3, 3], from the annotated to the upright image.
-        sizes: int64 [B, 2], (height, width) of the upright images; 0 for a sample with a fault.
-        masks: the decoded masks, if a crop needs them; None in a row with a fault.
-        faults: samples whose targets cannot be used.
-    """
-
-    table: EncodedTargets
-    objects: Objects
-    boxed: Objects
-    matrices: Float64
-    sizes: Int64
-    masks: list[NDArray[Any] | None] | None
+    table: EncodedTargets  # the worker's table, converted to pixels
+    objects: Objects  # in pixels of the annotated images; `ids` are rows of `table`
+    boxed: Objects  # the same objects in pixels of the upright images, for crops
+    matrices: Float64  # [B, 3, 3], from the annotated to the upright image
+    sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
+    masks: list[NDArray[Any] | None] | None  # decoded, if a crop needs them; None in a row with a fault
     faults: list[Fault]
 
 
 @dataclass(slots=True)
 class Placed:
-    """Targets of one view on the host.
+    """Targets of one view on the host."""
 
-    Attributes:
-        objects: in pixels of the output; ``ids`` are rows of the batch's table.
-        matrices: float64 [B, 3, 3], from the annotated image to the output.
-        windows: the crop windows.
-        moves: matrices and displacement fields of the operations, in order.
-        masks: [B, H, W], set by :meth:`TargetStage.decode`.
-    """
-
-    objects: Objects
-    matrices: Float64
+    objects: Objects  # in pixels of the output; `ids` are rows of the batch's table
+    matrices: Float64  # [B, 3, 3], from the annotated image to the output
     windows: CropWindows
-    moves: list[Float64 | Field]
-    masks: Tensor | None = None
+    moves: list[Float64 | Field]  # matrices and displacement fields of the operations that masks still have to follow
+    masks: Tensor | None = None  # [B, H, W], set by TargetStage.decode
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TargetBatch:
     """Targets of a batch between two stages: one :class:`Placed` per view."""
 
     upright: Upright
-    views: list[Placed] = field(default_factory=list)
+    views: list[Placed]
 
 
 class TargetStage:
     """Moves targets as ``recipe`` moves the images.
 
     Args:
-        rules: what the run asks for.
+        rules: which targets the run has, and how they are made.
         recipe: the recipe of the images.
-        flip: for each keypoint, the index of its mirror image; None: points keep their places.
+        flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
         panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
     """
 
     def __init__(
         self,
         rules: Targets,
-        recipe: Staged,
+        recipe: Recipe | RecipeBase,
         *,
         flip: Sequence[int] | None = None,
         panoptic: bool = False,
@@ -142,12 +97,8 @@ class TargetStage:
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
-
-    @property
-    def fill(self) -> int:
-        """Value of mask pixels outside the image."""
-        rules = self.rules.masks
-        return 0 if rules is None else rules.fill
+        self.fill = 0 if rules.masks is None else rules.masks.fill  # of mask pixels outside the image
+        self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
         """Check the targets against the headers, and convert them to pixels of the upright images."""
@@ -221,42 +172,34 @@ class TargetStage:
         each: Callable[..., None] = one_by_one,
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``. On a CPU, the operations move them too."""
-        rules, small = self.rules.masks, self.fill <= 255 and all(m is None or m.dtype == np.uint8 for m in decoded)
-        narrow = torch.uint8 if small else torch.int32
+        small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
         for view in batch.views:
             first = view.moves[0] if view.moves and on_host else None
             inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
-            left = view.moves if inverse is None else view.moves[1:]
-            # if this is the last step, write the final dtype at once
-            last = device.type == "cpu" and not left and not self._instances and rules is not None
-            dtype = _DTYPES[rules.dtype] if last and rules is not None and (small or rules.dtype != "uint8") else narrow
-            made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
+            view.moves = view.moves if inverse is None else view.moves[1:]
+            dtype = torch.uint8 if small else torch.int32
+            if (
+                device.type == "cpu"
+                and not view.moves
+                and not self._instances
+                and (small or self._dtype != torch.uint8)
+            ):
+                dtype = self._dtype  # this is the last step, so it writes the final dtype
+            view.masks = made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
             masks.place(
-                decoded,
-                view.windows,
-                made.numpy(),
-                inverse=inverse,
-                fill=self.fill,
-                threads=threads,
-                each=each,
+                decoded, view.windows, made.numpy(), inverse=inverse, fill=self.fill, threads=threads, each=each
             )
-            view.masks = made
-            view.moves = left
             if self._instances:
                 _drop_vanished(view, batch.upright.table)
 
     def finish(
         self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
     ) -> list[BatchTargets]:
-        """Upload the targets of every view.
+        """Upload the decoded targets of every view to the device of the images.
 
-        Args:
-            batch: decoded targets.
-            indices: int64 [B], sample numbers.
-            bad: rows with a fault. Their masks become ``fill``, and their objects are dropped.
-            keep: int64 [n], the rows to keep; None: all.
-            device: the device of the images.
+        ``bad``: rows with a fault; their masks become ``fill``, and their objects are dropped. ``keep``: int64 [n], the
+        rows to keep; None: all.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
         return [self._finish(view, batch.upright, indices, bad=bad, rows=rows, device=device) for view in batch.views]
@@ -269,21 +212,14 @@ class TargetStage:
             objects = objects.take(~np.isin(objects.sample, bad))
         if len(rows) < len(indices):
             objects = objects.rows(rows)
-        columns = (
-            None if objects.boxes is None else objects.boxes.astype(np.float32),
-            objects.labels,
-            objects.output_keypoints(self.rules),
-            objects.sample,
-        )
+        corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
+        columns = (corners, objects.labels, objects.output_keypoints(self.rules), objects.sample)
         boxes, labels, keypoints, sample = upload(columns, device)
         assert labels is not None
         assert sample is not None
         windows = view.windows
-        covered = np.clip(
-            np.concatenate([windows.offset, windows.offset + windows.resized], axis=1),
-            0,
-            [*windows.size, *windows.size],
-        )
+        covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
+        covered = np.clip(covered, 0, [*windows.size, *windows.size])
         return BatchTargets(
             masks=self._finished_masks(view, bad=bad, rows=rows, device=device),
             boxes=boxes,
@@ -304,7 +240,7 @@ class TargetStage:
 
     def _finished_masks(self, view: Placed, *, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
         """Masks on the device. The moves that the host has not applied are applied here."""
-        if self.rules.masks is None or view.masks is None:
+        if view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
         for move in view.moves:
@@ -320,12 +256,9 @@ class TargetStage:
             made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
         if len(rows) < len(made):
             made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
-        dtype = _DTYPES[self.rules.masks.dtype]
-        if made.dtype == dtype:
-            return made
-        if device.type == "cpu":  # reused memory: fresh pages take longer than the conversion
-            return buffers.outputs.take((len(made), 1, *made.shape[1:]), dtype, False)[:, 0].copy_(made)
-        return made.to(dtype)
+        if made.dtype != self._dtype and device.type == "cpu":  # new memory would take longer than the conversion
+            return buffers.outputs.take((len(made), 1, *made.shape[1:]), self._dtype, False)[:, 0].copy_(made)
+        return made.to(self._dtype)
 
     def _decode(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
@@ -362,15 +295,15 @@ class TargetStage:
 
     def _too_large(self, found: list[NDArray[Any] | None]) -> list[tuple[int, int]]:
         """Row and largest value of masks that the wanted dtype cannot hold."""
-        if self.rules.masks is None or self.rules.masks.dtype != "uint8":
+        if self._dtype != torch.uint8:
             return []
         wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
         return [(row, largest) for row, largest in wide if largest > _LARGEST_BYTE]
 
 
 def augment_targets(
-    recipe: Recipe,
-    drawn: Any,
+    recipe: RecipeBase,
+    drawn: Drawn,
     given: Given,
     *,
     size: tuple[int, int],
@@ -379,16 +312,10 @@ def augment_targets(
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
     """Move the targets of images that are already decoded; returns crop windows, choices and targets of every view.
 
-    Args:
-        recipe: the recipe of the images, an Augment or MultiView.
-        drawn: its random numbers.
-        given: the targets.
-        size: (H, W) of the images.
-        indices: int64 [B], sample numbers.
-        device: the device of the images.
+    ``recipe``, ``size`` (H, W), ``indices`` and ``device`` are those of the images; ``drawn`` are their random numbers.
 
     Raises:
-        ConfigError: if an operation moves pixels in an unknown way, or the targets do not fit the images.
+        ConfigError: an operation moves pixels in an unknown way, or the targets do not fit the images.
     """
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, given.rules.names)
@@ -439,11 +366,8 @@ class Given:
             value = getattr(self, name)
             if value is None and name not in self.rules.names:
                 continue
-            if (
-                not isinstance(value, Tensor | np.ndarray | Sequence)
-                or not getattr(value, "ndim", 1)
-                or len(value) != count
-            ):
+            listed = isinstance(value, Tensor | np.ndarray | Sequence) and getattr(value, "ndim", 1) > 0
+            if not listed or len(value) != count:
                 found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
                 raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
         samples = []
@@ -468,9 +392,7 @@ class Given:
         low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
         if not 0 <= low <= high < 2**31:
             raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
-        small = values.astype(
-            np.uint8 if values.dtype.kind == "b" or values.dtype == np.uint8 else np.int32, copy=False
-        )
+        small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
         table = masks.lookup(rules.map, rules.fill)
         small = small if table is None else masks.mapped(small, table)
         if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
@@ -479,7 +401,7 @@ class Given:
 
 
 def _array(value: Any) -> NDArray[Any]:
-    """As an array. Lists of different lengths may become an array of objects, which is refused later."""
+    """The value as an array. Lists of different lengths may become an array of objects, which a later check refuses."""
     try:
         return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors

@@ -1,8 +1,8 @@
 """Compiles C++ once per machine with an installed compiler, and caches the library.
 
 The library is in the user's cache directory. Its name depends on the source, compiler, flags and processor, so
-different machines can share a home directory. torch.utils.cpp_extension does not do this, does not check
-libraries before it loads them, needs ninja, and takes a second to import.
+different machines can share a home directory. torch.utils.cpp_extension has no such names, does not check libraries
+before it loads them, needs ninja, and takes a second to import.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _lock = threading.Lock()
 def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
     """Build or load the library of one C++ file. If that fails, log the reason and return None.
 
-    Args:
-        source: the C++ file.
-        name: the library's purpose, for the log and for the name of the built file.
-        without: what happens without the library, for the log.
-        flags: compiler flags.
+    ``name`` is the library's purpose, for the log and the built file; ``without`` is what happens without the library.
     """
     given = os.environ.get("CXX", "").split()[:1]
     with _lock:

@@ -33,8 +33,8 @@ from gpuaug.native import build
 EPOCHS = 2**32  # the counter has one 32-bit word for the epoch
 VERSION = 1  # version of this scheme; saved in loader states, because another scheme draws other values
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers; below, its key increments
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # the paper's increments of the key
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
 
@@ -73,19 +73,20 @@ def seed_of_call() -> int:
     return _hash(f"{value} {rank} {None if worker is None else worker.id}")
 
 
-def philox(counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
-    """Philox 4x32-10: four 32-bit words from four counter words and two key words, all in broadcastable uint64.
+def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
+    """Philox 4x32-10: four 32-bit words from four counter words and two key words. All can be broadcast.
 
-    The results match the test vectors published with Random123.
+    They are uint64 in numpy, or int64 in torch: its products wrap modulo 2**64, so both 32-bit halves are exact. The
+    results match the test vectors published with Random123.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    mask, shift = np.uint64(_LOW), np.uint64(32)
-    m0, m1 = np.uint64(_M0), np.uint64(_M1)
+    number = int if isinstance(c0, Tensor) else np.uint64
+    m0, m1, w0, w1, low, shift = map(number, (_M0, _M1, _W0, _W1, _LOW, 32))
     for _ in range(_ROUNDS):
         p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + np.uint64(_W0)) & mask, (k1 + np.uint64(_W1)) & mask
+        c0, c1, c2, c3 = ((p1 >> shift) & low) ^ c1 ^ k0, p1 & low, ((p0 >> shift) & low) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + w0) & low, (k1 + w1) & low
     return [c0, c1, c2, c3]
 
 
@@ -150,7 +151,7 @@ def uniforms(
 
 def _counted(index: NDArray[np.uint64], epoch: int, extra: Any, key: Sequence[Any]) -> list[NDArray[np.uint64]]:
     """Four words per index. The counter holds the index, the epoch and ``extra`` (the repeat and the block)."""
-    return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)  # type: ignore[arg-type]
+    return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)
 
 
 def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch: int, out: Float) -> None:
@@ -185,8 +186,7 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
 
-    On the CPU keyed.cpp computes it. On CUDA torch does, in int64: products wrap modulo 2**64, so both 32-bit halves
-    are exact.
+    On the CPU keyed.cpp computes the values, on CUDA torch.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.
@@ -199,14 +199,10 @@ def field(keys: Tensor, count: int) -> Tensor:
         return values
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
         return torch.cat([field(some, count) for some in keys.split(rows)])
-    c0 = torch.arange(-(-count // 4), device=keys.device)[None, :].expand(len(keys), -1)
-    c1 = c2 = c3 = torch.zeros_like(c0)
-    k0, k1 = keys[:, :1], keys[:, 1:]
-    for _ in range(_ROUNDS):
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    words = torch.stack([c0, c1, c2, c3], dim=2).reshape(len(keys), -1)[:, :count]
+    block = torch.arange(-(-count // 4), device=keys.device)[None, :].expand(len(keys), -1)
+    zero = torch.zeros_like(block)
+    made = philox((block, zero, zero, zero), (keys[:, :1], keys[:, 1:]))
+    words = torch.stack(made, dim=2).reshape(len(keys), -1)[:, :count]
     return ((words >> 8).float() + 0.5) * 2.0**-24
 
 
@@ -219,6 +215,11 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * torch.pi * u[:, half:]
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count].contiguous()
+
+
+def pick(u: Float, count: int) -> Int:
+    """Whole numbers from 0 to ``count - 1`` from uniforms, all equally likely."""
+    return (u * np.float32(count)).astype(np.int64)
 
 
 def scale(u: Float, low: float, high: float) -> Float:

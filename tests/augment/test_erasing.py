@@ -188,10 +188,10 @@ def test_masks_and_boxes_stay() -> None:
     ("given", "message"),
     [
         ({"p": 1.5}, r"`p` must be a number in \[0, 1\]. Found: 1.5"),
-        ({"scale": (0, 0.3)}, r"`scale` must be two numbers with 0 < min <= max <= 1. Found: \(0, 0.3\)"),
+        ({"scale": (0, 0.3)}, r"`scale` must satisfy 0 < min <= max <= 1. Found: \(0, 0.3\)"),
         ({"scale": (0.1, 1.2)}, "`scale`"),
         ({"scale": 0.1}, "`scale`"),
-        ({"ratio": (3, 0.3)}, r"`ratio` must be two numbers with 0 < min <= max. Found: \(3, 0.3\)"),
+        ({"ratio": (3, 0.3)}, r"`ratio` must satisfy 0 < min <= max. Found: \(3, 0.3\)"),
         ({"mode": "noise"}, "`mode` must be one of const, rand, pixel. Found: 'noise'"),
         ({"count": 0}, "`count` must be a whole number from 1"),
         ({"mean": (1, 2)}, "^`mean` must be three numbers"),

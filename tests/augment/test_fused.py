@@ -632,9 +632,9 @@ def test_the_steps_in_torch_give_the_pixels_of_the_cpu(name: str) -> None:
     tables = fused._tables(part.lowering, chosen, size, images.device)
     x, arguments = images.permute(0, 3, 1, 2) / 255, torch.from_numpy(args[:, 0])
     for group in cuda_steps.groups(code[:, 0], args[:, 0]):
-        field = cuda_steps.table_of(group, 0, tables)
+        table = cuda_steps.table_of(group, 0, tables)
         rows = torch.from_numpy(group.rows)
-        x = cuda_steps.run_step(group, x, arguments, rows, field=field, ramps=torch.empty(0))
+        x = cuda_steps.run_step(group, x, arguments, rows, table=table, ramps=torch.empty(0))
     assert code.any()
     far = (x - FusedBackend([prepared])(images, chosen)).abs() > 1e-5
     assert far.float().mean() <= (1e-4 if name in JUMPS | CODED else 0)

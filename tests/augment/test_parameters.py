@@ -16,7 +16,7 @@ import scipy.stats
 import torch
 from torch import nn
 
-from gpuaug.augment.ops import noise
+from gpuaug.augment.ops import fields
 from gpuaug.augment.ops.kornia_private import setting
 from gpuaug.augment.policy import prepare, prepare_all
 from gpuaug.errors import ConfigError
@@ -267,12 +267,14 @@ def test_a_sample_draws_the_same_in_any_batch(name: str) -> None:
 def test_noise_has_kornias_distribution_and_belongs_to_the_sample() -> None:
     _, chosen = ours(K.RandomGaussianNoise(0.05, 0.1, p=1.0), 6)
     keys = torch.from_numpy(chosen.keys)
-    values = noise(K.RandomGaussianNoise(0.05, 0.1), keys, (40, 31))["gaussian_noise"]
+    values = fields(K.RandomGaussianNoise(0.05, 0.1), {}, keys, (40, 31))["gaussian_noise"]
     assert values.shape == (6, 3, 40, 31)
     assert values.dtype == torch.float32
     assert scipy.stats.kstest(values.numpy().ravel(), scipy.stats.norm(0.05, 0.1).cdf).pvalue > 1e-4
-    assert torch.equal(noise(K.RandomGaussianNoise(0.05, 0.1), keys[2:3], (40, 31))["gaussian_noise"][0], values[2])
-    field = noise(K.RandomElasticTransform(), keys, (40, 31))["noise"]
+    assert torch.equal(
+        fields(K.RandomGaussianNoise(0.05, 0.1), {}, keys[2:3], (40, 31))["gaussian_noise"][0], values[2]
+    )
+    field = fields(K.RandomElasticTransform(), {}, keys, (40, 31))["noise"]
     assert field.shape == (6, 2, 40, 31)
     assert scipy.stats.kstest(field.numpy().ravel(), scipy.stats.uniform(-1, 2).cdf).pvalue > 1e-4
 

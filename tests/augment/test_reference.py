@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops import fields, noise
+from gpuaug.augment.ops import fields
 from gpuaug.augment.parameters import tensors
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.recipe import Augment
@@ -122,7 +122,7 @@ def test_the_pixels_are_kornias(name: str) -> None:
     params = tensors(chosen.params[0][0], np.arange(9))
     if keys is not None:
         key = torch.from_numpy(keys)
-        params |= noise(op, key, (40, 32)) | fields(op, params, key, (40, 32))
+        params |= fields(op, params, key, (40, 32))
     params["batch_prob"] = torch.from_numpy((chosen.choice[:, 0] >= 0).astype(np.float32))
     assert 0 < params["batch_prob"].sum() < 9
     rows = [slice(k, k + 1) for k in range(9)] if name in ("jpeg", "boxblur") else [slice(9)]

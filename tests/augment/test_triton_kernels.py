@@ -385,7 +385,7 @@ def test_pillows_arithmetic_compiles(capability: int, monkeypatch: pytest.Monkey
     x = torch.zeros((2, 64, 64, 3), dtype=torch.uint8)
     code, args = part.lowering.program(chosen, (64, 64), 2)
     program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, x.device)
-    triton_kernels.launch(x, program, fields={}, dtype=torch.bfloat16, channels_last=False)
+    triton_kernels.launch(x, program, dtype=torch.bfloat16, channels_last=False)
     assert [key[0] for key in made] == ["_mean_kernel", "_points_kernel", "_points_kernel"]
     check(made, tmp_path)
 

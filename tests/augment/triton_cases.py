@@ -102,8 +102,7 @@ def run(
     found = triton_kernels.launch(
         images.to(DEVICE),
         cuda_steps.upload(code, args, fused.warp_ramps(size), scale, shift, DEVICE),
-        fields=fused._fields(part.lowering, chosen, code, size, DEVICE, triton_kernels.normal_field),
-        tables=fused._tables(part.lowering, chosen, size, DEVICE),
+        tables=fused._tables(part.lowering, chosen, size, DEVICE, triton_kernels.normal_field),
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
     return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)
@@ -164,7 +163,7 @@ def test_an_operation_with_pillows_arithmetic(name: str) -> None:
         assert part.lowering is not None
         code, args = part.lowering.program(chosen, (17, 23), len(images))
         program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
-        found = triton_kernels.launch(images.to(DEVICE), program, fields={}, dtype=torch.float32, channels_last=False)
+        found = triton_kernels.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
         assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
 
 
@@ -222,5 +221,5 @@ def test_no_operations() -> None:
     images = photographs(8)
     code, args = np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32)
     program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
-    out = triton_kernels.launch(images.to(DEVICE), program, fields={}, dtype=torch.float32, channels_last=False)
+    out = triton_kernels.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
     assert torch.equal(out.cpu(), images.permute(0, 3, 1, 2).float() / 255)

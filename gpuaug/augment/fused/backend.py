@@ -1,24 +1,21 @@
 """``backend="fused"``: runs a whole recipe in one pass over the images.
 
 takes: uint8 [B, H, W, 3] on the device, and the choices for each sample and operation.
-does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU one compiled call
-(cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA a few Triton
-kernels (cuda.py) run them. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
-gives: [B, 3, H, W].
+does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU, one compiled
+call (cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA, a few
+Triton kernels (cuda.py) run them. An operation without fused steps runs through Kornia, between two fused passes; the
+log says so once. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
+gives: [B, 3, H, W]. On each device, a sample's pixels are bit-identical in every batch, except through Kornia on CUDA.
 
-On each device, a sample's pixels are bit-identical in every batch, except through Kornia on CUDA (reference.py).
-
-The program is data. So another order, probability, policy or batch size needs no new compilation. An operation without
-fused steps runs through Kornia, between two fused passes. The log says so once.
+Programs are data, so another order, probability, policy or batch size needs no new compilation.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,13 +28,12 @@ from torch import Tensor, nn
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
 from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, Table, groups, motion_kernels, upload
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, motion_kernels, upload
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
-from gpuaug.augment.ops import fields as more_params
-from gpuaug.augment.ops import noise
-from gpuaug.augment.ops.entry import Code
+from gpuaug.augment.ops import fields
+from gpuaug.augment.ops.entry import Code, Normal
 from gpuaug.augment.parameters import Chosen, Prepared, Size, tensors
-from gpuaug.random.keyed import Float, Int, normal_field
+from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
 
@@ -108,15 +104,12 @@ class FusedBackend:
         code, args = part.lowering.program(own, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         scale, shift, dtype, channels_last = output
-        tables = _tables(part.lowering, own, size, x.device)
         if isinstance(compiled, ctypes.CDLL):
-            fields = _fields(part.lowering, own, code, size, x.device)
-            tables += [(np.flatnonzero(code[:, column] == step), column, v) for (column, step), v in fields.items()]
-            tables += _weights(code, args)
+            tables = _tables(part.lowering, own, size, x.device) + _weights(code, args)
             return native.run(compiled, x, code, args, tables, ramps, scale, shift, dtype, channels_last)
-        fields = _fields(part.lowering, own, code, size, x.device, compiled.normal_field)
+        tables = _tables(part.lowering, own, size, x.device, compiled.normal_field)
         program = upload(code, args, ramps, scale, shift, x.device)
-        return compiled.launch(x, program, fields=fields, tables=tables, dtype=dtype, channels_last=channels_last)
+        return compiled.launch(x, program, tables=tables, dtype=dtype, channels_last=channels_last)
 
 
 _no_triton: list[str] = []  # the reasons, after Triton has failed
@@ -170,40 +163,9 @@ def say(name: str, kind: str, why: str) -> None:
     logger.info("`%s` (%s) runs through Kornia: %s", name, kind, why)
 
 
-def _fields(
-    lowering: Lowering,
-    chosen: list[Chosen],
-    code: NDArray[np.int32],
-    size: Size,
-    device: torch.device,
-    normal: Callable[[Tensor, int], Tensor] = normal_field,
-) -> Fields:
-    """Noise for each column and step with noise, on the device: float32 [rows, 3, H, W]; for boxes [rows, n]."""
-    fields: Fields = {}
-    for column, step in itertools.product(lowering.columns, (Code.NOISE, Code.ERASE_NOISE)):
-        if (keys := chosen[column.op].keys) is None:
-            continue
-        rows = np.flatnonzero(code[:, column.start] == step)
-        choice = chosen[column.op].choice[rows, column.slot]
-        parts: list[tuple[Int, Tensor]] = []
-        for alternative in np.unique(choice).tolist():
-            own = np.flatnonzero(choice == alternative)
-            # non_blocking: an ordinary copy to the device would wait for it
-            key = torch.from_numpy(keys[rows[own]]).to(device, non_blocking=True)
-            module = lowering.ops[column.op].slots[column.slot][alternative]
-            parts += [(own, drawn) for drawn in noise(module, key, size, normal).values()]  # boxes may have none
-        if len(parts) == 1 and len(parts[0][0]) == len(rows):
-            fields[column.start, step] = parts[0][1]
-        elif parts:
-            most = max(drawn.shape[1:] for _, drawn in parts)  # the largest box decides
-            field = fields[column.start, step] = parts[0][1].new_zeros((len(rows), *most))
-            for own, drawn in parts:
-                at = torch.from_numpy(own).to(device, non_blocking=True)
-                field[:, : drawn.shape[1]].index_copy_(0, at, drawn)
-    return fields
-
-
-def _tables(lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device) -> list[Table]:
+def _tables(
+    lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
+) -> list[Table]:
     """The tables of steps that have one, on the device."""
     tables = []
     for column in lowering.columns:
@@ -214,13 +176,14 @@ def _tables(lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.
             values = tensors(c.params[column.slot][alternative], rows)
             if c.keys is not None:
                 key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
-                values |= more_params(lowering.ops[column.op].slots[column.slot][alternative], values, key, size)
+                module = lowering.ops[column.op].slots[column.slot][alternative]
+                values |= fields(module, values, key, size, normal)
             tables.append((rows, column.start, steps.table(values).to(device, non_blocking=True).contiguous()))
     return tables
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """Weights of blurs per column: each row holds those in x, then those in y; of filters: a square."""
+    """The tables of blurs (per row, the weights in x, then in y) and of motion blurs (per row, a square)."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []

@@ -3,8 +3,9 @@
 // The formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), with the same order of additions
 // and the same fused multiply-adds. So most pixels are bit-identical to Kornia's, and discontinuous operations (equalize,
 // posterize) jump at the same pixels. Some steps have a second form, with Pillow's arithmetic on uint8, as in
-// ops/pillow.py: pixels are then levels k / 255, and results are bit-identical to Pillow's. This needs -ffp-contract=off. With -ffinite-math-only a NaN gives any number, so an
-// index computed from a float must be clamped as an integer. ops/entry.py lists the codes and their arguments.
+// ops/pillow.py: pixels are then levels k / 255, and results are bit-identical to Pillow's. All this needs
+// -ffp-contract=off. With -ffinite-math-only a NaN gives any number, so an index computed from a float must be clamped as
+// an integer. ops/entry.py lists the codes and their arguments.
 // An image is three float planes. Consecutive pointwise operations run on blocks that fit the L1 cache. Only statistics,
 // neighbourhoods and warps need a buffer for the whole image.
 
@@ -116,7 +117,8 @@ bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || c
 struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
     float minimum[3], maximum[3];
-    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 4 * 256);  // four per channel: equal neighbours increment different ones
+    // four histograms per channel, because two additions to one counter in a row are slow: neighbours are often equal
+    std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 4 * 256);
     std::vector<float> table = std::vector<float>(3 * 256);
     bool flat[3] = {false, false, false};  // equalize does not change a flat channel
 
@@ -129,7 +131,7 @@ struct Statistic {  // of an image, before one operation of its program
 };
 
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
-bool ignores_position(int32_t code) {  // a later flip may run before such an operation; blur and sharpness are symmetric
+bool ignores_position(int32_t code) {  // a flip after such an operation may run before it; blur and sharpness are symmetric
     return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS || code == FILL || code == SNOW;
 }
 bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
@@ -227,8 +229,8 @@ void pointwise_levels(const Op& op, const Statistic& stat, float* const* planes,
     }
 }
 
-// Kornia's arithmetic step by step, used if a discontinuous operation follows: values k / 255 that the hue does not change
-// must stay exact.
+// Kornia's arithmetic step by step, for the hue before a discontinuous operation: values k / 255 that the hue does not
+// change must stay exact.
 void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float circle = 6.283185307179586f, turn = turns * 2.0f * 3.141592653589793f;
     for (int i = 0; i < n; ++i) {
@@ -536,7 +538,7 @@ void finish(const Op& op, Statistic& stat, int64_t pixels) {
     }
 }
 
-// uint8 [n, 3] to three planes; MIRRORED: in reverse order. Code that compilers make for strided bytes is three times slower.
+// uint8 [n, 3] to three planes; MIRRORED: in reverse order. Compilers' own code for strided bytes is three times slower.
 template <bool MIRRORED>
 void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     int i = 0;
@@ -690,7 +692,8 @@ struct Room {
     size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
 };
 
-// In a forked process the flag may stay set forever, by a thread of the parent. Then each call allocates new memory.
+// After a fork, the flag may stay set forever in the child, if a thread of the parent had set it. Then each call allocates
+// new memory.
 std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
 std::vector<std::unique_ptr<Room>>& rooms() {
     static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never freed: threads may outlive static objects

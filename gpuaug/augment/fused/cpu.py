@@ -51,8 +51,8 @@ def run(
         library: from :func:`library`.
         images: uint8 [B, H, W, 3] or float32 [B, 3, H, W], CPU.
         code, args: from :meth:`gpuaug.augment.fused.lower.Lowering.program`.
-        tables: (rows, column, float32 [rows, n]) for steps that need extra data: noise and blur.
-        ramps: output positions for warps, see lower.py; not used if the program has no warp.
+        tables: (rows, column, float32 [rows, ...]) for steps that need more numbers than ``args`` has.
+        ramps: from :func:`gpuaug.augment.fused.lower.warp_ramps`; not used if the program has no warp.
         scale, shift: per channel; the result [B, 3, H, W] is ``x * scale + shift``.
         dtype: of the result: float32, bfloat16 or float16.
         channels_last: memory format of the result.
@@ -64,7 +64,7 @@ def run(
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
-    # to start and end a thread takes about 50 us: below 100,000 pixels one thread is faster
+    # starting and joining a thread takes about 50 us, so one thread is faster below 100,000 pixels
     threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
     job = _Job(
         *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),

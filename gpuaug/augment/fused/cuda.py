@@ -6,15 +6,14 @@ mean gray before it, from a second kernel. A blur takes two kernels over its sam
 rows that have them. No code here waits for the device.
 gives: [B, 3, H, W], normalised.
 
-A thread block works on one sample, so branches on the steps cause no divergence. Instructions limit the speed, not
-memory: a pixel of `standard` needs about a hundred, which take about as long as the transfer of its bytes. So a thread
-handles 16 pixels and shares the work that is equal for all of them, a load has 8 bytes and a store 16, clamps are part
-of the arithmetic (``.sat``), and only the hue divides. test_triton_kernels.py compiles the kernels ahead of time,
-without a GPU, and checks their instructions.
+A thread block works on one sample, so branches on the steps cause no divergence. The number of instructions limits the
+speed, not the memory: a pixel of `standard` needs about a hundred instructions, which take as long as the transfer of
+its bytes. So a thread handles 16 pixels and shares the work that is equal for all of them, a load has 8 bytes and a
+store 16, clamps are part of the arithmetic (``.sat``), and only the hue divides. test_triton_kernels.py compiles the
+kernels without a GPU and checks their instructions.
 
-CUDA graphs are not used. They would copy the input and output to and from their own memory, four times the bytes of
-`standard`. They would save only two or three kernel launches per batch: about 30 µs of host time, in a background
-thread.
+CUDA graphs are not used. Copies into and out of their own memory would move four times the bytes of `standard`. They
+would save two or three kernel launches per batch: about 30 µs of host time, in a background thread.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Fields, Program, Table, run_step, table_of
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
 
@@ -103,6 +102,30 @@ def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _in_hsv(code, a0, r, g, b):  # type: ignore[no-untyped-def]
+    """Run SATURATION_HSV or HUE."""
+    top, bottom = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
+    delta = top - bottom
+    if code == _HUE:
+        red, green = r == top, g == top
+        difference = tl.where(red, g - b, tl.where(green, b - r, r - g))
+        turns = 6.0 * a0
+        start = tl.where(red, turns, tl.where(green, turns + 2.0, turns + 4.0))
+        h = difference * _reciprocal(tl.maximum(delta, 1e-30)) + start
+        h = h - 6.0 * tl.floor(h * (1.0 / 6.0))
+        r = top - delta * _unit(2.0 - tl.abs(h - 3.0))
+        g = top - delta * _unit(tl.abs(h - 2.0) - 1.0)
+        b = top - delta * _unit(tl.abs(h - 4.0) - 1.0)
+    else:
+        adjusted = top * _unit(delta / tl.where(top == 0.0, 1.0, top + 1e-8) * a0)
+        ratio, base = adjusted / tl.where(delta == 0.0, 1.0, delta), top - adjusted
+        r = _unit((r - bottom) * ratio + base)
+        g = _unit((g - bottom) * ratio + base)
+        b = _unit((b - bottom) * ratio + base)
+    return r, g, b
+
+
+@triton.jit
 def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
@@ -124,29 +147,11 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
         b = _unit(
             b * tl.where(add, 1.0, tl.where(contrast, a0, a2)) + tl.where(add, a2, tl.where(contrast, around, 0.0))
         )
+    elif code == _SATURATION:
+        gray = (1.0 - a0) * (r * 0.299 + g * 0.587 + b * 0.114)
+        r, g, b = _unit(gray + a0 * r), _unit(gray + a0 * g), _unit(gray + a0 * b)
     elif code <= _HUE:
-        if code == _SATURATION:
-            gray = (1.0 - a0) * (r * 0.299 + g * 0.587 + b * 0.114)
-            r, g, b = _unit(gray + a0 * r), _unit(gray + a0 * g), _unit(gray + a0 * b)
-        else:
-            top, bottom = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
-            delta = top - bottom
-            if code == _HUE:
-                red, green = r == top, g == top
-                difference = tl.where(red, g - b, tl.where(green, b - r, r - g))
-                turns = 6.0 * a0
-                start = tl.where(red, turns, tl.where(green, turns + 2.0, turns + 4.0))
-                h = difference * _reciprocal(tl.maximum(delta, 1e-30)) + start
-                h = h - 6.0 * tl.floor(h * (1.0 / 6.0))
-                r = top - delta * _unit(2.0 - tl.abs(h - 3.0))
-                g = top - delta * _unit(tl.abs(h - 2.0) - 1.0)
-                b = top - delta * _unit(tl.abs(h - 4.0) - 1.0)
-            else:
-                adjusted = top * _unit(delta / tl.where(top == 0.0, 1.0, top + 1e-8) * a0)
-                ratio, base = adjusted / tl.where(delta == 0.0, 1.0, delta), top - adjusted
-                r = _unit((r - bottom) * ratio + base)
-                g = _unit((g - bottom) * ratio + base)
-                b = _unit((b - bottom) * ratio + base)
+        r, g, b = _in_hsv(code, a0, r, g, b)
     elif code == _GRAY:
         gray = r * a0 + g * a1 + b * a2
         r, g, b = gray, gray, gray
@@ -493,13 +498,9 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def launch(
-    x: Tensor, program: Program, *, fields: Fields, tables: Sequence[Table] = (), dtype: torch.dtype,
-    channels_last: bool,
-) -> Tensor:  # fmt: skip
-    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W].
-
-    ``fields``: noise by column and step. ``tables``: of other steps that have one.
-    """
+    x: Tensor, program: Program, *, tables: Sequence[Table] = (), dtype: torch.dtype, channels_last: bool
+) -> Tensor:
+    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0
@@ -543,7 +544,6 @@ def launch(
         elif stretch.rest:
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, part.rows, strict=True):
-                field = fields.get((column, group.code))
-                field = table_of(group, column, tables) if field is None else field
-                x = run_step(group, x, program.args[:, column], rows, field=field, ramps=program.ramps)
+                table = table_of(group, column, tables)
+                x = run_step(group, x, program.args[:, column], rows, table=table, ramps=program.ramps)
     return x

@@ -12,7 +12,7 @@ _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
 _SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))
 _POSTERIZE: tl.constexpr = tl.constexpr(int(Code.POSTERIZE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
-# 1/255 in two parts: a byte times the first is exact. So the sum is rounded once, and equals byte / 255 exactly.
+# 1/255 in two parts. A byte times the first part is exact, so the sum of both products is rounded once, as byte / 255.
 PART_1: tl.constexpr = tl.constexpr(257 / 65536)
 PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 

@@ -1,8 +1,7 @@
 """Plans the program of a batch on CUDA: which columns share a Triton kernel. Steps without a kernel run in torch.
 
-A program is a table with a row per sample and a column per step.
-
-Torch runs a step on the rows that have the step, by Kornia's formulas. No code here waits for the device.
+A program has a row per sample and a column per step. Torch runs a step on the rows that have the step, by Kornia's
+formulas. No code here waits for the device.
 """
 
 from __future__ import annotations
@@ -33,10 +32,6 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
-
-Fields = dict[tuple[int, Code], Tensor]  # noise per column and step
-
-
 Table = tuple[Int, int, Tensor]  # rows, ascending; column; the numbers of the rows' steps, float32 [rows, ...]
 
 
@@ -64,7 +59,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last): one kernel runs the steps in POINTS; then the last column's other steps, ``rest``, run."""
+    """Columns [first, last): one kernel runs the steps in POINTS, then ``rest`` runs: the last column's other steps."""
 
     first: int
     last: int
@@ -167,11 +162,10 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 # --- steps in torch
 
 
-def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor | None, ramps: Tensor) -> Tensor:
+def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
     """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
 
-    ``field``: for noise, float32 [rows, 3, H, W]; for boxes of noise [rows, n]; else the step's table [rows, ...], or
-    None. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
+    ``table``: from :func:`table_of`. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
     """
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
@@ -179,10 +173,10 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     whole = len(group.rows) == len(x)
     y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
     if group.code is Code.NOISE:
-        assert field is not None
-        y = y + field
+        assert table is not None
+        y = y + table
     elif group.code is Code.ERASE_NOISE:
-        y = _erase(y, own, field)
+        y = _erase(y, own, table)
     elif group.code is Code.BLUR:  # other steps share its column, so the blur kernel is not used
         *taps, border = (int(v) for v in group.static)
         across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
@@ -190,15 +184,15 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     elif group.code is Code.FILTER:
         y = filter2d(y, motion_kernels(own, group.static), _BORDERS[int(group.static[2])])
     elif group.code is Code.RAIN:
-        assert field is not None
-        y = _rain(y, own, field, int(group.static[1]))
+        assert table is not None
+        y = _rain(y, own, table, int(group.static[1]))
     elif group.code is Code.REPLACE:
-        assert field is not None
-        y = torch.where(field < 0, y, field)
+        assert table is not None
+        y = torch.where(table < 0, y, table)
     elif group.code is Code.FIELD:
-        assert field is not None
+        assert table is not None
         y = y.clamp(0, 1)
-        y = torch.where(own[:, 0, None, None, None] > 0, (y - 0.5) * field + 0.5, y + field).clamp_(0, 1)
+        y = torch.where(own[:, 0, None, None, None] > 0, (y - 0.5) * table + 0.5, y + table).clamp_(0, 1)
     elif group.code is Code.FILL:
         y = torch.where(own[:, 1:4, None, None] > 0, own[:, 0, None, None, None], y)
     elif group.code is Code.SNOW:
@@ -220,28 +214,34 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, field: Tensor 
     return y.contiguous() if whole else x.index_copy_(0, rows.long(), y)
 
 
-def _erase(x: Tensor, a: Tensor, field: Tensor | None) -> Tensor:
-    """Fill the box of each image with a colour, plus the first 3 * height * width values of ``field`` times a std."""
+def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
+    """Fill the box of each image with a colour, plus the first 3 * height * width values of ``table`` times a std."""
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
     inside = (right >= 0) & (right < width) & (down >= 0) & (down < height)
     value = a[:, 4:7, None, None]
-    if field is not None:
+    if table is not None:
         channel = torch.arange(3, device=x.device)[None, :, None, None]
         at = ((channel * height[:, None] + down[:, None]) * width[:, None] + right[:, None]).long()
         at = torch.where(inside[:, None], at, 0).flatten(1)
-        value = value + a[:, 7:10, None, None] * field.gather(1, at).view_as(x)
+        value = value + a[:, 7:10, None, None] * table.gather(1, at).view_as(x)
     return torch.where(inside[:, None], value, x)
 
 
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
-    """The table of a group's rows, joined from those of several operations; None if its step has none."""
+    """The table of a group's rows [rows, ...], joined from those of several operations; None if there is none.
+
+    Tables of noise for boxes may differ in width, and some boxes have no noise: the rest is 0.
+    """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
-    if len(own) < 2:
+    if not own or len(own[0][0]) == len(group.rows):
         return own[0][1] if own else None
-    order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in own])))
-    return torch.cat([values for _, values in own])[order.to(own[0][1].device, non_blocking=True)]
+    joined = own[0][1].new_zeros((len(group.rows), *max(values.shape[1:] for _, values in own)))
+    for rows, values in own:
+        at = torch.from_numpy(np.searchsorted(group.rows, rows)).to(values.device, non_blocking=True)
+        joined[:, : values.shape[1]].index_copy_(0, at, values)
+    return joined
 
 
 def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:

@@ -71,8 +71,8 @@ class Lowering:
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Compute every alternative for all samples, then pick one per sample. This needs fewer calls than handling
-            # each alternative's rows separately. The slots of a color jitter share `params`: compute them once.
+            # Compute every alternative for all samples, then pick one per sample: fewer calls than one per alternative
+            # and its rows. The slots of a color jitter share `params`, so they are computed once.
             if id(params) not in values:
                 stacked = np.zeros((len(params), batch, column.width, ARGS), dtype=np.float32)
                 for alternative, a in enumerate(column.alternatives):

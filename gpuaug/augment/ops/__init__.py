@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops import color, degradation, erasing, geometry, photometric, pillow
 from gpuaug.augment.ops.entry import Entry, Normal
-from gpuaug.augment.parameters import Size
+from gpuaug.augment.parameters import Size, Tensors
 from gpuaug.random.keyed import normal_field
 
 ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
@@ -33,16 +33,16 @@ def entry_of(op: Any) -> Entry | None:
     return photometric.ENTRY if isinstance(op, photometric.PhotometricDistort) else by_class(ENTRIES, op)
 
 
-def noise(op: Any, keys: Tensor, size: Size, normal: Normal = normal_field) -> dict[str, Tensor]:
-    """The per-pixel parameters of an operation, float32 on the device of ``keys`` (int64 [B, 2]); most have none: {}.
+def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
+    """The params that an operation makes from drawn ``params`` and from ``keys`` (int64 [B, 2]); most make none: {}.
 
     ``normal`` draws standard normal values as :func:`gpuaug.random.keyed.normal_field` does.
     """
     entry = entry_of(op)
-    return {} if entry is None or entry.noise is None else entry.noise(op, keys, size, normal)
+    return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)
 
 
-def fields(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
-    """Params that an operation computes from its drawn ``params`` and ``keys`` (int64 [B, 2]); most have none: {}."""
+def noise(op: Any, keys: Tensor, size: Size) -> Tensors:
+    """The field of an elastic transform, under Kornia's name ``noise``; {} for other operations."""
     entry = entry_of(op)
-    return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size)
+    return fields(op, {}, keys, size) if entry is not None and entry.affects == "field" else {}

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Steps, step, steps_of, uniform_from
+from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, scale
+from gpuaug.random.keyed import Float, Int, pick, scale
 
 # --- ColorJitter and ColorJiggle
 
@@ -74,8 +74,7 @@ def _ordered(
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     """Factors and one of ``orders`` for each sample. A sample is chosen if its first uniform is below ``p``."""
     params = factors(u[:, 1:], size)
-    number = (u[:, order_column] * np.float32(len(orders))).astype(np.int64)
-    choice = orders[number]
+    choice = orders[pick(u[:, order_column], len(orders))]
     if p < 1:
         choice[u[:, 0] >= np.float32(p)] = -1
     return choice, ((params,) * 4,) * 4
@@ -168,7 +167,7 @@ def _check_dropped(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
 
 
-def _own_row(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+def _own_row(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     return {"batch_idx": torch.arange(len(keys))[:, None]}
 
 

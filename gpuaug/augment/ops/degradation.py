@@ -13,11 +13,11 @@ from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, field, scale
+from gpuaug.random.keyed import Float, Int, field, pick, scale
 
-_LEAST = {1: 1, 3: 0}  # least image side minus half the kernel, by border type: 1 reflect, 3 circular; others: no limit
+_LEAST = {1: 1, 3: 0}  # border type (reflect, circular) to the smallest image side, minus half the kernel
 
 
 def _check_kernel(op: Any, key: str) -> None:
@@ -43,17 +43,11 @@ def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps
     return Steps(arguments.codes, write)
 
 
-def _gaussian(op: Any) -> Steps:
+def _blur(op: Any, *, sigma: str | float) -> Steps | None:
+    """A Gaussian blur. A box blur is one whose sigma is so large that all weights are equal."""
     size, border = op.flags["kernel_size"], op.flags["border_type"].value
     ky, kx = (size, size) if isinstance(size, int) else size
-    return _smoothing(op, steps_of(Code.BLUR, kx, ky, "sigma", border), (ky, kx))
-
-
-def _box(op: Any) -> Steps | None:
-    """A Gaussian blur whose sigma is so large that all weights are equal."""
-    size, border = op.flags["kernel_size"], op.flags["border_type"].value
-    ky, kx = (size, size) if isinstance(size, int) else size
-    return _smoothing(op, steps_of(Code.BLUR, kx, ky, 1e9, border), (ky, kx)) if ky % 2 and kx % 2 else None
+    return _smoothing(op, steps_of(Code.BLUR, kx, ky, sigma, border), (ky, kx)) if ky % 2 and kx % 2 else None
 
 
 def _motion_sizes(op: Any) -> tuple[int, int]:
@@ -78,7 +72,7 @@ def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) ->
 
 
 def _prepare_motion(name: str, op: Any) -> Prepared | None:
-    """For a range of sizes: each sample draws its own size, all equally likely. Kornia draws one size per batch."""
+    """If the kernel size is a range, each sample draws its own size, all equally likely. Kornia draws one per batch."""
     if isinstance(setting(op, "kernel_size"), int):
         return None
     low, high = _motion_sizes(op)
@@ -86,11 +80,11 @@ def _prepare_motion(name: str, op: Any) -> Prepared | None:
     how = [op.flags[kind].name for kind in ("border_type", "resample")]
     blurs = tuple(type(op)(2 * half + 1, angle, direction, *how, p=1.0) for half in range(low, high + 1))
     rules = tuple(_motion(blur)[1] for blur in blurs)
-    return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules), keyed=False)
+    return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules))
 
 
 def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, tuple[Alternatives, ...]]:
-    choice = np.minimum((u[:, 3:4] * np.float32(len(rules))).astype(np.int64), len(rules) - 1)
+    choice = pick(u[:, 3:4], len(rules))
     choice[u[:, 0] >= np.float32(p)] = -1
     return choice, (tuple(rule(u[:, 1:3], size) for rule in rules),)
 
@@ -138,7 +132,7 @@ def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[An
     }
 
 
-def _gaussian_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     values = normal(keys, 3 * size[0] * size[1]).view(-1, 3, *size)
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
@@ -158,7 +152,7 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
 _ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
 
 
-def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
+def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
         params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
@@ -168,12 +162,12 @@ def _specks(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dic
     return {name: mask.expand(-1, 3, -1, -1) for name, mask in masks.items()}
 
 
-def _speck_values(values: dict[str, Tensor]) -> Tensor:
+def _speck_values(values: Tensors) -> Tensor:
     """White 1, black 0, unchanged -1; float32 [n, 1, H, W]."""
     return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
 
 
-def _plasma(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, *, channels: int = 3) -> dict[str, Tensor]:
+def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal, *, channels: int = 3) -> Tensors:
     """Kornia's plasma, from each sample's own random numbers."""
     from kornia.contrib import diamond_square
 
@@ -192,19 +186,15 @@ def _plasma(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size, *, cha
     return {"plasma": plasma[:count]}
 
 
-def _per_image(values: dict[str, Tensor], name: str) -> Tensor:
+def _per_image(values: Tensors, name: str) -> Tensor:
     return values[name].to(values["plasma"].device, non_blocking=True).view(-1, 1, 1, 1)
 
 
-def _brightness(values: dict[str, Tensor]) -> Tensor:
+def _brightness(values: Tensors) -> Tensor:
     return (2 * values["plasma"] - 1) * _per_image(values, "intensity")
 
 
-def _contrast(values: dict[str, Tensor]) -> Tensor:
-    return 4 * values["plasma"]
-
-
-def _shadow(values: dict[str, Tensor]) -> Tensor:
+def _shadow(values: Tensors) -> Tensor:
     shade = (values["plasma"] < _per_image(values, "shade_quantity")).float() * _per_image(values, "shade_intensity")
     return shade.expand(-1, 3, -1, -1)
 
@@ -241,8 +231,8 @@ def _check_rain(op: Any, key: str) -> None:
             raise ConfigError(f"`{key}.{name}` must be at least {least}. Found: {value:.0f}.")
 
 
-def _coordinates(op: Any, params: dict[str, Tensor], keys: Tensor, size: Size) -> dict[str, Tensor]:
-    """(y, x) of each drop, in 0..1. Kornia makes as many as the batch needs; this makes the maximum."""
+def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+    """(y, x) of the largest number of drops, in 0..1. Kornia makes only as many as the batch needs."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
         raise ConfigError(
@@ -257,8 +247,8 @@ def _floor(x: Tensor) -> Tensor:
     return whole + (x - 0.5 - whole) ** 3
 
 
-def _divisors(values: dict[str, Tensor]) -> Tensor:
-    """Kornia's JPEG quantization tables, float32 [n, 128]: luma, chroma. Rounded by its differentiable floor."""
+def _divisors(values: Tensors) -> Tensor:
+    """Kornia's JPEG quantization tables for luma and chroma, float32 [n, 128], with Kornia's differentiable floor."""
     from kornia.enhance import JPEGCodecDifferentiable
 
     codec = JPEGCodecDifferentiable()
@@ -270,14 +260,16 @@ def _divisors(values: dict[str, Tensor]) -> Tensor:
 
 
 ENTRIES = {
-    "RandomGaussianBlur": Entry("pixels", _gaussian, uniform_from("sigma"), check=_check_kernel),
-    # for large batches Kornia sums in another way, so the last bits depend on the batch
-    "RandomBoxBlur": Entry("pixels", _box, one_by_one=True),
+    "RandomGaussianBlur": Entry("pixels", partial(_blur, sigma="sigma"), uniform_from("sigma"), check=_check_kernel),
+    # Kornia sums large batches in another way, so the last bits depend on the batch
+    "RandomBoxBlur": Entry("pixels", partial(_blur, sigma=1e9), one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
     "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
-    "RandomGaussianNoise": Entry("pixels", step(Code.NOISE), noise=_gaussian_noise),
+    "RandomGaussianNoise": Entry(
+        "pixels", step(Code.NOISE, table=lambda values: values["gaussian_noise"]), fields=_gaussian_noise
+    ),
     # torch's matrix products round differently for other batch sizes (a difference of 1.2e-7)
     "RandomJPEG": Entry(
         "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True
@@ -292,7 +284,9 @@ ENTRIES = {
     "RandomLinearIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
     "RandomLinearCornerIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
     "RandomPlasmaBrightness": Entry("pixels", step(Code.FIELD, table=_brightness), fields=_plasma),
-    "RandomPlasmaContrast": Entry("pixels", step(Code.FIELD, 1, table=_contrast), fields=_plasma),
+    "RandomPlasmaContrast": Entry(
+        "pixels", step(Code.FIELD, 1, table=lambda values: 4 * values["plasma"]), fields=_plasma
+    ),
     "RandomPlasmaShadow": Entry("pixels", step(Code.FIELD, table=_shadow), fields=partial(_plasma, channels=1)),
     "RandomRain": Entry("pixels", _rain_steps, _rain, check=_check_rain, fields=_coordinates),
     "RandomSnow": Entry("pixels", step(Code.SNOW, "snow_coefficient", "brightness")),

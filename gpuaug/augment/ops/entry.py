@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpuaug.augment.ops import kornia_private
 from gpuaug.augment.ops.kornia_private import Range
-from gpuaug.augment.parameters import Params, Prepared, Rule, Size
+from gpuaug.augment.parameters import Params, Prepared, Rule, Size, Tensors
+from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
 ARGS = 16  # float32 arguments of one step
@@ -28,7 +29,7 @@ class Code(IntEnum):
     """The steps, with their arguments in brackets. Colours are clamped to 0..1 wherever Kornia clamps them.
 
     If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step rounds its input to levels k/255 and computes as
-    Pillow does on uint8 (ops/pillow.py). SOLARIZE then takes (threshold, addition, 1: keep the levels from there on).
+    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels from the threshold on.
     """
 
     NONE = 0
@@ -67,29 +68,51 @@ class Code(IntEnum):
 
 PILLOW = 3  # index of an argument
 WITH_PILLOW = frozenset(
-    (
-        *(Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE),
-        *(Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS),
-    )
+    {Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE}
+    | {Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS}
 )
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
-Fields = Callable[[Any, dict[str, Tensor], Tensor, Size], dict[str, Tensor]]
 Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
+Fields = Callable[[Any, Tensors, Tensor, Size, Normal], Tensors]
+MakeTable = Callable[[Tensors], Tensor]
+
+
+class RecipeOp(nn.Module):
+    """Base of gpuaug's own operations and policies. The recipe draws their random numbers; they draw none."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Not possible: the recipe draws the random numbers of each sample.
+
+        Args:
+            images: float [B, 3, H, W]; not used.
+
+        Raises:
+            ConfigError: always. Make the operation an entry of a recipe's ``ops``.
+        """
+        name = type(self).__name__
+        raise ConfigError(
+            f"`{name}` must be an entry of a recipe's `ops`. Found: a direct call. "
+            f'Use gpuaug.Augment(ops={{"{name.lower()}": gpuaug.{name}()}}).'
+        )
+
+    def extra_repr(self) -> str:
+        """All settings."""
+        return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k[0] != "_" and k != "training")
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The steps of one Kornia module, and the function that writes their arguments.
 
-    Attributes:
-        table: for one step that needs more numbers than ARGS: from params (with ``Entry.fields``) to float32 [n, ...].
+    ``table`` is for a step that needs more numbers than ARGS. It makes float32 [n, ...] from the params of n rows,
+    which then include those of ``Entry.fields``.
     """
 
     codes: tuple[Code, ...]
     write: Write
-    table: Callable[[dict[str, Tensor]], Tensor] | None = None
+    table: MakeTable | None = None
 
 
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
@@ -105,7 +128,7 @@ def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
 
 
 def all_uniform(op: Any) -> tuple[int, Rule]:
-    """A rule for operations whose parameters are all uniform, under Kornia's names; many operations draw none."""
+    """A rule for operations whose parameters are all uniform, under Kornia's names, or that have no parameters."""
     return _uniform(kornia_private.ranges(op))
 
 
@@ -133,7 +156,7 @@ def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters
     return both
 
 
-def steps_of(code: Code, *arguments: str | float, table: Callable[[dict[str, Tensor]], Tensor] | None = None) -> Steps:
+def steps_of(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Steps:
     """One step. Each argument is a parameter's name, or a number that is the same for every sample."""
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -143,9 +166,7 @@ def steps_of(code: Code, *arguments: str | float, table: Callable[[dict[str, Ten
     return Steps((code,), write, table)
 
 
-def step(
-    code: Code, *arguments: str | float, table: Callable[[dict[str, Tensor]], Tensor] | None = None
-) -> Callable[[Any], Steps]:
+def step(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Callable[[Any], Steps]:
     """Like :func:`steps_of`, as a function of the module; the module's settings do not matter."""
     return lambda op: steps_of(code, *arguments, table=table)
 
@@ -155,10 +176,10 @@ class Matrix:
     """How the params of one Kornia module become its matrix: pixel indices of its input to those of its output.
 
     Attributes:
-        write: fills float32 [n, 9], zeros at first, for n rows of params. Without ``elements``, seven numbers: angle in
-            degrees (clockwise), scale in x and y, translation in x and y in pixels, shear in x and y in degrees; scale,
-            angle and shear are about the image's centre.
-        elements: whether ``write`` fills the nine elements of the matrix instead.
+        write: fills float32 [n, 9], zeros at first, for n rows of params: with the nine elements of the matrix, or
+            with seven numbers: angle in degrees (clockwise), scale in x and y, translation in x and y in pixels, shear
+            in x and y in degrees. Scale, angle and shear are about the image's centre.
+        elements: whether ``write`` fills the nine elements.
     """
 
     write: Write
@@ -176,11 +197,10 @@ class Entry:
         steps: from a module to its fused steps. None: its settings have no fused form, so the module itself runs.
         parameters: from a module to the number of uniforms per sample (without the one for ``p``), and the rule
             that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
-        check: raises ConfigError for settings that would fail later. Arguments: the module, its configuration key.
+        check: (module, configuration key); raises ConfigError for settings that would fail later.
         prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
-        noise: (module, keys int64 [B, 2], size, normal) to parameters per pixel, float32 on the device of the keys.
-        fields: (module, params of the rows, keys int64 [n, 2], size) to more params: what the module needs besides the
-            drawn ones, such as values per pixel. They are on the device of the keys.
+        fields: (module, params of the rows, keys int64 [n, 2], size, normal) to the params that are not drawn, such as
+            values per pixel. They are on the device of the keys.
         one_by_one: pass one image at a time to Kornia's module, because otherwise its pixels depend on the batch.
     """
 
@@ -190,6 +210,5 @@ class Entry:
     parameters: Callable[[Any], tuple[int, Rule] | None] = all_uniform
     check: Callable[[Any, str], None] | None = None
     prepare: Callable[[str, Any], Prepared | None] | None = None
-    noise: Callable[[Any, Tensor, Size, Normal], dict[str, Tensor]] | None = None
     fields: Fields | None = None
     one_by_one: bool = False

@@ -1,8 +1,4 @@
-"""Random erasing as timm does it: boxes of normal noise, of one random colour, or of the mean.
-
-timm erases after the normalization, with values of N(0, 1). gpuaug's operations run before it. So the same values are
-``mean + std * N(0, 1)`` here, with the recipe's mean and std.
-"""
+"""Random erasing as timm does it: boxes of normal noise, of one random colour, or of the mean."""
 
 from __future__ import annotations
 
@@ -14,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpuaug import checks
+from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size
+from gpuaug.augment.ops.entry import Code, Entry, Normal, RecipeOp, Steps
+from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
@@ -29,12 +26,12 @@ _MODES = ("const", "rand", "pixel")
 _MOST = 100  # boxes
 
 
-class RandomErasing(nn.Module):
+class RandomErasing(RecipeOp):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
-    timm erases after the normalization, with values ``n`` of a standard normal distribution. Here they are
-    ``mean + std * n``, which may be outside 0..1. After the normalization they are timm's. A box that does not fit
-    into the image is drawn again, up to ten times.
+    timm erases after the normalization, with values ``n`` of a standard normal distribution. gpuaug erases before it,
+    with ``mean + std * n``, which may be outside 0..1. The normalization turns these values into timm's. A box that
+    does not fit into the image is drawn again, up to ten times.
 
     Args:
         p: probability that an image is changed.
@@ -65,7 +62,8 @@ class RandomErasing(nn.Module):
     ) -> None:
         super().__init__()
         self.p = float(checks.number("p", p, 0, 1))
-        self.scale, self.ratio = _range("scale", scale, 1), _range("ratio", ratio, math.inf)
+        self.scale = positive_range("scale", scale, high=1.0)
+        self.ratio = positive_range("ratio", ratio, high=math.inf)
         self.mode = checks.one_of("mode", mode, _MODES)
         self.count: int = checks.whole_number("count", count, 1, _MOST)
         try:
@@ -83,13 +81,10 @@ class RandomErasing(nn.Module):
                 ``mode="pixel"`` ``gaussian_noise`` [B, n], whose first 3 * height * width values fill the box.
 
         Raises:
-            ConfigError: no ``params``. Use a recipe, such as ``gpuaug.Augment(ops={"erase": RandomErasing()})``.
+            ConfigError: no ``params``. Make the operation an entry of a recipe's ``ops``.
         """
         if params is None:
-            raise ConfigError(
-                "`RandomErasing` must be an entry of a recipe's `ops`. Found: a direct call. "
-                'Use gpuaug.Augment(ops={"erase": gpuaug.RandomErasing()}).'
-            )
+            return super().forward(images)
         made, noise = images.clone(), params.get("gaussian_noise")
         std = torch.tensor(self.std, dtype=torch.float32, device=images.device).view(3, 1, 1)
         boxes = torch.stack([params[k] for k in ("xs", "ys", "widths", "heights")], dim=1).long().tolist()
@@ -100,20 +95,6 @@ class RandomErasing(nn.Module):
                 value = value + std * noise[row, : 3 * h * w].view(3, h, w)
             made[row, :, y : y + h, x : x + w] = value
         return made
-
-    def extra_repr(self) -> str:
-        """All settings."""
-        names = ("p", "scale", "ratio", "mode", "count", "mean", "std")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def _range(name: str, value: Any, high: float) -> tuple[float, float]:
-    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
-    numbers = len(pair) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
-    if not numbers or not 0 < pair[0] <= pair[1] <= min(high, 1e30):
-        above = "" if high == math.inf else f" <= {high:g}"
-        raise ConfigError(f"`{name}` must be two numbers with 0 < min <= max{above}. Found: {value!r:.200}.")
-    return float(pair[0]), float(pair[1])
 
 
 def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
@@ -151,7 +132,7 @@ def _prepare(name: str, op: RandomErasing) -> Prepared:
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Uniforms: whether, how many boxes; then for each box the areas and ratios of all attempts, place and colour."""
+    """Uniforms: one for ``p``, one for the number of boxes; then for each box areas, ratios, place and colour."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
     slots = []
@@ -191,12 +172,13 @@ def _steps(op: RandomErasing) -> Steps:
         out[:, 0, 4:7] = params["colors"]
         out[:, 0, 7:10] = op.std if op.mode == "pixel" else 0
 
-    return Steps((Code.ERASE_NOISE,), write)
+    # the other modes have no noise
+    return Steps((Code.ERASE_NOISE,), write, (lambda values: values["gaussian_noise"]) if op.mode == "pixel" else None)
 
 
-def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
-    """Noise for the largest possible box. Each value depends on their number, so the drawn boxes must not change it."""
-    if op.mode != "pixel":
+def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+    """Noise for the largest possible box. Each value depends on the number of values, so this number must be fixed."""
+    if op.mode != "pixel":  # in a OneOf, another operation may have keys
         return {}
     height, width = size
     # a box has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels; both roots are below the sides of the image
@@ -204,4 +186,4 @@ def _noise(op: RandomErasing, keys: Tensor, size: Size, normal: Normal) -> dict[
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
-ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, noise=_noise)
+ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, fields=_noise)

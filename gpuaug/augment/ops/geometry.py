@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
 from gpuaug.augment.ops.kornia_private import setting
-from gpuaug.augment.parameters import Params, Rule, Size, tensors
+from gpuaug.augment.parameters import Params, Rule, Size, Tensors, tensors
 from gpuaug.random.keyed import Float, field, scale
 
 # --- parameters
@@ -95,7 +95,7 @@ def _jigsaw(op: Any) -> tuple[int, Rule]:
 def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Params:
     """Permutations int64 [B, pieces], all equally likely, without ``unchanged`` if it is given.
 
-    A sample that drew ``unchanged`` gets one of all others, which its last uniform selects.
+    If a sample drew ``unchanged``, its last uniform selects another permutation.
     """
     if unchanged is None:
         return {"permutation": np.argsort(u, axis=1, kind="stable")}
@@ -110,7 +110,7 @@ def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Par
     return {"permutation": pieces}
 
 
-def _elastic_noise(op: Any, keys: Tensor, size: Size, normal: Normal) -> dict[str, Tensor]:
+def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
     return {"noise": field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
 
 
@@ -204,7 +204,7 @@ ENTRIES = {
     "RandomPerspective": Entry(
         "matrix", partial(_warp, matrix=_PERSPECTIVE_MATRIX), _perspective, matrix=_PERSPECTIVE_MATRIX
     ),
-    "RandomElasticTransform": Entry("field", noise=_elastic_noise),
+    "RandomElasticTransform": Entry("field", fields=_elastic_noise),
     "RandomThinPlateSpline": Entry("field", parameters=_spline),
     "RandomJigsaw": Entry("field", parameters=_jigsaw),
     "RandomFisheye": Entry("field", parameters=derived(all_uniform, _fisheye)),

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from gpuaug import checks
-from gpuaug.augment.ops.entry import Entry
+from gpuaug.augment.ops.entry import Entry, RecipeOp
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
@@ -24,7 +24,7 @@ _GATES = 6  # uniforms: brightness, contrast, saturation, hue, channels, and whe
 _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
-class PhotometricDistort(nn.Module):
+class PhotometricDistort(RecipeOp):
     """Changes brightness, contrast, saturation, hue and the order of channels, each with its own probability.
 
     The order is: brightness, contrast (in half of the samples), saturation, hue, contrast (in the other half),
@@ -75,25 +75,6 @@ class PhotometricDistort(nn.Module):
         self.hue = _range("hue", ((-0.1, 0.1) if added else (-0.05, 0.05)) if hue is None else hue, -0.5, 0.5)
         self.p = float(checks.number("p", p, 0, 1))
         self.channels = float(checks.number("channels", (0 if added else p) if channels is None else channels, 0, 1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Not possible: the recipe draws the random numbers of each sample, and the operation has none of its own.
-
-        Args:
-            images: float [B, 3, H, W]; not used.
-
-        Raises:
-            ConfigError: always. Use a recipe, such as ``gpuaug.Augment(ops={"distort": PhotometricDistort()})``.
-        """
-        raise ConfigError(
-            "`PhotometricDistort` must be an entry of a recipe's `ops`. Found: a direct call. "
-            'Use gpuaug.Augment(ops={"distort": gpuaug.PhotometricDistort()}).'
-        )
-
-    def extra_repr(self) -> str:
-        """All settings."""
-        names = ("style", "brightness", "contrast", "saturation", "hue", "channels", "p")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def _range(name: str, value: Any, low: float, high: float) -> Range:

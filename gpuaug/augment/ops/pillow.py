@@ -1,8 +1,8 @@
-"""Operations of RandAugment and its relatives, with Pillow's arithmetic on uint8.
+"""Operations of RandAugment and its relatives, with Pillow's arithmetic on uint8, which torchvision and timm use.
 
-torchvision and timm run these operations through Pillow. Pixels are levels k/255: each operation first rounds its input
-to levels, and its results are levels again. All results are bit-identical to Pillow's. The torch functions below are
-the reference. On CUDA they also run the steps that have no kernel.
+Pixels are levels k/255: each operation first rounds its input to levels, and its results are levels again. All results
+are bit-identical to Pillow's. The torch functions below are the reference. On CUDA they also run the steps that have no
+kernel.
 """
 
 from __future__ import annotations
@@ -48,14 +48,9 @@ class PillowOp(nn.Module):
         self.fill = tuple(fill)
 
     def forward(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """Run the operation in torch.
+        """Run the operation in torch: float32 [B, 3, H, W], clamped to 0..1, to levels k/255.
 
-        Args:
-            images: float32 [B, 3, H, W]; they are clamped to 0..1.
-            params: ``magnitude``, float32 [B] on the CPU. The units are those of Pillow: see :data:`ENTRIES`.
-
-        Returns:
-            float32 [B, 3, H, W], levels k/255.
+        ``params`` holds ``magnitude``, float32 [B] on the CPU. Its units are Pillow's: see :data:`ENTRIES`.
         """
         steps = ENTRIES[self.name].steps(self)
         assert steps is not None
@@ -72,25 +67,13 @@ class PillowOp(nn.Module):
 # --- matrices: from edges of output pixels to edges of input pixels, float64 [n, 6] as for Pillow's Image.transform
 
 
-def _shear_x(m: _Float64, s: _Float64, size: Size) -> None:
-    m[:, 1] = s
-
-
-def _shear_y(m: _Float64, s: _Float64, size: Size) -> None:
-    m[:, 3] = s
-
-
-def _translate_x(m: _Float64, pixels: _Float64, size: Size) -> None:
-    m[:, 2] = -pixels
-
-
-def _translate_y(m: _Float64, pixels: _Float64, size: Size) -> None:
-    m[:, 5] = -pixels
+def _element(m: _Float64, value: _Float64, size: Size, *, at: int, sign: int) -> None:
+    m[:, at] = sign * value
 
 
 def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
     angle = -np.radians(degrees % 360)
-    # Python's round(x, 15), as in Pillow; numpy's gives another value for one angle in twelve
+    # round to 15 digits as Python and Pillow do; numpy's round gives another value for one angle in twelve
     cos, sin = (np.rint(f(angle).astype(np.longdouble) * 1e15).astype(np.float64) / 1e15 for f in (np.cos, np.sin))
     x, y = size[1] / 2, size[0] / 2
     m[:] = np.stack([cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y], axis=1)
@@ -121,7 +104,7 @@ def _fixed(v: _Float64) -> _Float64:
 
 def _write_resample(out: Float, params: Params, size: Size, *, fill: _Fill, interpolation: int, color: Any) -> None:
     m = _backward(params, size, fill=fill)
-    if interpolation == 0:  # Pillow then rounds to multiples of 2^-16, if pixels do not only move in parallel
+    if interpolation == 0:  # for nearest, Pillow rounds matrices to multiples of 2^-16, except pure translations
         rows = (m[:, 1] != 0) | (m[:, 3] != 0)
         whole = m[rows].reshape(-1, 2, 3)
         half = whole[..., :2].sum(2) / 2  # from an edge to a centre
@@ -154,10 +137,10 @@ def _color(code: Code, *arguments: str | float) -> Entry:
 _M = "magnitude"
 ENTRIES = {
     "identity": _color(Code.LEVELS, 0.5),
-    "shear_x": _moves(_shear_x),  # s: Image.transform with (1, s, 0, 0, 1, 0)
-    "shear_y": _moves(_shear_y),  # s: (1, 0, 0, s, 1, 0)
-    "translate_x": _moves(_translate_x),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
-    "translate_y": _moves(_translate_y),  # pixels down
+    "shear_x": _moves(partial(_element, at=1, sign=1)),  # s: Image.transform with (1, s, 0, 0, 1, 0)
+    "shear_y": _moves(partial(_element, at=3, sign=1)),  # s: (1, 0, 0, s, 1, 0)
+    "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
+    "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
     "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
     "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # these four: factor of ImageEnhance, 1 is the identity
     "color": _color(Code.SATURATION, _M, 0, 0, 1),
@@ -175,16 +158,10 @@ ENTRIES = {
 
 
 def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
-    """Run a step with Pillow's arithmetic.
+    """Run LEVELS, RESAMPLE or a step in WITH_PILLOW: float32 [B, 3, H, W], clamped to 0..1, to levels k/255.
 
-    Args:
-        code: LEVELS, RESAMPLE, or in WITH_PILLOW.
-        x: float32 [B, 3, H, W]; it is clamped to 0..1.
-        a: arguments, float32 [B, ARGS] on the same device.
-        interpolation: for RESAMPLE, the same for all rows: index in :data:`INTERPOLATIONS`.
-
-    Returns:
-        float32 [B, 3, H, W], levels k/255.
+    ``a``: arguments, float32 [B, ARGS] on the same device. ``interpolation``: for RESAMPLE, the same for all rows: an
+    index in :data:`INTERPOLATIONS`.
     """
     f = a[:, :1, None, None]
     v = (x.clamp(0, 1) * 255 + (f if code is Code.LEVELS else 0.5)).floor()
