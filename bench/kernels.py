@@ -114,7 +114,7 @@ class Case:
             for k in range(REPEATS):
                 for program, inputs in work:
                     triton_kernels.launch(
-                        inputs[k % INPUTS], program, fields={}, dtype=self.dtype, channels_last=self.channels_last
+                        inputs[k % INPUTS], program, dtype=self.dtype, channels_last=self.channels_last
                     )
 
         return queue

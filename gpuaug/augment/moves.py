@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gpuaug.augment.ops import entry_of, noise
+from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.ops.entry import Matrix
 from gpuaug.augment.ops.geometry import pixel_matrices
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
@@ -62,7 +62,7 @@ class Field:
         settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
         device = masks.device
         with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products(device):
-            field = noise(self.module, keys, size)["noise"]
+            field = fields(self.module, {}, keys, size)["noise"]
             moved = elastic_transform2d(labels, field, *settings, mode="nearest", padding_mode="zeros")
         moved = moved[: len(self.rows), 0].long().add_(fill).to(masks.dtype)
         return masks.index_copy(0, at[: len(self.rows)], moved)

@@ -40,9 +40,3 @@ def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = 
     """
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)
-
-
-def noise(op: Any, keys: Tensor, size: Size) -> Tensors:
-    """The field of an elastic transform, under Kornia's name ``noise``; {} for other operations."""
-    entry = entry_of(op)
-    return fields(op, {}, keys, size) if entry is not None and entry.affects == "field" else {}

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from gpuaug.augment.ops import by_class, noise
+from gpuaug.augment.ops import by_class, fields
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
-from gpuaug.augment.parameters import Chosen, Params, Prepared
+from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.batch import CropWindows
 from gpuaug.tools.peers import torchvision
 
@@ -80,14 +80,15 @@ def calls_of(
             continue
         module = op.slots[slot][choice]
         kinds.add(type(module).__name__)
-        params = {k: v[0] for k, v in chosen.params[slot][choice].items()}
+        values = chosen.params[slot][choice]
+        params = {k: v[0] for k, v in values.items()}
         if chosen.keys is not None:  # per-pixel noise, which the backends compute from the sample's key
-            fields = noise(module, torch.from_numpy(chosen.keys), (size[0], size[1]))
-            params |= {k: v[0].numpy() for k, v in fields.items()}
-        made = counterpart(module, params)
-        if isinstance(made, str):
-            return made, kinds
-        calls += made
+            made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
+            params |= {k: v[0].numpy() for k, v in made.items()}
+        functions = counterpart(module, params)
+        if isinstance(functions, str):
+            return functions, kinds
+        calls += functions
     return calls, kinds
 
 
