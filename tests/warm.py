@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ADDRESS = "WARM_ADDRESS"  # the server's socket, for the programs that start further ones
-PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
+PIPE, DEVNULL, COLD = subprocess.PIPE, subprocess.DEVNULL, subprocess.Popen
 
 
 # -- in the tests
@@ -40,7 +41,7 @@ def _address() -> str:
     address = f"{folder}/socket"
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, *filter(None, sys.path))))}
-    server = subprocess.Popen([sys.executable, __file__, address], stdin=PIPE, stdout=PIPE, env=environment)
+    server = COLD([sys.executable, __file__, address], stdin=PIPE, stdout=PIPE, env=environment)
     assert server.stdin is not None
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
@@ -61,13 +62,16 @@ class Popen:
 
     def __init__(
         self, command: Sequence[str], *, stdin: int | None = None, stdout: int | None = None, stderr: int | None = None,
-        text: bool = False, env: dict[str, str] | None = None, cwd: Any = None, start_new_session: bool = False,
+        text: bool = False, errors: str = "strict", env: Any = None, cwd: Any = None, start_new_session: bool = False,
     ) -> None:  # fmt: skip
         assert command[0] == sys.executable
         self.returncode: int | None = None
+        self._how: Any = {"errors": errors} if text else {"buffering": 0}
+        self._read: dict[Any, Any] = {}  # of each stream, by its thread
+        self._threads: list[threading.Thread] = []
         theirs: list[int] = []
         self.stdin, self.stdout, self.stderr = (
-            self._stream(number, kind, theirs, text) for number, kind in enumerate((stdin, stdout, stderr))
+            self._stream(number, kind, theirs) for number, kind in enumerate((stdin, stdout, stderr))
         )
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_address())
@@ -80,14 +84,13 @@ class Popen:
         for descriptor in theirs:
             os.close(descriptor)
 
-    @staticmethod
-    def _stream(number: int, kind: int | None, theirs: list[int], text: bool) -> Any:
+    def _stream(self, number: int, kind: int | None, theirs: list[int]) -> Any:
         """Our end of standard stream ``number``, if it is a pipe; the program's goes to ``theirs``."""
         if kind == PIPE:
             reading, writing = os.pipe()
             theirs.append(writing if number else reading)
-            mode = ("r" if number else "w") + ("" if text else "b")
-            return os.fdopen(reading if number else writing, mode, **({} if text else {"buffering": 0}))
+            mode = ("r" if number else "w") + ("" if "errors" in self._how else "b")
+            return os.fdopen(reading if number else writing, mode, **self._how)
         theirs.append(os.open(os.devnull, os.O_RDWR) if kind == DEVNULL else os.dup(number if kind is None else kind))
         return None
 
@@ -106,6 +109,28 @@ class Popen:
             self._answers.close()
             self._connection.close()
         return self.returncode
+
+    def communicate(self, given: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        """Give it that, and wait for what it says and for its end."""
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
+        if self.stdin is not None and not self.stdin.closed:
+            with suppress(BrokenPipeError), self.stdin:
+                self.stdin.write(given)
+        if not self._threads:
+            for stream in filter(None, (self.stdout, self.stderr)):
+                reader = threading.Thread(target=lambda s=stream: self._read.update({s: s.read()}), daemon=True)
+                self._threads.append(reader)
+                reader.start()
+        for reader in self._threads:
+            reader.join(left())
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired("", timeout or 0.0)
+        self.wait(left())
+        return self._read.get(self.stdout), self._read.get(self.stderr)
 
     def send_signal(self, number: int) -> None:
         """As long as it runs."""
@@ -137,6 +162,11 @@ def run(command: Sequence[str], *, timeout: float = 600.0, **how: Any) -> subpro
         out.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(command, process.wait(), out.read(), errors.read())
+
+
+def popen(command: Sequence[str], **how: Any) -> Any:
+    """In the place of ``subprocess.Popen``, which still starts what is no program of this Python."""
+    return (Popen if command[0] == sys.executable else COLD)(command, **how)
 
 
 # -- the server
@@ -194,7 +224,8 @@ def main() -> None:
     import gpuaug.tools.main
     import gpuaug.tools.train.command
 
-    assert kornia.augmentation and gpuaug
+    assert kornia.augmentation
+    assert gpuaug
     with suppress(ImportError):
         import nvidia.dali.fn
 

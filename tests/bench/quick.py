@@ -24,10 +24,8 @@ def quick(script: str, folder: Path, *more: str) -> Any:
 def popen(command: Any, **how: Any) -> Any:
     """Starts contestants from the server, and everything else as ever."""
     ours = command[0] == sys.executable and command[1].endswith("contestants.py")
-    return (warm.Popen if ours else POPEN)(command, **how)
+    return (warm.Popen if ours else warm.COLD)(command, **how)
 
-
-POPEN = subprocess.Popen
 
 if __name__ == "__main__":
     subprocess.Popen = popen  # type: ignore[misc, assignment]
