@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +82,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few images per measurement: what is planted here costs many times more than the rest."""
-    monkeypatch.setattr(profiling, "IMAGES", 8)
-    monkeypatch.setattr(profiling, "FEW", 4)
-    monkeypatch.setattr(profiling, "free_cores", partial(clock.free_cores, 0.02))
+    planted.few_images(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -567,8 +563,13 @@ def test_loaders_of_all_kinds(overrides: tuple[str, ...], photos: Path) -> None:
 
 
 def test_packed_and_materialized(photos: Path, tmp_path: Path) -> None:
-    common = [f"source.root={photos}", "device=cpu", "num_workers=0"]
-    assert main(["pack", f"source.root={photos}", f"out={tmp_path / 'p'}", "format=uint8", "sizes=[48]"]) == 0
+    few = f"source.root={tmp_path / 'few'}"
+    for file in sorted(photos.rglob("00[0-3].jpg")):
+        copy = tmp_path / "few" / file.relative_to(photos)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.symlink_to(file)
+    common = [few, "device=cpu", "num_workers=0"]
+    assert main(["pack", few, f"out={tmp_path / 'p'}", "format=uint8", "sizes=[48]", "num_workers=0"]) == 0
     recipe = ["augment=flip", "augment.crop.size=32"]
     assert main(["materialize", *common, *recipe, f"out={tmp_path / 'm'}", "epochs=1"]) == 0
     for kind, root, workers in (("packed", tmp_path / "p", 1), ("materialized", tmp_path / "m", 0)):
