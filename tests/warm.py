@@ -2,16 +2,16 @@
 
 A server imports what the programs import, and computes nothing. Each program is a fork of it, which then runs as
 ``python FILE``, ``python -m MODULE`` or ``python -c CODE`` does. Not for tests of what a program imports, nor of its
-memory, and nothing that reads an environment variable while torch is imported sees the program's; Linux only.
+memory, and nothing that reads an environment variable while torch is imported sees the program's.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ADDRESS = "WARM_ADDRESS"  # the server's socket, for the programs that start further ones
+SERVER: list[Any] = []  # keeps the server, which ends when its standard input does
 PIPE, DEVNULL, COLD = subprocess.PIPE, subprocess.DEVNULL, subprocess.Popen
 
 
@@ -42,18 +43,9 @@ def _address() -> str:
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, *filter(None, sys.path))))}
     server = COLD([sys.executable, __file__, address], stdin=PIPE, stdout=PIPE, env=environment)
-    assert server.stdin is not None
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-
-    def close() -> None:
-        server.stdin.close()  # type: ignore[union-attr]
-        server.wait()
-        Path(address).unlink(missing_ok=True)
-        Path(folder).rmdir()
-
-    owner = os.getpid()
-    atexit.register(lambda: close() if os.getpid() == owner else None)
+    SERVER.append(server)
     return address
 
 
@@ -169,6 +161,10 @@ def popen(command: Sequence[str], **how: Any) -> Any:
     return (Popen if command[0] == sys.executable else COLD)(command, **how)
 
 
+if not hasattr(os, "pidfd_open"):  # not Linux: each program imports for itself
+    Popen = subprocess.Popen  # type: ignore[misc, assignment]
+
+
 # -- the server
 
 
@@ -181,9 +177,10 @@ def serve(address: str) -> tuple[list[str], dict[str, str], str, bool]:
     running: dict[int, tuple[int, socket.socket]] = {}  # of a process's descriptor
     while True:
         ready = select.select([sys.stdin, listener, *running], [], [])[0]
-        if sys.stdin in ready:
+        if sys.stdin in ready:  # its owner has ended
             for pid, _ in running.values():
                 os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(Path(address).parent)
             os._exit(0)
         for descriptor in running.keys() & set(ready):
             pid, connection = running.pop(descriptor)
