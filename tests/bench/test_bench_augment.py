@@ -13,6 +13,7 @@ import augment_peers as peers
 import numpy as np
 import pytest
 import torch
+import warm
 from conftest import ROOT
 
 
@@ -143,11 +144,11 @@ def test_colour_matrices() -> None:
 def test_the_script_runs_and_writes_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, readme = tmp_path / "augment.json", tmp_path / "README.md"
     script = [sys.executable, str(ROOT / "bench/augment.py")]
-    subprocess.run(
+    done = warm.run(
         [*script, "--recipe", "imagenet", "standard_random", "--batch", "4", "--size", "32", "--rounds", "1",
          "--peer", "kornia_eager", "dali", "cvcuda", "--json", str(report)],
-        check=True, capture_output=True, timeout=300,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     rows = {(r["recipe"], r["peer"], r["variant"]): r for r in found["results"]}
     assert rows["imagenet", "fused", ""]["max_difference"] < 2e-5

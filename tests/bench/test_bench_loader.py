@@ -4,7 +4,7 @@ import sys
 
 import loader as bench
 import pytest
-from quick import quick
+from quick import popen, quick
 
 
 def test_a_quick_run_measures_ours_its_stages_and_their_ceiling(tmp_path):
@@ -123,7 +123,8 @@ def test_a_contestant_that_cannot_begin_says_why(tmp_path):
         contestant.close()
 
 
-def test_a_contestant_that_dies_is_a_reason_and_ends_nobody_else(tmp_path):
+def test_a_contestant_that_dies_is_a_reason_and_ends_nobody_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.subprocess, "Popen", popen)
     root = bench.prepare(tmp_path, "photos", 16)
     contestant = started(root)
     try:

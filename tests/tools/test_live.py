@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 import pytest
+import warm
 from common import PROGRAM, tree
 from PIL import Image
 
@@ -58,7 +59,7 @@ WORDS = [  # the same as overrides, in the recipe's order
 class Page:
     """A running page: its process, address and the command's overrides."""
 
-    process: subprocess.Popen[str]
+    process: warm.Popen
     url: str
     words: tuple[str, ...]
 
@@ -84,7 +85,7 @@ class Page:
 @pytest.fixture(scope="module")
 def page(photos: Path) -> Iterator[Page]:
     words = (f"source.root={photos}", "augment=simclr", *FEW)
-    process = subprocess.Popen([*PROGRAM, "preview", "serve=true", *words], stdout=subprocess.PIPE, text=True)
+    process = warm.Popen([*PROGRAM, "preview", "serve=true", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     url = process.stdout.readline().strip()
     assert url.startswith("http://127.0.0.1:"), url

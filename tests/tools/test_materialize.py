@@ -14,6 +14,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+import warm
 from common import NORMALIZE, PROGRAM, STD, loader, recipe
 from conftest import ROOT
 
@@ -571,12 +572,9 @@ def test_a_killed_run_looks_unfinished_and_goes_on(photos, tmp_path, capsys):
     words = ["materialize", f"source.root={photos}", "augment=flip", "augment.crop.size=96", "epochs=8", "chunk=4"]
     words += ["batch_size=4", "num_workers=1", "store=final", "prefetch=0"]
     out = tmp_path / "killed"
-    running = subprocess.Popen(
-        [*PROGRAM, *words, f"out={out}"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    running = warm.Popen(
+        [*PROGRAM, *words, f"out={out}"], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True
+    )  # fmt: skip
     deadline = time.monotonic() + 300
     while len(list(out.glob("epoch-*/0*.json"))) < 20 and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -13,6 +13,7 @@ from typing import Any
 import planted
 import pytest
 import torch
+import warm
 from common import PROGRAM
 from conftest import ROOT
 from torch import nn
@@ -333,9 +334,16 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
     return {**parts, "epoch": 0, "host": None, "shared": None, "seconds": 2.0, **changed}
 
 
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsals whose process need not import torch."""
+    monkeypatch.setattr(subprocess, "Popen", warm.popen)
+
+
+@pytest.mark.usefixtures("_warm")
 def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> None:
     faults = (f"faults.file={tmp_path / 'faults'}", "faults.policy=blank")
-    model = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 64}
+    model = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 32}
     given = {"classes": 5, "settings": {"model": model, "optimizer": "adamw"}}
     peak = predict.rehearse(job(photos, "num_workers=0", "batch_size=32", "last=drop", *faults, model=given))
     assert peak is not None
@@ -344,10 +352,12 @@ def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> N
     assert not os.listdir(tmp_path)  # nothing is recorded
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_rehearsal_that_needs_too_much_is_ended(photos: Path) -> None:
     assert predict.rehearse(job(photos, "num_workers=1", "prefetch=8", host=20 * MIB)) is None
 
 
+@pytest.mark.usefixtures("_warm")
 def test_the_error_of_a_rehearsal_is_that_of_the_run(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuaug.GpuaugError, match="does not exist"):
         predict.rehearse(job(tmp_path / "none"))

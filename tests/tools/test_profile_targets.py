@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import planted
 import pytest
 import torch
 from common import threads
@@ -25,7 +26,8 @@ from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
+def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    planted.few_images(monkeypatch)
     with threads(2):
         yield
 

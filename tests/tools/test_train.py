@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from common import PROGRAM, ended, threads, torchrun, tree
 from conftest import ROOT
 from torch import nn
@@ -134,7 +135,7 @@ def test_stop_during_held_out_images_keeps_the_epoch(
 def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
     command = [*PROGRAM, *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+    with warm.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("epoch 2:"):
@@ -403,7 +404,7 @@ DDP_NET = (
 def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(folder)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*torchrun(ranks), *arguments], capture_output=True, text=True, env=environment, timeout=900)
+    return warm.run([*torchrun(ranks), *arguments], env=environment, timeout=900)
 
 
 def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
