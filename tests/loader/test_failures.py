@@ -24,6 +24,8 @@ import json, os, signal, sys, time
 import torch
 import gpuaug
 
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5  # else forked workers look for their parent every 5 s
+
 def build(root, **settings):
     augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), backend="kornia")
     source = gpuaug.FolderSource(root) if isinstance(root, str) else root
