@@ -1,5 +1,6 @@
 """Real servers on the loopback for tests: S3 (moto), Google's storage, HTTP; a proxy that delays, fails and cuts."""
 
+import atexit
 import os
 import re
 import socket
@@ -8,11 +9,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from gpuaug.source import Remote
 
@@ -143,6 +145,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
+    def get_request(self):
+        connection, address = super().get_request()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a body waits 40 ms behind its header
+        return connection, address
+
     def handle_error(self, *args):  # clients that go away
         pass
 
@@ -182,15 +189,29 @@ def files(folder, ranges=True):
         yield port
 
 
+# A server sends the body of an answer without waiting 40 ms for a word about its header, and many connections at the
+# same time do not wait a second.
+AT_ONCE = "import socketserver as s; s.StreamRequestHandler.disable_nagle_algorithm = True"
+AT_ONCE += "; s.TCPServer.request_queue_size = 256"
+_RUNNING = ExitStack()  # programs that end with this process
+_IDLE = []  # ports of servers for S3 that run and that nobody uses
+atexit.register(_RUNNING.close)
+
+
+@contextmanager
 def s3():
-    """Port of moto's server, in a process of its own."""
-    return _program(lambda port: f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])")
+    """Port of moto's server without any bucket, in a process of its own. It is kept for the next who asks."""
+    code = f"{AT_ONCE}; from moto.server import main; main(['-H', '127.0.0.1', '-p', '{{}}'])"
+    port = _IDLE.pop() if _IDLE else _RUNNING.enter_context(_program(code.format))
+    yield port
+    urlopen(Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST"), timeout=300).close()
+    _IDLE.append(port)
 
 
 def gcs(bucket):
     """Port of an emulator of Google Cloud Storage with an empty bucket, in a process of its own."""
     start = "['start', '--host', '127.0.0.1', '--port', '{}', '-q', '--in-memory', '--default-bucket', '{}']"
-    code = "from gcp_storage_emulator.__main__ import main; main({})"
+    code = f"{AT_ONCE}; from gcp_storage_emulator.__main__ import main; main({{}})"
     return _program(lambda port: code.format(start.format(port, bucket)))
 
 

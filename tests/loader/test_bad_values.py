@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import loader
 from PIL import Image
 
 import gpuaug
@@ -92,8 +91,10 @@ def source(place: Path) -> gpuaug.FolderSource:
 
 
 def small(place: Path, **given: Any) -> gpuaug.Loader:
+    offered = given.pop("source", place / "images")
+    offered = gpuaug.FolderSource(offered) if isinstance(offered, str | Path) else offered
     usual = {"augment": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8)), "batch_size": 2, "prefetch": 0}
-    return loader(given.pop("source", place / "images"), **{**usual, **given})
+    return gpuaug.Loader(offered, **{**usual, "num_workers": 0, "seed": 3, "device": "cpu", **given})
 
 
 def one_batch(place: Path, **given: Any) -> None:

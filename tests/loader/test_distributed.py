@@ -1,25 +1,40 @@
 """Real processes under torchrun with gloo: disjoint shards, equal steps, disagreement, kill and resume."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import ddp_worker
 import pytest
 import torch
+from copies import Copy
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
 
-WORKER = ddp_worker.__file__
+TORCHRUN = """
+import runpy, sys
+from torch.distributed import run
+launch = run.elastic_launch
+
+def forked(config, entrypoint):
+    config.start_method = "fork"
+    return launch(config, main)
+
+def main(*words):
+    sys.argv = [word for word in words if word != "-u"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+run.elastic_launch = forked
+run.main(sys.argv[1:])
+"""  # its ranks are forked, so that they need not import torch
 
 
 def run(world_size, *args, check=True):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = subprocess.run([*command, WORKER, *map(str, args)], capture_output=True, text=True, timeout=900)
-    assert not check or done.returncode == 0, done.stderr[-3000:]
-    return done
+    """The exit status of torchrun, and what it and the ranks wrote to stderr."""
+    process = Copy(TORCHRUN, "--standalone", f"--nproc-per-node={world_size}", ddp_worker.__file__, *args)
+    _, error = process.communicate(timeout=900)
+    assert not check or process.returncode == 0, error[-3000:]
+    return process.returncode, error
 
 
 def seen(out, *, steps=None, valid=True):
@@ -55,7 +70,7 @@ def two(photos, tmp_path_factory):
         "disagree": ["--seed-of-rank-1", 6],
     }
     words = [["--then", photos, folder(out / name), *more] for name, more in runs.items()]
-    return out, run(2, *[word for each in words for word in each][1:]).stderr
+    return out, run(2, *[word for each in words for word in each][1:])[1]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +79,7 @@ def three(photos, tmp_path_factory):
     out = tmp_path_factory.mktemp("three")
     default, killed = folder(out / "default"), folder(out / "killed")
     words = [photos, default, "--collective", "--then", photos, killed, "--kill-after", 3, "--collective"]
-    assert run(3, *words, check=False).returncode != 0
+    assert run(3, *words, check=False)[0] != 0
     return out
 
 
@@ -159,7 +174,7 @@ def test_killed_and_resumed_with_other_ranks(photos, whole, three, tmp_path, sta
     first, second = three / "killed", folder(tmp_path / "second")
     if start_with == 2:
         first = folder(tmp_path / "first")
-        assert run(2, photos, first, "--kill-after", 3, "--collective", check=False).returncode != 0
+        assert run(2, photos, first, "--kill-after", 3, "--collective", check=False)[0] != 0
     consumed = seen(first, steps=3)
     assert consumed.total() == 3 * 4 * start_with
     # any rank's state serves all; the others may have died before they wrote theirs

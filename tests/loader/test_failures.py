@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from copies import METHODS, Copy, original
 
 import gpuaug
 
@@ -22,6 +23,8 @@ BUILD = """
 import json, os, signal, sys, time
 import torch
 import gpuaug
+
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5  # else forked workers look for their parent every 5 s
 
 def build(root, **settings):
     augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), backend="kornia")
@@ -48,6 +51,11 @@ def children_of(pid):
     return found
 
 
+def children():
+    """Of this process and of the one whose copies run the programs below."""
+    return {*children_of(original()), *children_of(os.getpid())}  # in this order: it may start only now
+
+
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
@@ -64,7 +72,7 @@ def until(reached, patience=60.0):
 
 def in_use_elsewhere(name):
     """Whether a process that has nothing to do with this one maps or holds this file of /dev/shm, or has made it."""
-    ours = {os.getpid(), *children_of(os.getpid())}
+    ours = {os.getpid(), *children()}
     maker = re.search(r"[-_](\d+)[-_]", name)  # torch's names, and joblib's, hold the number of the process
     if maker is not None and int(maker[1]) not in ours and Path(f"/proc/{maker[1]}").exists():
         return True
@@ -84,12 +92,12 @@ def in_use_elsewhere(name):
 @pytest.fixture
 def nothing_left():
     """Processes and shared memory are afterwards as before; what runs beside this on the machine is not counted."""
-    before = {path.name for path in SHM.iterdir()}, set(children_of(os.getpid()))
+    before = {path.name for path in SHM.iterdir()}, children()
     left = [set(), set()]
 
     def gone():
         names = {path.name for path in SHM.iterdir()} - before[0]
-        left[:] = {name for name in names if not in_use_elsewhere(name)}, set(children_of(os.getpid())) - before[1]
+        left[:] = {name for name in names if not in_use_elsewhere(name)}, children() - before[1]
         return not any(left)
 
     yield
@@ -97,13 +105,8 @@ def nothing_left():
         pytest.fail(f"left behind: shared memory {left[0]}, processes {left[1]}")
 
 
-def start(code, *args, prefix=(), **options):
-    source = BUILD + textwrap.dedent(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-c", source, *map(str, args)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options,
-    )  # fmt: skip
+def start(code, *args):
+    return Copy(BUILD + textwrap.dedent(code), *args)
 
 
 def indices(batches, steps=None):
@@ -187,7 +190,7 @@ def test_start_methods(photos, nothing_left):
                     print(json.dumps(sorted(i for batch in loader for i in batch.indices.tolist())))
     """
     process = start(code, photos, "fork", "forkserver", "spawn")
-    out, error = process.communicate(timeout=300)
+    out, error = process.communicate()
     assert process.returncode == 0, error
     assert [json.loads(line) for line in out.splitlines()] == [list(range(65))] * 3
 
@@ -232,7 +235,7 @@ def test_few_descriptors(photos, nothing_left):
     """
     limits = (64, 30, 14)
     process = start(code, photos, *limits)
-    out, error = process.communicate(timeout=300)
+    out, error = process.communicate()
     said = out.splitlines()
     assert len(said) == len(limits), (out, error[-2000:])
     for limit, line in zip(limits, said, strict=True):
@@ -252,18 +255,20 @@ def test_shared_memory_full(photos, nothing_left):
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
         pytest.skip("no right to mount a small /dev/shm")
-    process = start(code, photos, prefix=prefix)
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error[-2000:]
-    assert out.startswith("error"), out
-    assert "/dev/shm" in out
+    command = [*prefix, sys.executable, "-c", BUILD + textwrap.dedent(code), str(photos)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("error"), done.stdout
+    assert "/dev/shm" in done.stdout
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_end_with_a_killed_process(photos, method):
     """Also those that a forkserver made, whose parent lives as long as they do."""
     code = f"""
-    import multiprocessing, sys, time
+    import multiprocessing
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])  # once for both workers
     if __name__ == "__main__":
         loader = build(sys.argv[1], start_method={method!r}, cache=gpuaug.RamCache(max_bytes=1 << 20))
         batches = iter(loader)

@@ -3,15 +3,13 @@
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
 
 import pytest
 import torch
-from conftest import ROOT
+from copies import Copy
 
 import gpuaug
 from gpuaug.batch import EncodedBatch
@@ -176,11 +174,10 @@ if __name__ == "__main__":
 def test_what_waits_is_private_memory_and_goes_back_to_the_system():
     """In a process of its own: what others allocate and free meanwhile is not counted."""
     length, rows, waiting = 1_000_000, 2, 40
-    command = [sys.executable, "-c", MEMORY, *map(str, (length, rows, waiting))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    process = Copy(MEMORY, length, rows, waiting)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    found = json.loads(out)
     batch = rows * length
     assert found["level"] == waiting * batch
     private, shared = found["held"]
@@ -253,7 +250,9 @@ class Stalling:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_closing_takes_seconds_even_while_a_read_stalls(workers):
+def test_closing_takes_seconds_even_while_a_read_stalls(workers, monkeypatch):
+    monkeypatch.setattr("gpuaug.loader.pipeline.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("gpuaug.read.workers.TIMEOUT_S", 0.5)
     loader = gpuaug.Loader(Stalling(), augment=gpuaug.Augment(crop=gpuaug.Resize(8), backend="kornia"), device="cpu",
                            batch_size=8, num_workers=workers, order="sequential", ahead="1MiB",
                            faults=gpuaug.Faults(policy="blank"))  # fmt: skip

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
+from copies import METHODS, Copy, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
@@ -26,8 +26,6 @@ from gpuaug.read.order import EpochOrder, Ordered, Sequential, Shuffle
 from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource, TableSource
 from gpuaug.source.cache import RamCache
-
-METHODS = multiprocessing.get_all_start_methods()
 
 
 def content(i):
@@ -123,7 +121,7 @@ def test_workers_change_nothing(reading, num_workers):
 @pytest.mark.parametrize("method", METHODS)
 def test_start_methods(reading, method, tmp_path):
     source = Spawned(9)
-    reader = reading(source, num_workers=2, start_method=method)
+    reader = reading(source, **started_by(method))
     expected = plan(source, 2)
     check(reader.batches(expected), expected)
     for name in ("a", "b"):
@@ -227,7 +225,8 @@ def test_an_epoch_left_in_the_middle_leaves_nothing_behind(reading, num_workers,
     assert list(second) == []
 
 
-def test_a_new_epoch_does_not_wait_for_what_was_asked_ahead(reading):
+def test_a_new_epoch_does_not_wait_for_what_was_asked_ahead(reading, monkeypatch):
+    monkeypatch.setattr("gpuaug.read.workers.TIMEOUT_S", 0.1)
     read, gate = torch.zeros(60, dtype=torch.int64).share_memory_(), multiprocessing.Event()
 
     def held(i):
@@ -362,9 +361,8 @@ def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
-    script = tmp_path / "peak.py"
-    script.write_text(
+def test_the_bytes_of_a_batch_are_in_memory_once():
+    process = Copy(
         "import torch\n"
         "from gpuaug.read.reader import Reader\n"
         "class Images:\n"
@@ -378,8 +376,9 @@ def test_the_bytes_of_a_batch_are_in_memory_once(reading, tmp_path):
         "next(reader.batches([(n, n * 0, n >= 0)]))\n"
         "print((peak() - before) >> 10)\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=True)
-    assert 6 * 40 - 40 < int(done.stdout) < 6 * 40 + 100  # MB
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    assert 6 * 40 - 40 < int(out) < 6 * 40 + 100  # MB
 
 
 def test_a_timeout_that_nothing_waits_for_is_told(caplog):
@@ -486,13 +485,16 @@ def hang(i):
 @pytest.mark.parametrize("thread", [False, True])
 def test_silence_is_an_error_in_time(reading, thread):
     source = Bytes(20, hang)
-    reader = reading(source, num_workers=2, timeout=5.0)
+    reader = reading(source, num_workers=2)
     found = []
 
     def consume():
         try:
             for batch in reader.batches(plan(source, 2, order=Sequential)):
                 found.append(batch)
+                if len(found) == 2:  # the next one never comes
+                    assert reader._workers.timeout == 60.0
+                    reader._workers.timeout = 0.5
         except ReadError as error:
             found.append(error)
 
@@ -506,12 +508,13 @@ def test_silence_is_an_error_in_time(reading, thread):
     assert time.monotonic() - begin < 100  # the read takes 600 s
     check(found[:2], [plan(source, 2, order=Sequential)[k] for k in (0, 1)])
     assert isinstance(found[-1], ReadError)
-    assert "gave no batch for 5 s" in str(found[-1])
+    assert "gave no batch for 0.5 s" in str(found[-1])
     assert "begins with sample 4 ('4')" in str(found[-1])
     assert "raise `timeout`" in str(found[-1])
 
 
-def test_close_does_not_wait_for_a_read_that_hangs(reading):
+def test_close_does_not_wait_for_a_read_that_hangs(reading, monkeypatch):
+    monkeypatch.setattr("gpuaug.read.workers.TIMEOUT_S", 0.1)
     source = Bytes(20, hang)
     reader = reading(source, num_workers=1)
     found = []
@@ -583,9 +586,8 @@ def test_a_reader_that_is_dropped_leaves_no_process():
     assert not set(multiprocessing.active_children()) - others
 
 
-def test_a_process_that_ends_while_a_thread_reads(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_process_that_ends_while_a_thread_reads():
+    process = Copy(
         """
 import threading, time, torch
 from gpuaug.read.reader import Reader
@@ -607,9 +609,8 @@ while len(seen) < 9:
     time.sleep(0.01)
 """
     )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gpuaug.__file__))}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert process.communicate() == ("", "")
+    assert process.returncode == 0
 
 
 def test_global_generators_do_not_move(reading):

@@ -61,6 +61,7 @@ def main():
     from gpuaug.source import adapt
 
     torch.set_num_threads(1)
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5  # else forked workers look for their parent every 5 s
     source = gpuaug.FolderSource(settings["folder"]) if "folder" in settings else adapt(Blobs(settings["number"]))
     cached = RamCache(max_bytes="64MiB").open(source)
     reader = Reader(cached, num_workers=2, start_method=settings.get("start_method"))

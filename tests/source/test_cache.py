@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from copies import Copy
 
 import gpuaug
 from gpuaug import machine
@@ -24,7 +25,7 @@ from gpuaug.source import adapt, shared_memory
 from gpuaug.source.cache import RamCache
 
 pytestmark = pytest.mark.skipif(not shared_memory.SUPPORTED, reason="unnamed memory is Linux's")
-WORKER = Path(__file__).parent / "cache_worker.py"
+WORKER = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import cache_worker; cache_worker.main()"
 
 
 class Counted:
@@ -363,14 +364,7 @@ def ranks(settings, number=3, **env):
     for rank in range(number):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20000 + os.getpid() % 20000}  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={**os.environ, **{k: str(v) for k, v in world.items()}, **env,
-                     "PYTHONPATH": str(WORKER.parent.parent)},
-            )
-        )  # fmt: skip
+        processes.append(Copy(WORKER, json.dumps(settings), **{k: str(v) for k, v in world.items()}, **env))
     return processes
 
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import cut
+from copies import METHODS, started_by
 from servers import remote_copy
-from test_remote import METHODS, read_all
+from test_remote import read_all
 
 import gpuaug
 from gpuaug.errors import ConfigError, SourceError
@@ -213,7 +214,7 @@ def test_damage_costs_its_row_group_only(folder):
 def test_workers_of_every_start_method_read(folder, method):
     source = ParquetSource(folder)
     source[0]
-    found, labels, faults = read_all(source, num_workers=2, start_method=method)
+    found, labels, faults = read_all(source, **started_by(method))
     assert not faults
     assert found == dict(enumerate(images(0, 23)))
     assert labels == {i: i % 3 for i in range(23)}

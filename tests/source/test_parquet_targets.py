@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from copies import METHODS, started_by
 from servers import remote_copy
-from test_remote import METHODS
 from test_shard_targets import EVERY, K_POINTS, loader, read, same, same_batches, scene, wanted
 
 import gpuaug
@@ -249,7 +249,7 @@ def test_null_masks_are_faults(tmp_path):
 def test_workers_share_the_objects(tmp_path, method):
     pq.write_table(table(12), tmp_path / "x.parquet", row_group_size=5)
     source = ParquetSource(tmp_path / "x.parquet", **ALL)
-    assert read(source, num_workers=2, start_method=method) == (wanted(12), {})
+    assert read(source, **started_by(method)) == (wanted(12), {})
 
 
 def test_remote_images_and_masks_are_one_read_if_they_are_adjacent(tmp_path):

@@ -8,7 +8,8 @@ import re
 import sys
 import threading
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import quote
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import cut
+from copies import METHODS, started_by
 from servers import bucket_of, files, gcs, options, proxied, s3, serving
 
 import gpuaug
@@ -26,8 +28,6 @@ from gpuaug.source import FolderSource, Remote, adapt
 from gpuaug.source.paths import absolute, is_safe, join, redact, split
 from gpuaug.source.remote.disk import Disk, locked
 from gpuaug.source.remote.storage import Range, Storage
-
-METHODS = multiprocessing.get_all_start_methods()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,10 @@ def batches(source, size=8):
 
 def read_all(source, *, num_workers=0, start_method=None, size=8):
     """Bytes by number, labels by number, faults by number."""
-    reader = Reader(source, num_workers=num_workers, start_method=start_method, timeout=300)
+    return read_by(Reader(source, num_workers=num_workers, start_method=start_method, timeout=300), size)
+
+
+def read_by(reader, size=8):
     data, labels, faults = {}, {}, {}
     try:
         for batch in reader.batches(batches(reader.source, size)):
@@ -179,7 +182,9 @@ def test_a_worker_asks_for_its_next_batch_before_the_present_one_is_whole(store,
 
 
 @pytest.mark.parametrize(("kind", "workers", "client"), KINDS, indirect=["client"])
-def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client):
+def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client, monkeypatch):
+    monkeypatch.setattr("gpuaug.source.remote.storage.PAUSE_S", 0.01)  # forked workers inherit it
+
     def trouble(path, count):
         if ".jpg" not in path:
             return None
@@ -198,33 +203,54 @@ def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, client
         assert len(proxy.gets) == 12
 
 
-@pytest.mark.parametrize(("kind", "workers", "client"), KINDS, indirect=["client"])
-def test_what_stays_bad_is_the_fault_of_one_sample(store, bucket, folder, kind, workers, client):
-    whats = {"1%20%231": 500, "2%20%232": "cut", "4%20%234": "hang", "5%20%235": 404, "7%20%237": 403}
+BAD = {"1%20%231": 500, "2%20%232": "cut", "4%20%234": "hang", "5%20%235": 404, "7%20%237": 403}
+
+
+@pytest.fixture(scope="module")
+def readings_of_what_stays_bad(store, bucket, folder):
+    """(proxy, source, future of what was read) of every kind, all at the same time: mostly they wait for an answer."""
 
     def trouble(path, count):
-        return next((what for name, what in whats.items() if f"/ant/{name}" in path), None)
+        return next((what for name, what in BAD.items() if f"/ant/{name}" in path), None)
 
-    with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
-        root = bucket if kind == "s3" else f"{url}/train"
-        remote = Remote(options=options(url) if kind == "s3" else None, tries=2, timeout=5.0)
-        source = FolderSource(root, remote=remote)
-        proxy.reset()
-        proxy.trouble = trouble
-        data, labels, faults = read_all(source, **by(workers))
-        assert agent(proxy) == client
-        named = {source.key(i): reason for i, reason in faults.items()}
-        bad = {f"ant/{i} #{i}%20.jpg": i for i in (1, 2, 4, 5, 7)}
-        assert named.keys() == {*bad, "ant/empty.jpg"}
-        assert "no answer within 5 s" in named["ant/4 #4%20.jpg"]
-        assert "tried 2 times" in named["ant/2 #2%20.jpg"]
-        assert named["ant/5 #5%20.jpg"].startswith("FileNotFoundError")
-        assert named["ant/7 #7%20.jpg"].startswith("PermissionError")
-        assert all(labels[i] == 0 for i in faults)
-        local = FolderSource(folder)
-        assert all(data[i] == (b"" if i in faults else local[i][0]) for i in data)
-        per = {name: sum(f"/ant/{name}" in path for _, path, _ in proxy.gets) for name in whats}
-        assert list(per.values()) == [2, 2, 2, 1, 1]
+    readings = {}
+    with ExitStack() as stack:
+        port = stack.enter_context(files(folder.parent))
+        for kind, workers, client in KINDS:  # threads that read begin after the last fork
+            proxy, url = stack.enter_context(proxied(store if kind == "s3" else port))
+            root = bucket if kind == "s3" else f"{url}/train"
+            remote = Remote(options=options(url) if kind == "s3" else None, tries=2, timeout=5.0)
+            with pytest.MonkeyPatch.context() as patch:
+                if client != "gpuaug":
+                    patch.setitem(sys.modules, "pycurl", None)
+                reader = Reader(FolderSource(root, remote=remote), timeout=300, **by(workers))
+                assert list(reader.batches([])) == []  # starts its workers
+            proxy.reset()
+            proxy.trouble = trouble
+            readings[kind, workers, client] = proxy, reader
+        threads = stack.enter_context(ThreadPoolExecutor(len(readings)))
+        yield {
+            key: (proxy, reader.source, threads.submit(read_by, reader)) for key, (proxy, reader) in readings.items()
+        }
+
+
+@pytest.mark.parametrize(("kind", "workers", "client"), KINDS)
+def test_what_stays_bad_is_the_fault_of_one_sample(readings_of_what_stays_bad, folder, kind, workers, client):
+    proxy, source, reading = readings_of_what_stays_bad[kind, workers, client]
+    data, labels, faults = reading.result()
+    assert agent(proxy) == client
+    named = {source.key(i): reason for i, reason in faults.items()}
+    bad = {f"ant/{i} #{i}%20.jpg": i for i in (1, 2, 4, 5, 7)}
+    assert named.keys() == {*bad, "ant/empty.jpg"}
+    assert "no answer within 5 s" in named["ant/4 #4%20.jpg"]
+    assert "tried 2 times" in named["ant/2 #2%20.jpg"]
+    assert named["ant/5 #5%20.jpg"].startswith("FileNotFoundError")
+    assert named["ant/7 #7%20.jpg"].startswith("PermissionError")
+    assert all(labels[i] == 0 for i in faults)
+    local = FolderSource(folder)
+    assert all(data[i] == (b"" if i in faults else local[i][0]) for i in data)
+    per = {name: sum(f"/ant/{name}" in path for _, path, _ in proxy.gets) for name in BAD}
+    assert list(per.values()) == [2, 2, 2, 1, 1]
 
 
 @pytest.fixture(params=["libcurl", "aiohttp"])
@@ -281,7 +307,7 @@ def test_workers_of_every_start_method_read(store, bucket, folder, method, tmp_p
     remote = Remote(options=options(f"http://127.0.0.1:{store}"), cache=tmp_path / "cache")
     source = FolderSource(bucket, remote=remote)
     source[0]  # this process has connections and a thread of its own when it forks
-    data, labels, _ = read_all(source, num_workers=2, start_method=method)
+    data, labels, _ = read_all(source, **started_by(method))
     local = FolderSource(folder)
     assert data == {i: local[i][0] for i in range(len(local))}
     assert labels == {i: local[i][1] for i in range(len(local))}

@@ -4,17 +4,16 @@ import io
 import json
 import logging
 import pickle
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from copies import METHODS, Copy, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph, write_tar
 from PIL import Image
 from servers import remote_copy
-from test_remote import METHODS
 
 import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
@@ -244,7 +243,7 @@ def wanted(count: int) -> dict:
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_share_the_index(shards, method):
     source = ShardSource(shards, **ALL)
-    assert read(source, num_workers=2, start_method=method) == (wanted(12), {})
+    assert read(source, **started_by(method)) == (wanted(12), {})
     assert source._offsets.is_shared()
     assert len(source._offsets) == 3 * 12
     assert len(pickle.dumps(source)) < 10_000
@@ -261,11 +260,11 @@ def test_json_that_is_nested_deeply_does_not_end_a_worker(tmp_path):
         "found, faults = read(gpuaug.ShardSource(sys.argv[1], **ALL), num_workers=1, start_method='fork')\n"
         "print(sorted(found), *faults.values())"
     )
-    command = [sys.executable, "-c", program, str(path), *sys.path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("[3, 4] ")
-    assert result.stdout.count("nested too deeply") == 3
+    process = Copy(program, path, *sys.path)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    assert out.startswith("[3, 4] ")
+    assert out.count("nested too deeply") == 3
 
 
 # -- members

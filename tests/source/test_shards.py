@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import cut
+from copies import METHODS, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import remote_copy
-from test_remote import METHODS, read_all
+from test_remote import read_all
 
 import gpuaug
 import gpuaug.files
@@ -518,7 +519,7 @@ def test_a_shard_that_is_cut_later_costs_its_samples_only(shards, caplog):
 def test_workers_read_and_share_the_index(shards, method):
     source = ShardSource(shards)
     source[0]
-    data, labels, faults = read_all(source, num_workers=2, start_method=method)
+    data, labels, faults = read_all(source, **started_by(method))
     assert not faults
     assert data == {i: item[0] for i, item in enumerate(source)}
     assert labels == dict(enumerate(source.labels.tolist()))

@@ -6,10 +6,11 @@ import pickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from copies import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import bucket_of, options, s3
-from test_remote import METHODS, read_all
+from test_remote import read_all
 
 import gpuaug
 from gpuaug.errors import ConfigError, SourceError

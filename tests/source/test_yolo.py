@@ -1,6 +1,5 @@
 """YOLO's data sets: boxes, polygons and keypoints against formulas, bad lines, the YAML file, paths, URLs."""
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from copies import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph
@@ -227,7 +227,7 @@ def test_when_no_label_file_can_be_used(tmp_path):
         gpuaug.YoloSource(tmp_path / "more")
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_send_the_objects(tmp_path, method):
     source = gpuaug.YoloSource(write(tmp_path, {"a": "1 .5 .5 .5 .5", "b": None, "c": "2 0 0 1 0 1 .5\n0 .5 .5 1 1"}))
     reader = Reader(source, num_workers=1, start_method=method, timeout=300, targets=("boxes",))
