@@ -2,7 +2,7 @@
 
 takes: images, and the choices of each sample for several chains of operations.
 does: lets the backend run every chain on a copy of the images. Mixes the results and the images with each sample's
-weights, in whole levels of 255, as torchvision and timm do.
+weights. Values are rounded to k / 255 with whole k, as torchvision and timm do.
 gives: the mixture.
 """
 
@@ -25,14 +25,14 @@ def one_chain(op: Prepared) -> Prepared:
 def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
     """Mix images float32 [B, 3, H, W] in 0..1 with the results of their chains; the result has whole levels k / 255.
 
-    ``run`` applies :func:`one_chain` to a copy of ``x``, which is not modified.
+    ``run`` applies the operation of :func:`one_chain`, with the given choices, to a copy of ``x``.
     """
     assert chosen.weights is not None
     weights = torch.from_numpy(chosen.weights).to(x.device, non_blocking=True)
     mix, *shares = weights.T[..., None, None, None]
     made = (_levels(run(x, own)) for own in _each(op, chosen))
     image = _levels(x)
-    # Products are added in a second call, because torch's fused forms round differently at some places of a tensor.
+    # Multiply and add are separate calls: a call that does both (addcmul) rounds some elements of a tensor differently.
     if op.rounds_twice:  # timm: the chains' sum is rounded down, then blended with the image
         total = torch.zeros_like(image)
         for share, levels in zip(shares, made, strict=True):

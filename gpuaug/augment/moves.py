@@ -2,8 +2,9 @@
 
 takes: prepared operations, and the choices for each sample (numpy, on the host).
 does: looks up the matrix of each chosen module in its entry (augment/ops) and multiplies the matrices of a sample.
-gives: one float64 matrix per sample from the canvas to itself, in continuous pixel edges: an image spans 0..W x 0..H.
-Elastic transforms have no matrix. Each gives a field, between the matrices, which only masks can follow.
+gives: one float64 matrix per sample from the canvas to itself. Coordinates count from the image's edge: an image spans
+0..W x 0..H, and the centre of the first pixel is 0.5. An elastic transform has no matrix. So it gives a field, and the
+result is a list: matrices, field, matrices, and so on. Only masks can follow a field.
 
 Kornia's matrices map pixel indices, whatever ``align_corners`` is: this flag only changes the padding by reflection.
 """
@@ -54,7 +55,8 @@ class Field:
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
-        # at least two rows, as for the image: with one row, the last bits and so a few labels would differ
+        # The field of the image was computed with at least two rows, too. With one row its last bits would differ, and
+        # so a few labels would differ.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
         at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
@@ -87,7 +89,7 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     Returns:
         Matrices float64 [B, 3, 3] that map (x, y, 1), in pixel edges of the canvas, to the place after the
         operations; the identity for a sample that no operation moves. Between them, a :class:`Field` for each elastic
-        transform. Without fields, the list has one matrix. The list is empty if no sample moves.
+        transform. Without fields, the list has one array of matrices. It is empty if no sample moves.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):

@@ -13,16 +13,16 @@ from gpuaug.display.annotations import Annotations, Style, counted, drawn
 from gpuaug.display.sheet import INK, Cell, check_pixels, drawable, grid
 from gpuaug.errors import ConfigError
 
-if TYPE_CHECKING:  # loaders import this module, and draw nothing
+if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
 
 Triple = tuple[float, ...]
 SAMPLES = 16  # shown, unless `rows` or `columns` is given
-WIDE, CELL = 8, 128  # pictures in a row, and pixels of one
+WIDE, CELL = 8, 128  # pictures in a row, and the side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
 SMALL, ROWS = 0.6, 4  # in a notebook: cell size as a share of the usual one, maximum number of rows
 WRONG = (200, 30, 40)
-NAMED, LEAST = 3, 0.05  # of a soft label: number of classes in its text, smallest share there
+NAMED, LEAST = 3, 0.05  # the text of a soft label names at most 3 classes, with shares of at least 0.05
 ROUNDING = 1e-3  # shares may be this far outside 0..1
 
 
@@ -76,12 +76,13 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
 
 
 def label_text(value: Any, classes: Sequence[str] | None) -> str:
-    """A label as text: the class's name; of a soft label or several labels, the largest with shares. "" for None."""
+    """A label as text: its class name. For a soft label or several labels: the classes with the largest shares."""
 
     def name(number: int) -> str:
         known = classes is not None and 0 <= number < len(classes)
         text = str(classes[number]) if known and classes is not None else f"label {number}"
-        return text if drawable(text) == text else f"{number}: {text}"  # names could look the same
+        # two names with characters that cannot be drawn could look the same
+        return text if drawable(text) == text else f"{number}: {text}"
 
     if value is None or isinstance(value, int):
         return "" if value is None else name(value)

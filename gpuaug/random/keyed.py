@@ -76,8 +76,8 @@ def seed_of_call() -> int:
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
     """Philox 4x32-10: four 32-bit words from four counter words and two key words. All can be broadcast.
 
-    They are uint64 in numpy, or int64 in torch: its products wrap modulo 2**64, so both 32-bit halves are exact. The
-    results match the test vectors published with Random123.
+    Words are uint64 in numpy and int64 in torch. Products of int64 wrap modulo 2**64, so both 32-bit halves of a
+    product are exact. The results match the test vectors published with Random123.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -186,7 +186,7 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
 
-    On the CPU keyed.cpp computes the values, on CUDA torch.
+    keyed.cpp computes the values on the CPU, and torch computes them on CUDA.
 
     Args:
         keys: int64 [B, 2], from :func:`sample_keys`.

@@ -40,16 +40,16 @@ class YoloSource(FileSource):
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``.
 
     A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, because the size of an image is not known
-    before its header is read. If a label file has a bad line, its sample is a fault when it is read. A line is bad if
-    it has a word that is not a number, a wrong count of numbers, an unknown class, or a coordinate more than 0.01
-    outside 0..1.
+    before its header is read. A bad line in a label file is no error here, but reading its sample gives a fault. A
+    line is bad if it has a word that is not a number, a wrong count of numbers, an unknown class, or a coordinate more
+    than 0.01 outside 0..1.
 
     Args:
         root: folder or URL of the data set.
         data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. It has ``names`` (a list, or a
             mapping from numbers), and may have ``train``, ``val``, ``test`` (folders of images, or text files that list
-            images), ``kpt_shape`` and ``flip_idx``. A relative ``path`` is used if ``root`` has such a folder. All
-            images must lie below ``root``.
+            images), ``kpt_shape``, ``flip_idx``, and ``path``, the folder where the paths of splits begin. ``path`` is
+            used only if it is relative and exists below ``root``. All images must lie below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
@@ -139,7 +139,7 @@ class YoloSource(FileSource):
         ]
 
     def _listed(self, place: str, endings: tuple[str, ...]) -> list[bytes]:
-        """Images that a text file lists, relative to its folder."""
+        """Images that a text file lists, relative to the root. The lines of the file are relative to its folder."""
         file = join(self.root, place)
         lines = read_list(file, self._storage, key="source.split")
         for line in lines:
@@ -279,7 +279,9 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
         return (count, shape[1]), None
     whole = isinstance(flip, list) and all(type(number) is int for number in flip)
     if not whole or sorted(flip) != [*range(count)] or any(flip[k] != i for i, k in enumerate(flip)):
-        raise ValueError(f"`flip_idx` must hold the mirror image of each of the {count} keypoints, in pairs")
+        raise ValueError(
+            f"`flip_idx` must list the mirror image of each of the {count} keypoints; if b is that of a, a is that of b"
+        )
     return (count, shape[1]), tuple(flip)
 
 

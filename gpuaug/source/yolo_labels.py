@@ -25,7 +25,7 @@ class Labels:
     """The objects of all files in order.
 
     Attributes:
-        counts: int64 [files], objects of each file; 0 for a file with a reason.
+        counts: int64 [files], objects of each file; 0 for a file in ``reasons``.
         labels: int64 [N], class numbers.
         boxes: float64 [N, 4], (x1, y1, x2, y2) in units of the image's width and height.
         keypoints: float64 [N, K, 3], (x, y, visibility 0..2); None without keypoints.
@@ -59,7 +59,7 @@ class _Lines:
 
 
 def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[int], str]) -> Labels:
-    """Parse label files. ``name(i)`` is the name of file i, for reasons.
+    """Parse label files. ``name(i)`` is the name of file i, which ``reasons`` contain.
 
     A line is ``class cx cy w h`` (a box) or ``class x1 y1 x2 y2 x3 y3 ...`` (a polygon, which becomes its smallest
     box). With keypoints it is ``class cx cy w h`` and then (x, y) or (x, y, visibility) for each point.
@@ -95,7 +95,7 @@ def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[byte
 
 
 def _tokenized(files: list[bytes]) -> tuple[_Lines, dict[int, str]]:
-    """The lines of the files, and the reason of each file that has a word that is not a number (it gives no lines)."""
+    """The lines of the files, and why files cannot be used. A file with a word that is no number has no lines."""
     lines, reasons = _lines(files), dict[int, str]()
     if lines is None:
         reasons = {i: _wrong_word(data) for i, data in enumerate(files) if _lines([data]) is None}
@@ -145,7 +145,7 @@ def _wrong_word(data: bytes) -> str:
 
 
 def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
-    """By bad file: what is wrong in its first bad line. ``{file}`` stands for the file's name."""
+    """What is wrong in the first bad line of each bad file, by file number. ``{file}`` stands for the file's name."""
     if not len(lines.start):
         return {}
     values, start, length = lines.values, lines.start, lines.length
@@ -176,7 +176,7 @@ def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
     checks = (
         (counted, f"must have {wanted}. Found {{count}} numbers"),
         (finite, "must hold finite numbers"),
-        (known, f"must begin with a class number {names or 'from 0'}. Found: {{word:g}}"),
+        (known, f"must begin with a class number {names or '0, 1, ...'}. Found: {{word:g}}"),
         (np.logical_and.reduceat(inside, start), "must hold coordinates 0 .. 1, in units of the image's size"),
         (np.logical_and.reduceat(positive, start), "must have a width and a height of at least 0"),
         (np.logical_and.reduceat(seen, start), "must have visibilities 0, 1 or 2"),
@@ -207,7 +207,7 @@ def _objects(
     if rules.points is not None:
         count, numbers = rules.points
         keypoints = values[start[:, None] + np.arange(5, 5 + count * numbers)].reshape(-1, count, numbers)
-        if numbers == 2:  # a point without visibility is visible, unless it is (0, 0) or negative
+        if numbers == 2:  # without visibilities, a point is visible unless it is (0, 0) or has a negative coordinate
             seen = (keypoints >= 0).all(axis=2) & keypoints.any(axis=2)
             keypoints = np.concatenate([keypoints, 2.0 * seen[..., None]], axis=2)
         keypoints = np.where(keypoints[..., 2:] > 0, keypoints, 0)

@@ -140,7 +140,10 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
     place = Path(out)
     manifest = finished(place)
     if manifest is None:
-        raise SourceError(f"{str(place)!r} has no {MANIFEST}: not finished. To continue, run the same command.")
+        raise SourceError(
+            f"{str(place)!r} has no {MANIFEST}, so packing has not finished. To continue, run its `gpuaug pack` "
+            "command again."
+        )
     files: dict[str, list[Any]] = manifest["files"]
     if bad := [name for name in files if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
         raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}. Pack into a new folder.")

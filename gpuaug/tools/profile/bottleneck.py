@@ -26,7 +26,7 @@ from typing import Any
 from gpuaug.files import format_bytes
 from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
 
-GAIN = 1.07  # the smallest predicted speedup that is proposed, because noise is as large
+GAIN = 1.07  # changes with a smaller predicted speedup are not proposed, because measurements vary as much
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
 UNEXPLAINED = 2.0  # if the whole takes this many times the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
@@ -55,7 +55,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of settings, and the predicted speedup together with the changes before it."""
+    """A change of settings. ``gain`` is the predicted speedup of this change and of all changes before it."""
 
     overrides: tuple[str, ...]  # for the command line; empty if overrides are not enough
     text: str
@@ -71,7 +71,8 @@ class Verdict:
     text: str  # the answer in one or two sentences
     evidence: list[str]
     changes: list[Change]  # to be made together, in this order; the gain of the last one is the gain of all
-    others: list[Change]  # alter the training data or need more than an override; each gain is on top of `changes`
+    # alter the training data or need more than an override; each gain is that of all `changes` and this one
+    others: list[Change]
     prediction: Prediction  # of the whole as it is
     ideal_gain: float | None = None  # speedup with a loader that takes no time; None without a model
 
@@ -123,8 +124,8 @@ def expected(m: Measured, then: Measured) -> float:
     """Predict seconds per image of the whole, if ``m`` changes to ``then``.
 
     If the whole takes longer than its parts explain, the difference stays. If the whole takes less, the machine was
-    busier while the parts were measured. Then the prediction is the geometric mean of two: one from the parts alone,
-    and one from the whole and the speedup of the parts.
+    busier while the parts were measured. Then the prediction is the geometric mean of two values: the time that the
+    parts predict, and the measured time of the whole divided by the speedup that the parts predict.
     """
     explained, after = predict(m).seconds, predict(then).seconds
     if m.whole is None:
@@ -231,7 +232,7 @@ def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict
 
 
 def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
-    """Measured settings that may make a stage faster without changing a pixel, the cheapest first."""
+    """Measured settings that may make a stage faster without changing a pixel."""
     if stage in ("storage", "workers", "inter-process copy"):
         most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
         rest = max(value for term, value in predict(replace(m, workers=1)).terms.items() if term != "reading")
@@ -264,7 +265,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
 
 
 def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
-    """Changes that alter pixels or need more than an override; each gain is alone, on top of ``current``."""
+    """Changes that alter pixels or need more than an override. Each gain is that of one change added to ``current``."""
     others: list[Change] = []
     use_packed = f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
 
@@ -294,7 +295,8 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
         text = "large JPEGs are decoded at a part of their size; `gpuaug parity` shows how far the pixels change"
         propose(trials.with_decoder(current, reduced=True), (_key(at, "decode.reduced=true"),), text)
     if stage == "masks" and trials.packed() is None and (stored := trials.with_runs(current)) is not None:
-        text = f"store pixels, and masks that need no decoding: gpuaug pack format=uint8 out=DIR, then {use_packed}"
+        command = "gpuaug pack format=uint8 out=DIR"
+        text = f"store pixels instead of image files, and masks without compression: {command}, then {use_packed}"
         propose(replace(stored, decode=FREE), (), text)
     if stage in ("decode", "masks", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
         side, fewer = packed  # the times of decoding and copying are proportional to pixels and bytes
@@ -333,7 +335,7 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
         about = " A faster loader would not help." if ideal < NOTHING else shared
         return f"{text}{about} With a loader that takes no time, training would be {ideal - 1:.0%} faster."
     if others:
-        return f"{text} No setting alone helps; the list shows other changes that do."
+        return f"{text} No setting helps that keeps pixels and files as they are. The list shows other changes."
     if (now := predict(m)).terms["cores"] == now.seconds:
         return f"{text} All {m.cores:.2g} cores are busy. No tested setting helps, but more cores would."
     return f"{text} No tested setting helps."
