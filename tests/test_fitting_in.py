@@ -155,6 +155,14 @@ def test_copying_a_loader_says_what_to_do(loader: Any) -> None:
         assert "state_dict" in said
 
 
+def test_skipping_batches_says_how_to_resume(loader: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    said = message(lambda: accelerate.skip_first_batches(loader, 2))
+    assert "it is the DataLoader: pass it as it is." in said
+    assert "loader.load_state_dict(state)" in said
+    assert not hasattr(loader, "dataset")  # Lightning and others ask
+
+
 def test_a_loader_that_has_samples_is_still_iterated_in_batches(loader: Any) -> None:
     assert loader[3][0].ndim == 3
     for call in (lambda: reversed(loader), lambda: 3 in loader):

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +35,7 @@ from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.errors import ConfigError
+from gpuaug.random.generators import restore_generators
 from gpuaug.random.keyed import Int
 
 logger = logging.getLogger("gpuaug")
@@ -195,7 +196,7 @@ def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
     number = _batches[module] = _batches.get(module, 0) + 1
     given = x.clone() if number <= CHECKED_BATCHES else x  # an operation may modify its input
     seeds = [low | high << 32 for low, high in keys.tolist()]
-    with _generators(x.device):
+    with restore_generators(x.device):
         for row, seed in enumerate(seeds):
             x[row : row + 1] = _seeded(op, x[row : row + 1], seed)
         if number <= CHECKED_BATCHES:
@@ -266,16 +267,3 @@ def _check_pixels(op: Prepared, given: Tensor, made: Tensor, again: Tensor, *, b
         if not good and (*where, fact) not in _warned:
             _warned.add((*where, fact))
             logger.warning("`ops.%s` (%s) %s%s", *where, fact, remedy)
-
-
-@contextmanager
-def _generators(device: torch.device) -> Iterator[None]:
-    """Save the global generators of torch, numpy and Python, and restore them on exit."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [device.index or 0] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

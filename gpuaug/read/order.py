@@ -23,6 +23,8 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
+from gpuaug.random.generators import restore_generators
+from gpuaug.source.adapt import active_numbers
 from gpuaug.source.index import occurrences, outside, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
@@ -54,7 +56,7 @@ class Shuffle:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Each active number once, int64 ``[len(source)]``; a new permutation for each ``seed`` and ``epoch``."""
-        numbers = _numbers(source)
+        numbers = active_numbers(source)
         values = _values("order", seed, epoch, int(numbers[-1]) + 1 if len(numbers) else 0)
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
@@ -78,7 +80,7 @@ class Sequential:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Each active number once, ascending, int64 ``[len(source)]``; ``seed`` and ``epoch`` have no effect."""
-        return torch.from_numpy(_numbers(source))
+        return torch.from_numpy(active_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """The position after sample ``after`` in ``order``, int64 ``[n]``; ``seed`` and ``epoch`` have no effect.
@@ -124,7 +126,7 @@ class Weighted:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Sample numbers with repeats, int64 ``[len(source)]``; new ones for each ``seed`` and ``epoch``."""
-        numbers = _numbers(source)
+        numbers = active_numbers(source)
         bounds = np.cumsum(self._weights(source, numbers))
         if not bounds.size or bounds[-1] <= 0:
             raise ConfigError("`order.weights` must be above 0 for at least one sample. Found: all are 0.")
@@ -212,19 +214,14 @@ class Sampler:
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            try:
-                random.seed(value)
-                np.random.seed(value & 0xFFFFFFFF)
-                for generator in (torch.default_generator, self._generator):
-                    if generator is not None:
-                        generator.manual_seed(value)
-                yielded = list(self.sampler)
-            finally:
-                random.setstate(python_state)
-                np.random.set_state(numpy_state)
-        numbers, kind = _numbers(source), type(self.sampler).__name__
+        with restore_generators():
+            random.seed(value)
+            np.random.seed(value & 0xFFFFFFFF)
+            for generator in (torch.default_generator, self._generator):
+                if generator is not None:
+                    generator.manual_seed(value)
+            yielded = list(self.sampler)
+        numbers, kind = active_numbers(source), type(self.sampler).__name__
         try:
             positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)
         except ValueError:  # batches of different lengths
@@ -334,12 +331,6 @@ class EpochOrder(Sequence[Task]):
     def position(self, k: int) -> int:
         """Number of the epoch's samples that all ranks together have consumed after ``k`` steps from ``start``."""
         return self.start + min(k * self.batch_size * self.world_size, self.remaining)
-
-
-def _numbers(source: Any) -> NDArray[np.int64]:
-    """Numbers of the active samples, ascending."""
-    indices = getattr(source, "indices", None)
-    return np.arange(len(source), dtype=np.int64) if indices is None else indices.numpy()
 
 
 def _values(name: str, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:

@@ -33,13 +33,12 @@ from gpuaug.read.order import Task
 from gpuaug.read.workers import EndedError, Request, SilentError, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
-from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
+from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 
 log = logging.getLogger("gpuaug")
 
 TIMEOUT = 120.0  # seconds
 PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; network storage sometimes fails briefly
-FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -135,6 +136,16 @@ class MapSource:
         if callable(own):
             return str(own())
         return Names.of([[os.fsencode(self.key(i)) for i in range(len(self.samples))]]).digest()
+
+
+def active_numbers(source: Any) -> NDArray[np.int64]:
+    """Numbers of the active samples of a source, or of any object with a length, ascending: int64 ``[len]``.
+
+    >>> active_numbers(MapSource([(b"...", 0), (b"...", 1)], indices=torch.tensor([1])))
+    array([1])
+    """
+    indices = getattr(source, "indices", None)
+    return np.arange(len(source), dtype=np.int64) if indices is None else indices.numpy()
 
 
 def adapt(source: Any) -> Source:

@@ -13,6 +13,7 @@ from gpuaug.source.paths import redact
 LARGEST_IMAGE = 1 << 29  # bytes; the decoder accepts up to 178 million pixels, at 3 bytes each if uncompressed
 LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with an image signature
 LARGEST_BATCH = 1 << 31  # bytes that the images above `LARGE` in a batch may take together
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # no second try
 SIGNATURE = 16  # bytes that identify an image format
 
 # non-blocking: if a pipe has the name of an image, opening the pipe must not block the worker

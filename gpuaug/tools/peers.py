@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -13,20 +16,32 @@ from gpuaug.errors import ConfigError
 _operators: list[Any] = []  # refers to the operators, because torch removes those that nothing refers to
 
 
+@contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Import only from other folders: a file in the current one, which is trusted for `model`, may have any name."""
+    before, here = sys.path, os.path.realpath(os.getcwd())
+    sys.path = [folder for folder in before if os.path.realpath(folder) != here]
+    try:
+        yield
+    finally:
+        sys.path = before
+
+
 @lru_cache(maxsize=1)
 def torchvision() -> tuple[Any, str]:
     """``torchvision.transforms.v2`` and the version. Raises ConfigError if torchvision cannot be imported."""
     try:
-        try:
-            import torchvision
-        except RuntimeError:  # a build for another torch lacks two operators; no transform or classifier uses them
-            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-                del sys.modules[name]
-            _operators.append(torch.library.Library("torchvision", "DEF"))
-            for name in ("nms", "qnms"):
-                _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            import torchvision
-        from torchvision.transforms import v2
+        with _without_current_folder():
+            try:
+                import torchvision
+            except RuntimeError:  # a build for another torch lacks two operators; no transform or classifier uses them
+                for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                    del sys.modules[name]
+                _operators.append(torch.library.Library("torchvision", "DEF"))
+                for name in ("nms", "qnms"):
+                    _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                import torchvision
+            from torchvision.transforms import v2
     except Exception as error:
         raise ConfigError(
             f"this needs torchvision, which cannot be imported ({type(error).__name__}: {error}). Install the release "
@@ -39,7 +54,8 @@ def timm() -> Any:
     """The package ``timm``, which imports torchvision. Raises ConfigError if one of them cannot be imported."""
     torchvision()
     try:
-        import timm
+        with _without_current_folder():
+            import timm
     except Exception as error:
         raise ConfigError(
             f"this needs timm, which cannot be imported ({type(error).__name__}: {error}). Install it: pip install timm"

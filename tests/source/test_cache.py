@@ -234,14 +234,17 @@ def test_threads_and_processes_exclude_each_other():
 
     pid = os.fork()
     if pid == 0:
-        put(0)
-        os._exit(0)
+        try:
+            put(0)
+            os._exit(0)
+        finally:  # not back to the test session
+            os._exit(1)
     threads = [threading.Thread(target=put, args=(k,)) for k in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    os.waitpid(pid, 0)
+    assert os.waitpid(pid, 0)[1] == 0
     assert [bytes(memory.get(i)[0]) for i in range(4000)] == [b"%d" % i for i in range(4000)]
     begins = np.sort(memory.index)
     assert np.all(np.diff(begins) >= 24)  # no two records in one place

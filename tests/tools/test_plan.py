@@ -363,6 +363,14 @@ def test_the_error_of_a_rehearsal_is_that_of_the_run(photos: Path, tmp_path: Pat
         predict.rehearse(job(tmp_path / "none"))
 
 
+def test_an_epoch_without_batches_is_refused_before_the_rehearsal(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(predict, "rehearse", None)
+    assert main(["plan", f"source.root={photos}", "device=cpu", "last=drop", "batch_size=100"]) == 2
+    assert "an epoch has no batches: 65 samples, `batch_size=100`, `last=drop`." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", ["seconds=0", "sample=0", "json=3"])
 def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"source.root={photos}", wrong]) == 2

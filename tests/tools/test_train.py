@@ -308,6 +308,7 @@ def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: py
 
     assert "needs labels" in refused("source.labels=none")
     assert "an epoch has no batch" in refused("last=drop", "batch_size=100")
+    assert "`accumulate` must be at most the number of batches of an epoch, 8" in refused("accumulate=9")
     assert "Lower `lr`" in refused("lr=1e30", "epochs=2", "momentum=0")
     assert "needs one label per image and class" in refused("loss=binary_cross_entropy")
     assert "source.root" in refused("val.batch_size=3")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gpuaug.errors import ConfigError, ReadError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
+from gpuaug.tools import peers
 from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
@@ -174,6 +175,22 @@ def test_a_module_in_the_current_folder_needs_trust(
     assert sys.path == [*before, str(tmp_path)]  # behind everything that is installed
 
 
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_a_file_in_the_current_folder_is_no_library(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{library}.py").write_text("raise ImportError('the file ran')")
+    monkeypatch.chdir(tmp_path)
+    peers.torchvision.cache_clear()
+    if library == "timm":
+        monkeypatch.setattr(peers, "torchvision", lambda: None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])  # as if the library were not installed
+    with pytest.raises(ConfigError, match=f"this needs {library}, .* No module named '{library}'"):
+        build_model(Request(command="train", trust=("my_pkg.",)), f"{library}:resnet18", num_classes=2, seed=0)
+
+
 def test_what_a_model_does_wrong_is_explained(
     nets: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], v2: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,7 +220,7 @@ def test_accumulated_batches_are_one_large_batch(nets: Path, photos: Path, tmp_p
     more = ("epochs=2", "lr=0.01", "clip_grad_norm=0.5")
     assert main(words(photos, tmp_path / "a", "train_nets.Flat", *more, "batch_size=16")) == 0
     assert main(words(photos, tmp_path / "b", "train_nets.Flat", *more, "accumulate=2")) == 0
-    assert main(words(photos, tmp_path / "c", "train_nets.Flat", *more, "batch_size=5", "accumulate=20")) == 0
+    assert main(words(photos, tmp_path / "c", "train_nets.Flat", *more, "batch_size=5", "accumulate=13")) == 0
     assert main(words(photos, tmp_path / "d", "train_nets.Flat", *more, "batch_size=65")) == 0
     for one, other, steps in (("a", "b", 10), ("c", "d", 2)):
         x, y = checkpoint(tmp_path / one), checkpoint(tmp_path / other)

@@ -37,7 +37,6 @@ GAP_BYTES = 1 << 16  # two ranges with a smaller gap are one request, because tw
 BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
-FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
@@ -439,7 +438,7 @@ def _may_pass(error: Any) -> bool:
     status = getattr(error, "status", None)
     if isinstance(status, int) and status:
         return status in RETRIED_STATUS
-    if isinstance(error, (*FINAL, *BUGS, GpuaugError)):
+    if isinstance(error, (*local.FINAL, *BUGS, GpuaugError)):
         return False
     return getattr(error, "errno", None) not in (errno.EFBIG, errno.EINVAL, errno.ENAMETOOLONG)
 

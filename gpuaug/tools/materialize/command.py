@@ -43,6 +43,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import made_of, refuse_others
 from gpuaug.loader.state import plain
 from gpuaug.random.keyed import EPOCHS
+from gpuaug.source.adapt import active_numbers
 from gpuaug.source.base import checksum, parse_manifest
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
@@ -284,7 +285,7 @@ class Materialize:
         if not (self.out / MANIFEST).exists():
             _save(self.out / PLAN, self.plan)
         source = self._loader.source
-        numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+        numbers = active_numbers(source)
         blocks = np.array_split(numbers, 1 + len(numbers) // 65536)
         names = Names.of([os.fsencode(source.key(i)) for i in block.tolist()] for block in blocks)
         known = {"keys": names.blob, "key_offsets": names.offsets, "labels": source.labels, "indices": source.indices}
@@ -425,7 +426,7 @@ def _check(loader: Loader) -> None:
 def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
     """The format of the stored samples, as JSON. Decodes a few samples to learn the sizes of views and labels."""
     source = loader.source
-    numbers = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+    numbers = active_numbers(source)
     probed = numbers[np.unique(np.linspace(0, len(numbers) - 1, PROBED_SAMPLES).astype(np.int64))]
     shown = loader.fetch(probed.tolist(), epoch=0)
     loader.pipeline.stage.close()  # the loader that writes has its own decoder

@@ -34,6 +34,7 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
 from gpuaug.tools import child
+from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.memory import Usage, usage
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
@@ -255,6 +256,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     order, pipeline, stage = loader.epoch_order.epoch, loader.pipeline, loader.pipeline.stage
     if not (count := min(sample, len(order))):
         raise ConfigError("the source has no samples, so there is nothing to plan. Check `source`.")
+    count_batches(loader)
     at = torch.linspace(0, len(order) - 1, count).round().long()
     chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each chunk is spread over the epoch
     tasks = [(order.indices[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]

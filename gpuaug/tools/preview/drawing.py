@@ -25,6 +25,7 @@ from gpuaug.loader.chosen import fetch, uncounted
 from gpuaug.loader.faults import Policy
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import LiveStage
+from gpuaug.source.adapt import active_numbers
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.tools.preview import operations
@@ -239,7 +240,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
     """Sample numbers: ``indices``, which the source must not exclude, or ``count`` evenly spread ones."""
-    active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
+    active = active_numbers(source)
     if indices is None:
         count = min(count, len(active))
         return [int(active[(2 * n + 1) * len(active) // (2 * count)]) for n in range(count)]

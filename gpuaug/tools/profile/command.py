@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from tqdm import tqdm
@@ -21,6 +17,7 @@ from gpuaug import checks, machine
 from gpuaug.display.sheet import PAPER, Cell, Row, sheet
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
+from gpuaug.random.generators import restore_generators
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
@@ -99,21 +96,9 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
         same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
-    with _same_random(loader.device), request.build(config, **same) as twin:
+    with restore_generators(loader.device), request.build(config, **same) as twin:
         step = training_step(request, twin, replace(settings, lr=1e-5))
         report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), at=request.at)
-
-
-@contextlib.contextmanager
-def _same_random(device: torch.device) -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch on exit."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def training_step(

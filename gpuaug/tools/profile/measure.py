@@ -29,7 +29,7 @@ from gpuaug.augment.progressive import views_of
 from gpuaug.augment.recipe import Augment, View
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.plan import Plan
-from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
@@ -39,6 +39,7 @@ from gpuaug.read.reader import Reader
 from gpuaug.source.adapt import MapSource
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
+from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.profile import targets
 from gpuaug.tools.profile.clock import free_cores, now, waited_for_a_core
 
@@ -183,11 +184,7 @@ class Profiler(contextlib.ExitStack):
         self.reader = self.pipeline.reader
         self._notes: dict[str, Notes] = defaultdict(Notes)  # by stage
         self._values: dict[str, list[float]] = defaultdict(list)  # one value per round
-        if not len(loader):
-            raise ConfigError(
-                f"an epoch has no batch: {len(loader.source)} samples, `batch_size={loader.batch_size}`, "
-                f"`last={loader.last}`. Lower `batch_size` or set `last=uneven`."
-            )
+        count_batches(loader)
         self._prepare()
 
     def _prepare(self) -> None:

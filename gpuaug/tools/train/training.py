@@ -31,6 +31,7 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
+from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys
 from gpuaug.tools.train.checkpoint import VERSION, read_checkpoint
@@ -204,11 +205,12 @@ class Training:
     def _epoch(self) -> bool:
         """Train on the rest of the loader's epoch. Returns False if SIGTERM came before its end."""
         loader, epoch = self.loader, self.loader.epoch
-        whole = len(loader)
-        if not whole:
+        whole = count_batches(loader)
+        if self.settings.accumulate > whole:
             raise ConfigError(
-                f"an epoch has no batches: {len(loader.source)} samples, `batch_size={loader.batch_size}` on "
-                f"{self.ranks} ranks, `last={loader.last}`. Make `batch_size` smaller or set `last=pad`."
+                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because an epoch ends with "
+                f"a change of the weights. Found: {self.settings.accumulate}. Lower `accumulate`, or `batch_size` for "
+                "more batches."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
         self.each.train()

@@ -1,0 +1,30 @@
+"""Keeps the global random generators as they are while other code runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def restore_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the global generators of Python, numpy and torch on exit, and torch's of ``device`` if it is on CUDA.
+
+    >>> random.seed(3)
+    >>> with restore_generators():
+    ...     first = random.random()
+    >>> random.random() == first
+    True
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device is not None and device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

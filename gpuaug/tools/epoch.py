@@ -1,0 +1,17 @@
+"""The number of batches of an epoch, for the commands that need at least one."""
+
+from __future__ import annotations
+
+from gpuaug.errors import ConfigError
+from gpuaug.loader.loader import Loader
+
+
+def count_batches(loader: Loader) -> int:
+    """Number of batches of an epoch on this rank. Raises ConfigError if there are none."""
+    if count := len(loader):
+        return count
+    ranks = loader.epoch_order.world_size
+    raise ConfigError(
+        f"an epoch has no batches: {len(loader.source)} samples, `batch_size={loader.batch_size}`"
+        f"{f' on {ranks} ranks' if ranks > 1 else ''}, `last={loader.last}`. Lower `batch_size` or set `last=pad`."
+    )
