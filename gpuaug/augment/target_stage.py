@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,10 +32,6 @@ from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
-
-if TYPE_CHECKING:
-    from gpuaug.augment.progressive import Recipe
-    from gpuaug.augment.recipe import Drawn, RecipeBase
 
 Float64 = NDArray[np.float64]
 _LARGEST_BYTE = 255
@@ -78,7 +74,7 @@ class TargetStage:
 
     Args:
         rules: which targets the run has, and how they are made.
-        recipe: the recipe of the images.
+        recipe: the recipe of the images, an Augment, MultiView or Progressive. They are not imported: they import this.
         flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
         panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
     """
@@ -86,7 +82,7 @@ class TargetStage:
     def __init__(
         self,
         rules: Targets,
-        recipe: Recipe | RecipeBase,
+        recipe: Any,
         *,
         flip: Sequence[int] | None = None,
         panoptic: bool = False,
@@ -302,8 +298,8 @@ class TargetStage:
 
 
 def augment_targets(
-    recipe: RecipeBase,
-    drawn: Drawn,
+    recipe: Any,
+    drawn: Any,
     given: Given,
     *,
     size: tuple[int, int],
