@@ -1,4 +1,4 @@
-"""torchvision and timm, which some commands use and gpuaug does not install."""
+"""Imports torchvision and timm. Some commands need these packages, but gpuaug does not install them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 
 from gpuaug.errors import ConfigError
 
-_operators: list[Any] = []  # refers to the operators, because torch removes those that nothing refers to
+_operators: list[Any] = []  # keeps the defined operators alive: torch removes them with their `Library`
 
 
 @lru_cache(maxsize=1)
 def torchvision() -> tuple[Any, str]:
-    """``torchvision.transforms.v2`` and the version. Raises ConfigError if torchvision cannot be imported."""
+    """``torchvision.transforms.v2`` and torchvision's version. Raises ConfigError if torchvision cannot be imported."""
     try:
         try:
             import torchvision
-        except RuntimeError:  # a build for another torch lacks two operators; no transform or classifier uses them
+        except RuntimeError:
+            # If torchvision was built for another torch, two operators are missing. Define them without a function,
+            # because no transform or classifier uses them.
             for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
                 del sys.modules[name]
             _operators.append(torch.library.Library("torchvision", "DEF"))
@@ -36,7 +38,7 @@ def torchvision() -> tuple[Any, str]:
 
 
 def timm() -> Any:
-    """The package ``timm``, which imports torchvision. Raises ConfigError if one of them cannot be imported."""
+    """The package ``timm``. Raises ConfigError if timm or torchvision, which timm uses, cannot be imported."""
     torchvision()
     try:
         import timm
