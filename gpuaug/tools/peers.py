@@ -20,8 +20,8 @@ def torchvision() -> tuple[Any, str]:
         try:
             import torchvision
         except RuntimeError:
-            # If torchvision was built for another torch, two operators are missing. Define them without a function,
-            # because no transform or classifier uses them.
+            # If torchvision was built for another torch, two operators are missing. Define them without an
+            # implementation, because no transform or classifier uses them.
             for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
                 del sys.modules[name]
             _operators.append(torch.library.Library("torchvision", "DEF"))

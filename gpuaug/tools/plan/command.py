@@ -314,10 +314,10 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
     """Bytes of the finished masks of a batch, and of all unfinished masks. ``pixels``: mean pixels of an image."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
-    wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are rare
+    wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are too rare to count
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # masks for crops are decoded two threads earlier
+    decoded = int(rows * pixels) * (3 if early else 1)  # masks for crops are decoded two threads earlier: 3 batches
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 

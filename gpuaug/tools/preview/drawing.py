@@ -117,12 +117,12 @@ def preview(
 ) -> Image.Image:
     """Draw samples of a loader as one picture. A notebook displays the result, a ``PIL.Image``.
 
-    Each row shows one sample: first the original with its crops, then its augmented images in several epochs. They are
-    the images of training, but without mix. `gpuaug preview` writes the same picture from the command line.
+    Each row shows one sample: first the original with its crops, then its augmented images in several epochs. The
+    augmented images are those of training, but without mix. `gpuaug preview` writes the same picture as a file.
 
     Args:
         loader: the loader whose source, recipe and seed are used. Its position does not change, and no worker starts.
-        indices: numbers of the samples in the source; None: five samples, evenly spread.
+        indices: number or numbers of the samples in the source; None: five samples, evenly spread.
         epochs: a list of epoch numbers, or how many epochs to show, beginning with the loader's current epoch.
         size: longer side of the largest augmented image, in pixels; None: 160, or 280 if the loader has targets.
 

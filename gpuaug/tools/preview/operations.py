@@ -93,8 +93,8 @@ def _over(
 ) -> Span:
     """The span of the parameters ``names``, which the random numbers ``columns`` change.
 
-    The smallest and the largest value are those with the smallest and the largest sum. If all sums are equal, the first
-    values are shown. ``at`` is the kind, the slot and the alternative of the module.
+    Values are compared by the sum of their elements. If all sums are equal, the first values are shown.
+    ``at`` is the kind, the slot and the alternative of the module.
     """
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
     points = list(many)  # combinations, because a parameter can use several random numbers, such as a size and a sign

@@ -1,8 +1,8 @@
 """`gpuaug preview serve=true`: serves a page with sliders for a recipe, to this machine only.
 
 The page can read the list of parameters, draw samples by number, and read the changed recipe. No request names a file.
-The path of every address begins with a random token. Requests to a host name other than localhost are refused, because
-a foreign web page can let its own host name point to this machine (DNS rebinding).
+The path of every address begins with a random token. Requests to host names other than 127.0.0.1 and localhost are
+refused, because a foreign web page can let its own host name point to this machine (DNS rebinding).
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def main(request: Request) -> int:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
         loader: Loader = stack.enter_context(request.build(train))
-        if loader.device.type == "cuda":  # first of all, because the default device belongs to another rank
+        if loader.device.type == "cuda":
+            # before any other use of CUDA, because the default device belongs to another rank
             torch.cuda.set_device(loader.device)
         _refuse_targets(loader, "targets")
         if loader.num_classes is None:

@@ -238,7 +238,7 @@ class Training:
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
         """Run the steps of an epoch after ``done`` batches. Returns False if SIGTERM came before the last step."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
-        position = self.loader.state_dict()["position"]  # behind the last sample that changed the weights
+        position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
         steps = math.ceil(whole / self.settings.accumulate)  # optimizer steps of an epoch
         while True:
             pace.ask()
