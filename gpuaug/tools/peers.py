@@ -10,7 +10,9 @@ import torch
 
 from gpuaug.errors import ConfigError
 
-_operators: list[Any] = []  # keeps the defined operators alive: torch removes them with their `Library`
+# Two operators that are missing if torchvision was built for another torch. They get no implementation, because no
+# transform or classifier uses them. The list keeps them alive: torch removes operators with their `Library`.
+_operators: list[Any] = []
 
 
 @lru_cache(maxsize=1)
@@ -19,9 +21,7 @@ def torchvision() -> tuple[Any, str]:
     try:
         try:
             import torchvision
-        except RuntimeError:
-            # If torchvision was built for another torch, two operators are missing. Define them without an
-            # implementation, because no transform or classifier uses them.
+        except RuntimeError:  # a build for another torch lacks two operators; no transform or classifier uses them
             for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
                 del sys.modules[name]
             _operators.append(torch.library.Library("torchvision", "DEF"))

@@ -242,10 +242,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """The numbers of the samples to show: ``indices``, or ``count`` evenly spread ones if ``indices`` is None.
-
-    Raises ConfigError if the source lacks or excludes one of ``indices``.
-    """
+    """Sample numbers: ``indices``, which the source must not exclude, or ``count`` evenly spread ones."""
     active = np.arange(len(source)) if source.indices is None else source.indices.numpy()
     if indices is None:
         count = min(count, len(active))
