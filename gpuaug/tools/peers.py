@@ -1,4 +1,4 @@
-"""torchvision and timm, which some commands use and gpuaug does not install."""
+"""Imports torchvision and timm. Some commands need these packages, but gpuaug does not install them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 
 from gpuaug.errors import ConfigError
 
-_operators: list[Any] = []  # refers to the operators, because torch removes those that nothing refers to
+# Two operators that are missing if torchvision was built for another torch. They get no implementation, because no
+# transform or classifier uses them. The list keeps them alive: torch removes operators with their `Library`.
+_operators: list[Any] = []
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def _without_current_folder() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def torchvision() -> tuple[Any, str]:
-    """``torchvision.transforms.v2`` and the version. Raises ConfigError if torchvision cannot be imported."""
+    """``torchvision.transforms.v2`` and torchvision's version. Raises ConfigError if torchvision cannot be imported."""
     try:
         with _without_current_folder():
             try:
@@ -51,7 +53,7 @@ def torchvision() -> tuple[Any, str]:
 
 
 def timm() -> Any:
-    """The package ``timm``, which imports torchvision. Raises ConfigError if one of them cannot be imported."""
+    """The package ``timm``. Raises ConfigError if timm or torchvision, which timm uses, cannot be imported."""
     torchvision()
     try:
         with _without_current_folder():

@@ -17,11 +17,11 @@ from gpuaug.errors import ConfigError, GpuaugError
 
 
 class Report:
-    """Named values. Each value is printed at once, as an aligned line. At the end all values are written to a file.
+    """Named values. Each value is printed at once, as an aligned line, and :meth:`write` writes all values to a file.
 
     Args:
         file: JSON file to write, or None.
-        quiet: print and write nothing (for all ranks except the first).
+        quiet: print and write nothing. Set by all ranks except the first.
     """
 
     def __init__(self, *, file: str | None = None, quiet: bool = False) -> None:
@@ -35,13 +35,13 @@ class Report:
             print(folded(text, first=f"{name.replace('_', ' '):<18} ", indent=19), flush=True)
 
     def write(self) -> None:
-        """Write the values to the file. The file is complete or unchanged."""
+        """Write the values to the file, completely or not at all."""
         if self._file is not None:
             save(self._file, "json", json.dumps(self.values, indent=1) + "\n")
 
 
 def save(file: Path, key: str, data: bytes | str) -> None:
-    """Write a result. The file is complete or unchanged; a symbolic link stays a link."""
+    """Write a result file, completely or not at all. A symbolic link stays a link."""
     with written(file, key):
         files.write(file.resolve(), data)
 
@@ -49,8 +49,8 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
     """``first`` and a paragraph, wrapped at the width of the terminal or at ``width``, whichever is smaller.
 
-    All lines but the first begin with ``indent`` spaces. Without a terminal and ``width``, nothing is wrapped. Text
-    with line breaks (a table) is never wrapped.
+    All lines but the first begin with ``indent`` spaces. If there is neither a terminal nor ``width``, nothing is
+    wrapped. Text with line breaks, such as a table, is never wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -71,7 +71,7 @@ def written(file: Path, key: str) -> Iterator[None]:
 
 
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """Like :func:`output`. ConfigError if the name ends in anything but .png or one of ``also``."""
+    """Like :func:`output`. ConfigError if the file has an ending other than .png and those in ``also``."""
     endings = (".png", *also)
     if Path(file).suffix.lower() not in ("", *endings):
         raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")
@@ -79,16 +79,16 @@ def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
 
 
 def output(file: str, key: str) -> Path:
-    """The path of a file that a command will write. Creates its folder; ConfigError if the file cannot be written."""
+    """The path of a file that a command will write. Creates the folder. ConfigError if the file cannot be written."""
     path = Path(file)
     place = path.absolute()
     try:
         if place.is_relative_to("/dev") and not place.is_relative_to("/dev/shm"):
-            raise FileExistsError("a system file")  # root could replace /dev/stdout with a regular file
+            raise FileExistsError("a system file")  # otherwise root could replace /dev/stdout with a regular file
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise FileExistsError("a folder" if path.is_dir() else "not a regular file")
-        tempfile.TemporaryFile(dir=path.parent).close()  # not a check of permissions, because root passes them all
+        tempfile.TemporaryFile(dir=path.parent).close()  # os.access is not enough: for root it allows everything
     except OSError as error:
         raise ConfigError(
             f"`{key}` must be the path of a file that can be written. Found: {file!r} ({error})."

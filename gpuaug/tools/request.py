@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
-# keys that describe the machine: a held-out loader takes them from the training loader, unless `val.` sets them
+# machine settings that the held-out loader (`val.`) takes from the training loader, unless overrides set them
 SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks the types of text and flags."""
+    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks the types of texts and flags."""
 
     json: str | None = None
 
@@ -40,7 +40,7 @@ class Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One call of one command."""
+    """One call of a command: its overrides and options."""
 
     command: str
     overrides: tuple[str, ...] = ()  # in Hydra's syntax, for the command and the loader
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def prefix(self) -> str:
-        """What the loader's keys begin with in the user's configuration, such as ``train_data.``."""
+        """The prefix of the loader's keys in the user's configuration, such as ``train_data.``."""
         return "" if self.at is None else f"{self.at}."
 
     @cached_property
@@ -72,7 +72,10 @@ class Request:
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
-        """The overrides of the command, the held-out loader and the loader, as (first part of the key, override)."""
+        """The overrides by what they change: command, held-out loader or loader.
+
+        Each one is a pair: the first part of the key, and the override.
+        """
         overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
         for text in self.overrides:
             sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # always matches
@@ -85,7 +88,7 @@ class Request:
         return overrides
 
     def settings(self) -> dict[str, Any]:
-        """The command's own keys: defaults, changed by overrides."""
+        """The values of the command's own keys: the defaults, or the values in overrides."""
         from omegaconf import OmegaConf
 
         try:
@@ -95,7 +98,10 @@ class Request:
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
-        """The loader's configuration with overrides: ``train``, or the part ``at`` of the user's own configuration."""
+        """The loader's configuration with overrides: gpuaug's ``train``, or the user's own configuration.
+
+        With ``at`` or ``--at``, it is only this part of the user's configuration.
+        """
         from omegaconf import OmegaConf
 
         self._check_roots()
@@ -111,9 +117,10 @@ class Request:
         return part
 
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
-        """The held-out loader's configuration, with the training's values of ``SHARED``; None if there is none.
+        """The configuration of the held-out loader; None if there is no held-out loader.
 
-        ``at`` is its path in the user's configuration. Without ``at``, overrides that begin with ``val.`` describe it.
+        ``at`` is the path of the held-out loader in the user's configuration. Without ``at``, overrides that begin with
+        ``val.`` describe the loader, and keys in ``SHARED`` take their values from ``train`` unless overrides set them.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:
@@ -140,23 +147,23 @@ class Request:
         return composed
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
-        """Build the held-out loader, with the training's ``classes`` unless its source sets its own."""
+        """Build the held-out loader. If its source sets no classes, the source gets the training's ``classes``."""
         from omegaconf import OmegaConf
 
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # not as part of the configuration: OmegaConf would resolve a class whose folder is called `${oc.env:HOME}`
+        # The classes are not put into the configuration, because OmegaConf would resolve a class name `${oc.env:HOME}`.
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
-        """The overrides of the loader, each as (first part of the key, whole override)."""
+        """The overrides of the loader, each a pair: the first part of the key, and the whole override."""
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
         """Build the object described by a part of the configuration.
 
-        With ``--trust``, modules in the current folder are found too, after all installed ones.
+        With ``--trust``, modules in the current folder can be imported too. Installed modules are found first.
         """
         if self.trust and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())

@@ -38,7 +38,7 @@ Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of sa
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """Raise ConfigError unless ``out`` is missing or empty, or has a file named in ``ours`` from an earlier run."""
+    """Raise ConfigError if ``out`` has files, but none of the files ``ours``, which an earlier run wrote."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def check_out(out: Path, *ours: str) -> None:
 
 
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
-    """Raise ``error``, which names the differences, if ``out`` holds another job than this one."""
+    """Raise ``error`` if the job ``before``, which ``out`` holds, differs from the job ``here``."""
     if changes := differences(before, json.loads(json.dumps(here))):
         listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} here" for where, a, b in changes[:5])
         raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore these settings, or set another `out`.")
@@ -63,7 +63,8 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
     """Create a folder, and lock it while the block runs. The lock also ends with the process.
 
-    A file system without locks locks nothing. ConfigError if the folder cannot be created, or another run has the lock.
+    If the file system has no locks, nothing is locked. ConfigError if the folder cannot be created, or another run has
+    the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,15 +98,15 @@ def results(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
-    On Ray, it uses the open connection. Without one, it connects to the cluster at ``RAY_ADDRESS``, or starts Ray on
-    this machine. A GpuaugError from a task is raised unchanged.
+    With ``on="ray"``, an open connection to Ray is used. If none is open, this function connects to the cluster at
+    ``RAY_ADDRESS``, or starts Ray on this machine. A GpuaugError from a task is raised unchanged.
 
     Args:
         open_worker: creates a worker, whose ``write(task, progress)`` runs a task. Pickled for other processes.
         tasks: the tasks. They start in this order.
         on: ``local`` or ``ray``.
         progress: called with the number of newly finished samples.
-        num_workers: number of processes. 0: only this one (not on Ray). None: as many as CPUs or GPUs allow.
+        num_workers: number of processes. 0: only this process (not on Ray). None: as many as CPUs or GPUs allow.
         cpus: maximum number of CPUs of each Ray process.
         gpus: GPUs of each Ray process.
     """
@@ -174,7 +175,7 @@ def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None
         ) from error
     finally:
         for process in {*multiprocessing.active_children()} - before if waiting else ():
-            process.terminate()  # running tasks could take minutes
+            process.terminate()  # running tasks could take minutes to end
         pool.shutdown(cancel_futures=True)
 
 
@@ -248,7 +249,7 @@ def file_digest(path: Path) -> str:
 
 
 def damaged(digests: Mapping[Path, str], *, num_workers: int | None = None) -> dict[Path, str]:
-    """Compare files with their digests. Returns the problem of each file that differs."""
+    """Compare files with their digests. Returns the problem of each file that differs or cannot be read."""
 
     def problem(path: Path) -> str | None:
         try:

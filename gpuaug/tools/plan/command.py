@@ -1,8 +1,11 @@
-"""`gpuaug plan`: how much memory a run needs. A rehearsal in a child process measures it; before, there is a bound.
+"""`gpuaug plan`: finds out how much memory a run needs, with a short rehearsal in a child process.
 
-Only memory that the system cannot reclaim counts, see :class:`gpuaug.tools.memory.Usage`. A rehearsal is a short trial
-run of the configured loader. It pauses a few times until all queues are full, and runs some steps of the model. A
-formula adds what is not rehearsed: the cache, ``ahead`` and the other ranks of the machine.
+Only memory that the system cannot reclaim counts, see :class:`gpuaug.tools.memory.Usage`.
+
+1. An upper bound is computed from the batch size and the headers of some images.
+2. A rehearsal, which is a short trial run of the configured loader, replaces the bound by measured values. The
+   rehearsal pauses a few times, so that all queues fill up. With a model, it also runs some training steps.
+3. A formula adds the parts that are not rehearsed: the cache, ``ahead`` and the other ranks of the machine.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ log = logging.getLogger("gpuaug")
 
 Place = Literal["host", "shared", "device"]
 PLACES: dict[Place, str] = {"host": "host memory", "shared": "part in /dev/shm", "device": "device memory"}
-SECONDS = 15.0  # of a rehearsal, without imports
+SECONDS = 15.0  # duration of a rehearsal, without imports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ def main(request: Request) -> int:
         bound, here = upper_bound(loader, sample=settings.sample), Machine.here(loader.device)
         run = Run(loader=loader, costs=bound, config=config, prefix=request.prefix)
         run = _rehearse(request, run, here, seconds=settings.seconds)
-        report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean over at most {settings.sample}")
+        report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean of <= {settings.sample} images")
         _report(report, run, here)
         batches = run.costs.batches
         few = batches <= loader.prefetch + 2 and batches < len(loader)
@@ -85,7 +88,10 @@ def main(request: Request) -> int:
 
 
 def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Run:
-    """The run with measured costs; unchanged if it needs more memory than is left. Arguments: :func:`rehearsal`."""
+    """Rehearse a run, and return it with the measured costs.
+
+    If the run needs more memory than is left, it is returned unchanged. For ``model``, see :func:`rehearsal`.
+    """
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
     peak = rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
@@ -107,10 +113,11 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 
 
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
-    """Raise ConfigError if a run clearly needs more memory than is left; warn if it may. No setting is changed.
+    """Raise ConfigError if the runs clearly need more memory than is left, and warn if they may need more.
 
-    ``runs`` are the loaders that run at the same time, the training loader first. One rank per machine rehearses them,
-    if their upper bounds exceed half of the memory left. The error gives overrides to copy.
+    ``runs`` are the loaders that run at the same time, the training loader first. If their upper bounds together exceed
+    half of the memory left, the first rank of each machine rehearses them. No setting is changed: the error and the
+    warning suggest overrides.
     """
     here = Machine.here(runs[0].loader.device)
     if machine.local_rank() or not lacking(runs, here, share=0.5):
@@ -133,22 +140,23 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 
 MIB = 2**20
-SPARE = 0.1  # share of the memory left to keep free, for other processes and for errors of the plan
-CLEARLY = 1.15  # a run that needs more than this times the memory left is refused: plans err by up to 15 %
-BEHIND = 4  # encoded batches that the workers sent: one waits; one each is in header reading, decoding, augmenting
+SPARE = 0.1  # share of the memory left that a run must not use: it is for other processes and errors of the plan
+CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused; a plan may be wrong by 15 %
+BEHIND = 4  # encoded batches that left the workers: 1 waits, 1 is in header reading, 1 in decoding, 1 in augmentation
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
-CHUNK = 16  # images whose headers are read together
-PATIENCE_S = 2.0  # after so many seconds no more headers are read, because the storage is slow
-ENOUGH = 64  # batches of a rehearsal: malloc's heaps grow until then
+CHUNK = 16  # number of images whose headers are read together
+PATIENCE_S = 2.0  # time limit for reading headers, because storage may be slow
+ENOUGH = 64  # batches that a rehearsal tries to run: malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
-CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"  # with -m, spawned workers would run this file
+# for `python -c`: with `python -m`, spawned workers would run this file again
+CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings that decide a loader's memory and can be lowered without changing a pixel."""
+    """Settings that decide how much memory a loader needs. Lowering them changes no pixel."""
 
-    ahead: int | None
+    ahead: int | None  # bytes
     cache: int | None  # bytes; None: no cache
     prefetch: int
     num_workers: int
@@ -163,12 +171,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Bytes of each part of a run. They give its memory under any :class:`Limits`."""
+    """Bytes of each part of a run. :meth:`Run.terms` computes the run's memory from them, for any :class:`Limits`."""
 
     image: float  # an encoded image, on average
     ready: int  # the images of a finished batch in the prefetch queue
     masks: int = 0  # the masks of a finished batch
-    mask_work: int = 0  # decoded masks, and masks between two threads
+    mask_work: int = 0  # masks that are not finished: decoded, or cropped and waiting for the next thread
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
@@ -176,7 +184,7 @@ class Costs:
     step: int = 0  # a step of the model, on the host
     device: int = 0  # device memory without the ready batches
     batches: int = 0  # batches of the rehearsal that measured these values; 0: the values are upper bounds
-    epoch: int = 0  # the epoch with the largest images, from the loader's epoch on
+    epoch: int = 0  # the epoch with the largest images, among the loader's epoch and later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +203,14 @@ class Run:
 
     loader: Loader  # not yet iterated
     costs: Costs
-    config: Any = None  # the configuration it was built from
-    prefix: str = ""  # prefix of its keys on the command line, such as `val.`
-    classes: Sequence[str] | None = None  # class names given to its source; None: the source finds them
+    config: Any = None  # the configuration that `loader` was built from
+    prefix: str = ""  # prefix of the loader's keys on the command line, such as `val.`
+    classes: Sequence[str] | None = None  # class names given to the loader's source; None: the source finds them
     changed: Limits | None = None  # settings to try instead of the loader's own
 
     @property
     def limits(self) -> Limits:
-        """The settings that decide its memory."""
+        """The settings that decide this run's memory."""
         return self.changed or Limits.of(self.loader)
 
     def terms(self) -> list[Term]:
@@ -249,9 +257,9 @@ def on_their_way(loader: Loader, workers: int) -> int:
 
 
 def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: bool = False, sample: int = 128) -> Costs:
-    """An upper bound of a run's memory, from batch sizes and the headers of ``sample`` images. Nothing is decoded.
+    """An upper bound of a run's memory, from its batch size and the headers of at most ``sample`` images.
 
-    ``averaged``: the training also keeps averaged weights of the model.
+    No image is decoded. With ``averaged``, the training also keeps averaged weights of the model.
     """
     order, pipeline, stage = loader.epoch_order.epoch, loader.pipeline, loader.pipeline.stage
     if not (count := min(sample, len(order))):
@@ -270,7 +278,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
         if headers.info is not None:
-            stage.decoder.truncated = 0  # type: ignore[union-attr]  # these reads must not count for an epoch
+            stage.decoder.truncated = 0  # type: ignore[union-attr]  # truncated images must count in training only
             areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
             stages = [(loader.epoch, headers), *((first, stage.read_headers(encoded, first)) for first in later)]
@@ -282,7 +290,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     rows, image = min(loader.batch_size, len(loader.source)), bytes_read / images
     values, encoded_bytes = rows * sum(height * width * 3 for height, width in views), int(2 * rows * image)
     source: Any = pipeline.reader.source
-    kept = getattr(source, "row_groups", None)  # Parquet row groups that each reading process keeps
+    kept = getattr(source, "row_groups", None)  # number of Parquet row groups that each reading process keeps in memory
     groups = 0 if kept is None else (kept + 1) * source.group_bytes()
     decoded = min(rows * pixels / images, 2 * loader.decode.max_bytes)
     decoded += 4 * getattr(stage.decoder, "num_threads", 1) * largest
@@ -305,19 +313,23 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
 
 
 def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
-    """Bytes of a batch's finished masks, and of their earlier forms. ``pixels``: of an image, on average."""
+    """Bytes of the finished masks of a batch, and of all unfinished masks. ``pixels``: mean pixels of an image."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
-    wide = 4 if getattr(loader.source, "panoptic", False) else 1  # 16-bit masks are rare
+    wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are too rare to count
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # if a crop needs masks, they are decoded two threads earlier
+    decoded = int(rows * pixels) * (3 if early else 1)  # masks for crops are decoded two threads earlier: 3 batches
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 
 
 def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, averaged: bool) -> int:
-    """Bytes of gradients, DDP's buckets, optimizer state, averages, and twice what autograd saves. Runs two samples."""
+    """An upper bound of the bytes of a training step.
+
+    It counts gradients, DDP's buckets, optimizer state, averaged weights, and twice the tensors that autograd saves.
+    To measure the saved tensors, a copy of the model processes two samples.
+    """
     saved = 0
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -325,7 +337,7 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, a
         saved += x.nbytes
         return x
 
-    tried = copy.deepcopy(model).train()  # a copy, because a forward pass changes running statistics
+    tried = copy.deepcopy(model).train()  # a copy, because a forward pass changes batch norm's running statistics
     try:
         with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             for view in views:
@@ -340,19 +352,19 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, a
 
 @dataclass
 class Peak:
-    """Peak memory of a run in bytes, the largest number of ``ready`` batches, and the number of all ``batches``."""
+    """Peak memory of a run in bytes. ``ready``: largest number of ready batches. ``batches``: number of all batches."""
 
     base: Usage = field(default_factory=usage)  # before the first batch
     most: Usage = field(default_factory=usage)  # at the peak of host memory
     shared: int = 0
-    step: int = 0  # added by steps of the model
-    device: int = 0  # more than before the run
+    step: int = 0  # host memory added by steps of the model
+    device: int = 0  # growth since the beginning of the run
     ready: int = 0
     batches: int = 0
     began: float = 0.0  # time of the first batch
 
     def costs(self, loader: Loader, bound: Costs) -> Costs:
-        """Split the peak into parts, which replace those of the upper bound."""
+        """Split the peak into parts. Returns ``bound`` with these parts instead of the bounds."""
         ready = min(self.batches, self.ready + 2) * (bound.ready + bound.masks)
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
         if loader.device.type == "cpu":
@@ -380,10 +392,11 @@ def measure(
     step: Callable[[Batch], None] | None = None,
     watch: Callable[[Peak], None] = lambda peak: None,
 ) -> Peak:
-    """Run a new loader, with pauses in which all queues fill up, and measure its peak memory.
+    """Run a loader that has not been iterated yet, and measure its peak memory.
 
-    The run ends between two batches, ``seconds`` after the first batch. ``step`` runs on the last three batches.
-    Another thread calls ``watch`` about every 30 ms.
+    The run pauses three times, so that all queues fill up. It ends after enough batches, or ``seconds`` after the first
+    batch, when the current batch is done. ``step`` runs on the last batches, at most three. Another thread calls
+    ``watch`` about every 30 ms.
     """
     peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -406,7 +419,7 @@ def measure(
             for batch in loader:
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 end = peak.began + seconds
-                if peak.batches in (2, filled, wanted - 2):  # pause, because queues then fill up
+                if peak.batches in (2, filled, wanted - 2):  # pause, so that the queues fill up
                     time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
                 if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
                     alone, steps = alone or peak.most.host, steps + 1
@@ -423,10 +436,10 @@ def measure(
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
-    """Run a job of :func:`rehearsal` in a child process. None: the job needed more memory than is left.
+    """Run a job of :func:`rehearsal` in a child process. Returns None if the job needed more memory than is left.
 
     Raises:
-        GpuaugError: if the run failed (with the error of the run) or gave no answer.
+        GpuaugError: with the text of the child's error if the run failed, or if the child gave no answer in time.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is not a rank
     command = (sys.executable, "-c", CODE)
@@ -434,7 +447,7 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
     answer = ended.answer or {}
     if ended.status is None:
         raise GpuaugError("the rehearsal of this run gave no answer in time. Is the source slow to open?")
-    if "over" in answer or (not answer and ended.status == -signal.SIGKILL):  # killed by `watch` or the system
+    if "over" in answer or (not answer and ended.status == -signal.SIGKILL):  # `watch` or the system killed the child
         return None
     if "peak" not in answer:
         raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {ended.errors.strip()[-1000:]}")
@@ -443,11 +456,17 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 
 
 def rehearsal() -> None:
-    """The child of :func:`rehearse`: reads a job from stdin, and prints its answer as the last line, both as JSON.
+    """Read a job from stdin, run it, and print the answer as the last line. :func:`rehearse` calls this in a child.
 
-    A job has the loader's composed ``config``, its ``classes`` and ``trust``; the ``epoch`` to run; the longest
-    duration, ``seconds``; the memory left, ``host`` and ``shared``; and ``model``: null, or the number of ``classes``
-    and the training's ``settings``.
+    The answer is JSON, and the job is a JSON object with these keys:
+
+    - ``config``: the composed configuration of the loader.
+    - ``classes``: class names for the loader's source. null: the source finds them.
+    - ``trust``: module prefixes that ``_target_`` may name.
+    - ``epoch``: the epoch to run.
+    - ``seconds``: the longest duration after the first batch.
+    - ``host``, ``shared``: bytes left in host memory and /dev/shm. null: unknown.
+    - ``model``: null, or an object with the number of ``classes`` and the ``settings`` of the training.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.request import Request
@@ -464,14 +483,15 @@ def rehearsal() -> None:
         more = peak.most.host - peak.base.host
         if more > (job["host"] or math.inf) or peak.shared > 0.9 * (job["shared"] or math.inf):
             say(over=True)
-        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or a step takes too long
+        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or step is too slow
             say(peak=asdict(peak))
         else:
             return
         os.killpg(os.getpid(), signal.SIGKILL)
 
     request, model, config = Request(command="train", trust=tuple(job["trust"])), job["model"], job["config"]
-    # no cache, and `ahead` keeps one batch of any size; bad samples do not end the run and are not recorded
+    # No cache. `ahead` becomes 1 byte, which keeps one batch of any size. Bad samples do not end the run, and they are
+    # not recorded.
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
@@ -489,7 +509,7 @@ def rehearsal() -> None:
 
 
 class Machine(NamedTuple):
-    """Bytes that are left. ``host_by`` names the limit of host memory. None: unknown."""
+    """Bytes of memory that are left; None: unknown. ``host_by`` names the limit that applies to host memory."""
 
     host: int | None
     host_by: str
@@ -509,14 +529,15 @@ class Shortage:
     """A run needs more memory than is left: the message and the remedy."""
 
     text: str
-    clear: bool  # the shortage is larger than the error of a plan
-    overrides: tuple[str, ...]  # make the run fit; (): only a smaller batch helps
+    clear: bool  # the shortage is larger than a plan's possible error
+    overrides: tuple[str, ...]  # they make the run fit; empty: only a smaller batch helps
 
 
 def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, str]:
-    """A message for each place where loaders that run at the same time need more than a share of the memory left.
+    """Find the places in which the runs need more than ``share`` of the memory left. Returns a message for each.
 
-    Assumes that all ranks of the machine need the same memory and share one cache.
+    The loaders of ``runs`` run at the same time. Assumes that all ranks of the machine need the same memory and share
+    one cache.
     """
     ranks = machine.local_world_size()
     terms = [term for run in runs for term in run.terms() if term.name != "this process"]
@@ -543,7 +564,7 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
     first, fitting = lacks, list(runs)
     while lacks:
         if (smaller := _smaller(fitting, lacks)) is None:
-            fitting = list(runs)  # nothing suffices
+            fitting = list(runs)  # no settings suffice
             break
         fitting, lacks = smaller, lacking(smaller, here, share=1 - SPARE)
     overrides: list[str] = []
@@ -561,7 +582,7 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
 
 
 def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
-    """The runs with the next smaller settings that help the places in ``lacks``; None if there are none."""
+    """Lower one setting of one run to save memory in the places ``lacks``. None: no setting can be lowered further."""
     for k, run in reversed([*enumerate(runs)]):
         s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}

@@ -24,32 +24,32 @@ RANGES = {
     "size": (32, 512, 1),
     "kernel_size": (1, 31, 2),  # odd
 }
-CHOICES = {  # values that are valid in every class that has the argument
+CHOICES = {  # words that every class with this argument accepts
     "interpolation": ("bilinear", "bicubic"),
     "anchor": ("random", "diagonal"),
     "mode": ("pixel", "rand", "const"),
     "policy": ("imagenet", "cifar10", "svhn"),
     "style": ("torchvision", "mmseg"),
 }
-# Arguments that do not change a preview: pixels are shown before `normalize`, and both backends give the same pixels.
-# `mean` and `std` of an operation must equal those of `normalize`.
+# Arguments without a control. A preview shows pixels before `normalize`. Both backends give the same pixels. `mean` and
+# `std` of an operation must equal those of `normalize`, so they cannot be changed alone.
 LEFT_OUT = ("normalize", "backend", "mean", "std")
-LONGEST = 4  # numbers in a list
+LONGEST = 4  # lists of more numbers have no control
 LARGEST = 1e9  # largest number that can be typed
 NAME = re.compile(r"\w+")  # keys and words that need no quotes in an override
 
 
 @dataclass(frozen=True)
 class Control:
-    """One parameter: a number, a list of numbers, true or false, or one of some words.
+    """One parameter. Its value is a number, a list of numbers, true or false, or a word from a list of choices.
 
     Attributes:
         key: the full key, such as ``augment.ops.jitter.p``.
         group: path of the operation in the recipe, such as ``ops.jitter``; empty for the recipe's own parameters.
-        title: class of the operation.
+        title: name of the operation's class.
         value: the value in the configuration.
-        low, high, step: the slider's ends and step; None without numbers.
-        choices: the words; empty for other values.
+        low, high, step: the slider's ends and step; None if the value is not a number.
+        choices: the words to choose from; empty if the value is not a word.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Control:
         return self.key.rpartition(".")[2]
 
     def checked(self, value: Any) -> Any:
-        """The value, if it has this parameter's type. The operation checks later whether it is allowed."""
+        """Return a value of this parameter's type, or raise ConfigError. The operation checks its range later."""
         if isinstance(self.value, bool):
             return checks.flag(self.key, value)
         if self.choices:
@@ -84,7 +84,7 @@ class Control:
 
 
 def controls(augment: Any) -> list[Control]:
-    """The parameters of a recipe's configuration that can be changed, in its order."""
+    """The parameters that can be changed in a recipe's configuration, those of nested mappings last."""
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_dict(augment):
@@ -108,7 +108,7 @@ def _walk(node: Any, key: str, path: tuple[str, ...], title: str) -> Iterator[Co
 
 
 def _control(key: str, group: str, title: str, value: Any) -> Control | None:
-    """The control of a value; None for a value that has none, such as null."""
+    """The control for a value. None if there is no control for such values, for example null."""
     name = key.rpartition(".")[2]
     if isinstance(value, bool):
         return Control(key, group, title, value)
@@ -134,10 +134,10 @@ def _step(high: float) -> float:
 
 
 def changed(known: list[Control], changes: Any) -> list[str]:
-    """The override strings for ``changes``, a mapping from key to value. Values that equal the recipe's are left out.
+    """The override strings for ``changes``, a mapping from key to value. Unchanged values are left out.
 
     Raises:
-        ConfigError: for a key that is no parameter of the recipe, or a value of another type.
+        ConfigError: if a key is not a parameter of the recipe, or a value has another type than the recipe's.
     """
     if not isinstance(changes, Mapping):
         raise ConfigError(f"`changes` must be a mapping of keys to values. Found: {changes!r:.100}.")

@@ -33,15 +33,15 @@ from gpuaug.tools.preview.originals import read, upright_targets
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
-WIDE, CELL = 6, 160  # pictures in a row unless `draws` is set, and pixels of a picture unless `cell` is set
+WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
-ORIGINAL = 1.35  # the original is drawn larger than the other pictures, because boxes are drawn on it
-SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations shows the most colorful one of them
+ORIGINAL = 1.35  # factor: the original is drawn larger than the other pictures, because it also shows the crops
+SHOWN = {"samples": 5, "operations": 8}  # number of samples to read. show=operations shows only the most colorful one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """What to show."""
+    """The keys of `gpuaug preview`."""
 
     out: str = "preview.png"
     show: str = "samples"
@@ -77,7 +77,7 @@ class Drawing(NamedTuple):
     legend: list[tuple[Color | None, str]]
 
     def picture(self) -> Image.Image:
-        """All of it as one picture."""
+        """One picture of the heading, lines, legend and rows."""
         return sheet(self.rows, heading=self.heading, lines=self.lines, legend=self.legend)
 
 
@@ -86,10 +86,10 @@ def drawing(
 ) -> Drawing:
     """Build the loader that ``config`` describes, and draw its samples.
 
-    ``objects`` are arguments of the loader that replace parts of ``config``. For a page the pictures are not scaled.
+    ``objects`` are arguments of the loader that replace parts of ``config``. With ``is_page``, pictures are not scaled.
     """
     legend: list[tuple[Color | None, str]] = []
-    # workers change no pixel
+    # no workers, because they would not change the pixels
     with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         if settings.show == "operations":
@@ -116,16 +116,16 @@ def preview(
     epochs: int | Sequence[int] = 3,
     size: int | None = None,
 ) -> Image.Image:
-    """Draw samples of a loader as a picture, which a notebook displays: a ``PIL.Image``.
+    """Draw samples of a loader as one picture. A notebook displays the result, a ``PIL.Image``.
 
-    Each row is a sample: the original with its crops, then the augmented images of several epochs, as training sees
-    them, without mix. `gpuaug preview` writes the same picture from the command line.
+    Each row shows one sample: first the original with its crops, then its augmented images in several epochs. The
+    augmented images are those of training, but without mix. `gpuaug preview` writes the same picture as a file.
 
     Args:
-        loader: its source, recipe and seed are used. Its position does not change, and no worker starts.
-        indices: sample numbers in the source; None: five of them, evenly spread.
-        epochs: their numbers, or how many from the loader's current epoch on.
-        size: longer side of the largest augmented image, in pixels; None: 160, and 280 with targets.
+        loader: the loader whose source, recipe and seed are used. Its position does not change, and no worker starts.
+        indices: number or numbers of the samples in the source; None: five samples, evenly spread.
+        epochs: a list of epoch numbers, or how many epochs to show, beginning with the loader's current epoch.
+        size: longer side of the largest augmented image, in pixels; None: 160, or 280 if the loader has targets.
 
     Raises:
         DataError: a sample cannot be decoded and the loader's ``faults.policy`` is ``raise``.
@@ -152,14 +152,18 @@ def preview(
 
 
 def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Whole numbers as a list. ConfigError, before the list is made, if one picture for each would be too large."""
+    """Return ``given`` as a list of whole numbers.
+
+    Raises ConfigError if the picture would be too large with one cell per number. To prevent a huge list, the length is
+    checked before the list is made.
+    """
     if isinstance(given, Sized):
         check_pixels(len(given) * cell**2)
     return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
 
 
 def cell_of(loader: Loader) -> int:
-    """Pixels of a picture, unless they are given."""
+    """The default longer side of a picture, in pixels."""
     return CELL if loader.targets is None else CELL_WITH_TARGETS
 
 
@@ -175,7 +179,7 @@ def samples(
     loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
-    # fail before anything is decoded; the largest stage of a Progressive counts for all epochs
+    # Check the size before decoding. If the recipe is a Progressive, its largest stage counts for all epochs.
     crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
     least = (cell or 16) ** 2
     of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
@@ -222,15 +226,15 @@ class Sample:
     key: str
     label: str  # "" if there is none
     original: Image.Image | None
-    boxes: list[tuple[int, int, int, int]]  # crop of each picture: (left, top, right, bottom) in the original
+    boxes: list[tuple[int, int, int, int]]  # crop of each picture: (left, top, right, bottom) in pixels of the original
     pictures: list[Image.Image]  # all views of the first epoch, then all views of the next one
     absent: str = "cannot be decoded"  # why the original is None
     annotations: list[Annotations] = field(default_factory=list)  # one per picture; [] without targets
-    annotated: Annotations | None = None  # of the original
+    annotated: Annotations | None = None  # annotations of the original
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """The value of the key `indices` as a list, or None. ConfigError if it is no number, list of numbers or null."""
+    """The key `indices` as a list or None. ConfigError unless its value is a number, a list of numbers or null."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
@@ -259,11 +263,11 @@ COLORS = (
 
 
 def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
-    """The samples ``indices``: the original images, and the images that training sees in some epochs."""
+    """Load the samples ``indices``: the original images, and the images that training sees in ``epochs``."""
     source = loader.source
     why = "not stored, unlike its augmented images" if isinstance(source, MaterializedSource) else "cannot be decoded"
     samples, stage = [], loader.pipeline.stage
-    policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep a row for each sample
+    policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep the rows of bad samples
     faults = uncounted(loader.faults, policy)
     encoded = read(loader, indices, epoch=epochs[0])
     labels = [None] * len(indices) if encoded.labels is None else encoded.labels.tolist()
@@ -298,8 +302,9 @@ def rows(
 ) -> list[Row]:
     """A row for each sample: the original with the crop boxes drawn on it, then the views of each epoch.
 
-    ``cell`` is the longer side of the largest picture in pixels. All pictures are scaled by the same factor. None: no
-    scaling. With a ``style``, annotations are drawn on all pictures.
+    ``cell`` is the longer side of the largest augmented picture, in pixels. All augmented pictures are scaled by the
+    same factor; if ``cell`` is None, they are not scaled. The originals are drawn ``ORIGINAL`` times as large as the
+    largest augmented picture. With a ``style``, annotations are drawn on all pictures.
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
@@ -320,13 +325,16 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
     if sample.original is None:
         return Cell(Image.new("RGB", (round(size), round(size / 2)), (240, 240, 240)), f"original: {sample.absent}")
     scale = size / max(sample.original.size)
-    crops = reversed(list(zip(sample.boxes, COLORS, strict=False)))  # the first epoch on top
+    crops = reversed(list(zip(sample.boxes, COLORS, strict=False)))  # so that the first epoch's box is on top
     image = drawn(sample.original, scale, sample.annotated, style, crops=crops)
     return Cell(image, ", ".join(filter(None, ("original", counted(sample.annotated)))))
 
 
 def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoch: int) -> list[list[Tensor]]:
-    """Center crops of each image at each view's size: per view and sample, uint8 [H, W, 3] on the loader's device."""
+    """Each image, resized and center-cropped to each view's size.
+
+    Returns one list per view, with a uint8 tensor [H, W, 3] per sample on the loader's device.
+    """
     originals = [image for image, _ in _originals(loader, indices, epoch)]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
@@ -344,14 +352,14 @@ def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoc
 
 
 def colorful(loader: Loader, indices: Sequence[int], *, epoch: int) -> int:
-    """The sample whose channels differ most, because half of the operations do not change a gray image."""
+    """The number of the most colorful sample. It is shown because half of the operations do not change a gray image."""
     images = _originals(loader, indices, epoch)
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image, _ in images]
     return indices[int(np.argmax(spread))]
 
 
 def _originals(loader: Loader, indices: Sequence[int], epoch: int) -> list[tuple[Any, BatchTargets | None]]:
-    """The whole images, uint8 [H, W, 3] on the CPU, and their targets. A bad sample has an empty array."""
+    """The whole images, uint8 [H, W, 3] on the CPU, and their targets. The image of a bad sample is an empty array."""
     decoder, found = replace(loader.decode, num_threads=1).open("cpu"), []
     for index in indices:
         encoded = read(loader, [index], epoch=epoch)

@@ -14,11 +14,11 @@ from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
-QUESTION = ("changes", "indices", "epoch")  # what the page or the notebook can ask for
+QUESTION = ("changes", "indices", "epoch")  # keys of a request of the page or the notebook
 
 
 class Live:
-    """The samples of a request, drawn with a changed recipe. The source is opened once.
+    """Draws the samples of a request with changed parameters of the recipe. The source is opened only once.
 
     Args:
         request: the call of ``gpuaug preview``. Changed parameters are appended to its overrides.
@@ -38,19 +38,19 @@ class Live:
         self.indices = chosen(self.source, settings.indices, count=settings.samples or SHOWN[settings.show])
 
     def state(self) -> dict[str, Any]:
-        """What the page needs to show its controls, as JSON."""
+        """The values that the page needs to show its controls, ready for JSON."""
         listed = [{**asdict(control), "name": control.name} for control in self.controls]
         return {"controls": listed, "indices": self.indices, "epoch": self.settings.epoch, "size": len(self.source)}
 
     def png(self, asked: Any = None) -> bytes:
-        """Draw the samples: the picture that ``gpuaug preview`` writes with the same overrides.
+        """Draw the samples. Returns a PNG of the picture that ``gpuaug preview`` writes with the same overrides.
 
         Args:
             asked: a mapping with ``changes`` (values by key), ``indices`` (sample numbers) and ``epoch``. Each may be
                 left out.
 
         Raises:
-            ConfigError: for a key that is no parameter of the recipe, and for a value that is not allowed.
+            ConfigError: if a key is not a parameter of the recipe, or a value is not allowed.
         """
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
@@ -60,7 +60,7 @@ class Live:
         return stream.getvalue()
 
     def overrides(self, asked: Any = None) -> str:
-        """The changed loader's overrides, quoted for a shell, after options such as ``--config-dir``."""
+        """The options (such as ``--config-dir``) and overrides that select the changed recipe, quoted for a shell."""
         call = self._changed(asked)
         options = {"--config-dir": call.config_dir, "--config-name": call.config_name, "--at": call.at}
         words = [word for option, value in options.items() if value is not None for word in (option, value)]
@@ -68,7 +68,7 @@ class Live:
         return shlex.join([*words, *(text for _, text in call.others())])
 
     def yaml(self, asked: Any = None) -> str:
-        """The changed recipe as a file of the group ``augment``."""
+        """The changed recipe as the text of a YAML file in the group ``augment``."""
         from omegaconf import OmegaConf
 
         augment = self._changed(asked).loader().get("augment")

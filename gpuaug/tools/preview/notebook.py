@@ -23,8 +23,9 @@ def preview_widgets(
 ) -> Any:
     """Show samples in a notebook, with sliders for the recipe's parameters, as `gpuaug preview serve=true` does.
 
-    Each change composes the configuration and builds the loader again, and draws the same samples. Below the picture
-    are the overrides and the YAML of the changed recipe. Needs ipywidgets: ``pip install 'gpuaug[live]'``.
+    After each change, the configuration is composed and the loader is built again, and the same samples are drawn.
+    Below the picture are the overrides and the YAML of the changed recipe. Needs ipywidgets:
+    ``pip install 'gpuaug[live]'``.
 
     Args:
         overrides: strings as on the command line of ``gpuaug preview``, such as ``["source.root=/data", "samples=3"]``.
@@ -34,7 +35,7 @@ def preview_widgets(
         trust: prefixes of further modules that ``_target_`` may name, as in :func:`gpuaug.build`.
 
     Returns:
-        A widget of ipywidgets. It appears if it is the last line of a cell.
+        A widget of ipywidgets. The notebook shows it if this call is the last line of a cell.
 
     Raises:
         ConfigError: if ipywidgets is missing, or the configuration is wrong.
@@ -91,7 +92,7 @@ def _panel(widgets: Any, live: Live) -> Any:
 
 
 def _widgets(widgets: Any, control: Control, change: Callable[[Control, int | None, Any], None]) -> list[Any]:
-    """The widgets of one parameter: a slider for each of its numbers, a box, or a list of words."""
+    """The widgets of one parameter: one slider per number, or a checkbox, or a list of words."""
     made = []
     several = isinstance(control.value, list)
     for place, value in enumerate(control.value if several else [control.value]):

@@ -1,7 +1,7 @@
-"""`gpuaug preview show=operations`: every operation of a recipe at the ends and in the middle of its range.
+"""`gpuaug preview show=operations`: shows every operation of a recipe at the ends and in the middle of its range.
 
-To find the ranges, each random number of an operation is varied, and the Kornia parameters that change belong to this
-number. So this module needs no list of operations. The pixels come from the training backend.
+To find the ranges, this module changes one random number of an operation at a time. The Kornia parameters that change
+with this random number belong to it. So no list of operations is needed. The pixels come from the training backend.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # by their numbers in `order`
-EXAMPLES = 3  # pictures of an operation whose range is unknown
+# parameter of each step of a jitter; the order of a jitter has positions in this tuple
+STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
+EXAMPLES = 3  # largest number of pictures of a range; exactly so many if the range is unknown
 
 
 class Span(NamedTuple):
     """The range of one parameter of an operation, or of several that change together."""
 
     what: str  # the Kornia class, and the parameter if there is one
-    slot: int  # together with `alternative` it selects a module of the prepared operation
+    slot: int  # slot and alternative select a module of the prepared operation: slots[slot][alternative]
     alternative: int
-    uniforms: Float  # float32 [n, count]: random numbers for n values from end to end of the range
+    uniforms: Float  # float32 [n, count]: the operation's random numbers for n values in the range
     captions: list[str]  # the n values as text
 
 
@@ -51,7 +52,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
     for slot, modules in enumerate(op.slots):
         kinds = [(type(module), _kind(module), fixed_order(module)) for module in modules]
         for alternative, kind in enumerate(kinds):
-            if kind not in earlier:  # later slots mostly repeat the first one
+            if kind not in earlier:  # most later slots repeat the first slot
                 ranges += _spans_of(op, size, slot, alternative)
         earlier.update(kinds)
     return ranges
@@ -60,7 +61,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
 def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Span]:
     module = op.slots[slot][alternative]
     kind, order = _kind(module), fixed_order(module)
-    read = None if order is None else {STEPS[step] for step in order}  # the jitter factors that this step reads
+    read = None if order is None else {STEPS[step] for step in order}  # factors that this jitter step reads
 
     def params(u: Float) -> Params:
         return {k: v for k, v in op.draw(u, size).params[slot][alternative].items() if read is None or k in read}
@@ -68,7 +69,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     u = np.full((1 + 2 * op.count, op.count), 0.5, dtype=np.float32)
     u[1::2][np.diag_indices(op.count)], u[2::2][np.diag_indices(op.count)] = ENDS[[0, 2]]
     values = params(u)
-    # from parameters that change together to the random numbers that change them
+    # maps the parameters that change together to the columns of the random numbers that change them
     groups: dict[tuple[str, ...], list[int]] = {}
     for column in range(op.count):
         rows = [0, 1 + 2 * column, 2 + 2 * column]
@@ -83,7 +84,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
 
 
 def _kind(module: Any) -> str:
-    """The name of a module's class, or of its operation in Pillow."""
+    """The name of a module's class. For an operation of Pillow: the name of the operation."""
     return module.name if isinstance(module, PillowOp) else type(module).__name__
 
 
@@ -92,10 +93,11 @@ def _over(
 ) -> Span:
     """The span of the parameters ``names``, which the random numbers ``columns`` change.
 
-    Values without an order (no smallest and largest sum) are shown as they come.
+    Values are compared by the sum of their elements. If all sums are equal, the first values are shown.
+    ``at`` is the kind, the slot and the alternative of the module.
     """
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
-    points = list(many)  # a parameter can use several random numbers, such as a magnitude and its sign
+    points = list(many)  # combinations, because a parameter can use several random numbers, such as a size and a sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
     u[:, columns] = points
     values = {name: params(u)[name] for name in names}
@@ -138,7 +140,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
             for span in spans(op, (samples[0].shape[0], samples[0].shape[1])):
                 notes = _notes(op, span, view.name)
                 for image in samples:
-                    # `chains=0`: an operation of mixed chains is shown alone
+                    # `chains=0`: show one operation of AugMix alone, without mixing chains
                     one = kind((replace(op, chains=0),), None)
                     arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
                     pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
@@ -147,7 +149,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:
-    """The class, the probability and the view. If a random choice contains the class: also the choice."""
+    """The class, the probability and the view. If the class is a member of a random choice, also that choice."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
     if span.what.startswith(whole):
@@ -158,7 +160,7 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
         kind = type(op.slots[span.slot][span.alternative])
         own = {getattr(m, "p", 1.0) for m in members if type(m) is kind}
         return [*notes, f"one of {len(members)}", *(f"its own p {p:g}" for p in own if len(own) == 1 and p != 1)]
-    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # pairs of AutoAugment have probabilities
+    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # not AutoAugment: pairs have probabilities
         notes.append(f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}")
     return notes
 

@@ -1,8 +1,8 @@
-"""`gpuaug preview serve=true`: a page with sliders for a recipe, on this machine only.
+"""`gpuaug preview serve=true`: serves a page with sliders for a recipe, to this machine only.
 
 The page can read the list of parameters, draw samples by number, and read the changed recipe. No request names a file.
-Every address begins with a random token. Requests to another host name are refused, because a foreign web page can let
-its own host name point to this machine (DNS rebinding).
+The path of every address begins with a random token. Requests to host names other than 127.0.0.1 and localhost are
+refused, because a foreign web page can let its own host name point to this machine (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def main(request: Request, settings: Settings) -> int:
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
         served = application(live, token, worker)
         web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
-    idle = worker.submit(int)  # cannot start while a picture is being drawn
+    idle = worker.submit(int)  # this task cannot start while a picture is being drawn
     worker.shutdown(wait=False)
     if not wait([idle], timeout=0.1).done:
         sys.stdout.flush()
-        os._exit(0)  # a normal exit waits for the thread that draws
+        os._exit(0)  # a normal exit would wait for the thread that draws
     return 0
 
 
@@ -118,7 +118,7 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
             answer = await asyncio.get_running_loop().run_in_executor(worker, make, asked)
         except GpuaugError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        except (MemoryError, OSError, RuntimeError) as error:  # no memory; the source is gone; an error of torch
+        except (MemoryError, OSError, RuntimeError) as error:  # no memory, source gone, error in torch
             raise web.HTTPInternalServerError(text=f"{type(error).__name__}: {error}") from error
         if isinstance(answer, bytes):
             return web.Response(body=answer, content_type="image/png")

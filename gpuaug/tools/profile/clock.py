@@ -14,14 +14,15 @@ from gpuaug import machine
 
 
 def now(pids: Sequence[int] = ()) -> Any:
-    """Three times so far, in seconds, float64 [3]: wall time, CPU time of this process, CPU time of ``pids``."""
+    """Three clocks in seconds, float64 [3]: wall time, CPU time of this process, summed CPU time of ``pids``."""
     return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
 
 
 def cpu_seconds(pid: int) -> float:
     """CPU-seconds of a process so far; 0 if the system does not report them."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid on Linux; /proc has steps of 10 ms
+        # the clock of clock_getcpuclockid on Linux, because /proc has steps of 10 ms
+        return time.clock_gettime((~pid << 3) | 2)
     except (OSError, OverflowError, AttributeError):
         return 0.0
 
@@ -30,7 +31,7 @@ def waited_for_a_core() -> float:
     """Seconds so far in which this thread was ready to run, but waited for a core."""
     try:
         return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # a kernel without this count: a busy machine then looks like slow storage
+    except (ValueError, IndexError):  # the kernel does not count it; a busy machine then looks like slow storage
         return 0.0
 
 
@@ -46,4 +47,5 @@ def free_cores(seconds: float = 0.08) -> float:
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(busy, range(count)))
     wall, own, _ = (now() - began).tolist()
-    return max(0.25, min(count, machine.cgroup_cpus() or count, own / wall))  # a quota allows short bursts above it
+    # the quota is a limit of its own, because short bursts can exceed it
+    return max(0.25, min(count, machine.cgroup_cpus() or count, own / wall))

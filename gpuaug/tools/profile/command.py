@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-CLASSES = 1000  # of the model, if the number of classes is unknown
+CLASSES = 1000  # number of classes of the model, if the loader does not know it
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 LENGTH = 720  # pixels of the longest bar
 
@@ -86,9 +86,9 @@ def main(request: Request) -> int:
 
 
 def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings) -> None:
-    """Profile the first batches of a training before it begins, with a separate loader and model.
+    """Before a training begins, profile its first batches with a separate loader and model.
 
-    The training is not affected; random number generators keep their state.
+    The training is not affected: the random number generators keep their state.
     """
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
@@ -104,7 +104,10 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
 def training_step(
     request: Request, loader: Loader, settings: TrainingSettings, *, num_classes: int | None = None
 ) -> Step:
-    """A training step as in `gpuaug train`, of a new model. Images without labels get the first class."""
+    """Return a function that runs a training step of `gpuaug train` on a new model.
+
+    Images without labels get the first class.
+    """
     classes = num_classes or loader.num_classes or CLASSES
     model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
     training = Training(loader, model=model, settings=settings)
@@ -214,7 +217,10 @@ def _ideal(gain: float) -> str:
 
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
-    """One bar per stage. Its length is the time per image; a thin line below shows CPU time; red is the bottleneck."""
+    """Draw one bar per stage: its length is the time per image, and a thin line below it shows the CPU time.
+
+    The bottleneck is red, unless it is the model.
+    """
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []
@@ -230,7 +236,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
     lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
     lines += [_advice(m, verdict, change) for change in verdict.changes or verdict.others]
-    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # otherwise its text says this already
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, the text says it already
         lines.append(_ideal(verdict.ideal_gain))
     return sheet(drawn, heading="What one image costs", lines=lines)
 

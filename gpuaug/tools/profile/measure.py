@@ -2,7 +2,7 @@
 
 Training steps on cached batches show how fast training would be with an ideal loader, which takes no time. Other
 processes on the machine make wall times longer. So a result is the median of several rounds, CPU time is measured too,
-and the kernel's scheduler statistics tell waiting for bytes from waiting for a core.
+and the kernel's scheduler statistics show which part of the waiting time is waiting for a core.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Step = Callable[[Batch], None]
 CHUNK = 32  # samples per batch if only reading is measured: slow storage would take minutes for larger batches
 FEW_READS = 8  # samples per batch if one process reads them one by one
 CACHED = 4  # smallest number of batches kept for the stages after reading
-IMAGES = 64  # smallest number of images kept: more batches if batches are small
-CACHE_BYTES = 2**28  # limit of the bytes kept; the first batch is always kept
-LONGEST_S = 6.0  # of one measurement, if `seconds` is shorter; slow stages are measured on fewer batches
+IMAGES = 64  # smallest number of images kept: if batches are small, more batches are kept
+CACHE_BYTES = 2**28  # after so many bytes, no further batch is kept
+LONGEST_S = 6.0  # time limit of one measurement, unless `seconds` is longer: slow stages get fewer batches
 FEW = 16  # images for testing changes of a recipe
 
 
@@ -87,15 +87,15 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None = None  # only packing bytes in memory and copying them to this process; None: no workers
-    take: float  # CPU time of the thread that receives the batches from the workers
+    copy: Cost | None = None  # packing bytes in memory and copying them to this process; None: no workers
+    take: float  # CPU-seconds per image that this process needs to receive batches from the workers
     decode: Cost
-    masks: Cost | None = None  # decoding masks, cropping and moving them, after decoding; None: the run has no targets
+    masks: Cost | None = None  # decoding, cropping and moving masks, after the images; None: the loader has no targets
     augment: Cost
-    finish: Cost = FREE  # targets to the device and to their dtype, after augmentation
+    finish: Cost = FREE  # converting targets to their dtype and moving them to the device, after augmentation
     host: Cost  # headers, random values, crops and mix
-    host_parts: Mapping[str, float]
-    step: Cost | None = None  # the training step on cached batches, as with an ideal loader; None without a model
+    host_parts: Mapping[str, float]  # seconds per image of each part of `host`
+    step: Cost | None = None  # the training step on cached batches, as with an ideal loader; None: no model
     whole: Cost | None = None  # the complete loader and the step, as in training; None: not measured
     cores: float  # cores this process gets, after affinity, quota and other processes
     busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
@@ -109,7 +109,7 @@ class Measured:
 
 
 class Notes(list[Any]):
-    """The rounds of one stage, each float64 [3]: seconds per image of the three times of :func:`now`."""
+    """The measured rounds of one stage. A round is float64 [3]: seconds per image on the clocks of :func:`now`."""
 
     def measure(
         self,
@@ -122,10 +122,11 @@ class Notes(list[Any]):
         reader: Reader | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Add a round: call ``work``, which returns its number of images, for ``seconds`` and at least ``least`` times.
+        """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
-        The first ``skip`` calls do not count. After ``longest_s``, ``skip`` calls that count are enough. The workers of
-        ``reader`` add their CPU time. ``sync`` waits for the device. Returns the seconds of all images.
+        ``work`` returns its number of images. The first ``skip`` calls are not measured. If the round takes longer than
+        ``longest_s`` and ``seconds``, the round ends as soon as ``skip`` calls were measured. The CPU time of
+        ``reader``'s workers is included. ``sync`` waits for the device. Returns the seconds of all images.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -148,19 +149,19 @@ class Notes(list[Any]):
         return Cost(float(np.median(wall)), float(np.mean(own + workers)))
 
     def own_cpu(self) -> float:
-        """CPU-seconds per image of this process, without its workers."""
+        """CPU-seconds per image of this process, without the workers."""
         return float(np.mean(np.transpose(self)[1]))
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader. Do not iterate the loader at the same time. ``close`` ends the workers that measure.
+    """Measures a loader. Do not iterate the loader at the same time. ``close`` ends the workers that it started.
 
-    The loader is not changed. ``tried`` is the number of images that were decoded first, ``faults`` the number of those
-    that failed. These faults are recorded nowhere else.
+    The loader is not changed. ``tried`` is the number of images that are decoded before the measurements. ``faults`` is
+    how many of these images could not be read or decoded. These faults are recorded nowhere else.
 
     Args:
         loader: the loader to measure.
-        step: one training step on a batch, which waits only for its own device. None: measure the loader alone.
+        step: runs one training step on a batch, and waits for no other rank. None: measure the loader alone.
         repeats, seconds, batches: as in ``profile.yaml``.
         progress: called with the name of the current measurement and the share done so far.
     """
@@ -178,11 +179,11 @@ class Profiler(contextlib.ExitStack):
         super().__init__()
         self.sync = partial(sync, loader.device)  # wait for the device
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
-        self.batches, self.cores = batches, machine.usable_cpus()  # cores for workers and threads
+        self.batches, self.cores = batches, machine.usable_cpus()  # `cores`: for workers and threads
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
-        self._notes: dict[str, Notes] = defaultdict(Notes)  # by stage
+        self._notes: dict[str, Notes] = defaultdict(Notes)  # by name of the stage
         self._values: dict[str, list[float]] = defaultdict(list)  # one value per round
         count_batches(loader)
         self._prepare()
@@ -197,7 +198,7 @@ class Profiler(contextlib.ExitStack):
                 self.encoded.append(replace(batch, data=batch.data.clone(), offsets=batch.offsets.clone()))
                 if sum(kept.data.nbytes for kept in self.encoded) > CACHE_BYTES:
                     break
-        # with a cache, repeat the same samples: this measures reading from a full cache
+        # with a cache, repeat the same samples, so that reading from a full cache is measured
         self.tasks = endless(loader) if pipeline.cache is None else itertools.cycle(taken[: len(self.encoded)])
         few = self.encoded[: max(2, -(-IMAGES // (2 * loader.batch_size)))]
         self.decoded = [pipeline.decode(batch, loader.epoch) for batch in few]
@@ -244,7 +245,7 @@ class Profiler(contextlib.ExitStack):
         )
 
     def _stages(self) -> dict[str, Callable[[Notes], None]]:
-        """What to measure in every round, by name."""
+        """The measurements of a round, by name."""
         loader, step = self.loader, self.step
         stages: dict[str, Callable[[Notes], None]] = {
             "source": lambda notes: self._values["busy"].append(self.read_samples(notes)),
@@ -269,10 +270,13 @@ class Profiler(contextlib.ExitStack):
         stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, step, seconds=seconds, batches=batches)
         return stages
 
-    # -- each stage for a moment --
+    # -- a short measurement of each stage --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of the time spent computing, without waits for a core."""
+        """Read samples in this process. Returns the share of the time spent computing.
+
+        Time in which the process waited for a core does not count.
+        """
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
 
@@ -280,14 +284,14 @@ class Profiler(contextlib.ExitStack):
             indices, repeats, valid = _head(next(self.tasks), FEW_READS if many is None else CHUNK)
             numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
             for part in [numbers] if many is not None else [[number] for number in numbers]:
-                with contextlib.suppress(OSError, GpuaugError):  # the measurement of `read` reports faults
+                with contextlib.suppress(OSError, GpuaugError):  # `_prepare` counts faults
                     list(many(part)) if many is not None else source[part[0]]
             return len(numbers)
 
         worked, waited = time.thread_time(), waited_for_a_core()
         wall, own, _ = notes.measure(read, seconds=self.seconds).tolist()
         worked, waited = time.thread_time() - worked, waited_for_a_core() - waited
-        if many is not None:  # such a source may use its own threads
+        if many is not None:  # `read_many` may use threads: count their CPU time too
             worked = max(worked, own)
         return min(1.0, worked / max(wall - waited, worked, 1e-9))
 
@@ -299,15 +303,15 @@ class Profiler(contextlib.ExitStack):
 
         def take() -> int:
             batch = next(batches)
-            batch.data[::4096].sum()  # touch each page: the receiving thread has to map it
+            batch.data[::4096].sum()  # touch each page, because the thread that receives a batch has to map its pages
             return len(batch)
 
-        with contextlib.closing(batches):  # the first batches do not count: all workers start at the same time
+        with contextlib.closing(batches):  # skip the first batches, because all workers start at the same time
             workers = reader.num_workers
             notes.measure(take, seconds=self.seconds, skip=workers, least=max(1, 2 * workers), reader=reader)
 
     def _decode(self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None) -> None:
-        """Measure decoding and the masks; the seconds of headers and objects are added to ``_values``."""
+        """Measure the decoding of images and masks. The seconds for headers and objects are added to ``_values``."""
         stage, epoch, batches = stage or self.stage, self.loader.epoch, itertools.cycle(encoded or self.encoded)
         began, pixels, moved, on_host, objects, count = time.perf_counter(), np.zeros(3), np.zeros(3), 0.0, 0.0, 0
         while not count or time.perf_counter() - began < self.seconds:
@@ -345,7 +349,7 @@ class Profiler(contextlib.ExitStack):
             return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
     def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
-        """Measure ``do`` on pairs of an item and its number of images, which are repeated."""
+        """Measure ``do`` on ``items``, which are repeated. Each is a pair of an item and its number of images."""
         numbered = enumerate(itertools.cycle(items), start=1)
 
         def one() -> int:
@@ -401,7 +405,10 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def reducible(self) -> bool:
-        """Whether `decode.reduced=true` would decode an image at a part of its size; False if it is set already."""
+        """Whether `decode.reduced=true` would decode some images at a smaller size.
+
+        False if that is set already, or the loader's device is not the CPU.
+        """
         if self.stage.decoder is None or self.stage.settings.reduced or self.loader.device.type != "cpu":
             return False
         batch, reduced = self.encoded[0], replace(self.stage.settings, reduced=True)
@@ -429,7 +436,7 @@ class Profiler(contextlib.ExitStack):
         stage, before, then, masks, masks_then = self.stage, *(Notes() for _ in range(4))
         same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated", "targets")}
         with contextlib.closing(LiveStage(stage.recipe, replace(stage.settings, **changed), **same)) as other:
-            self._decode(Notes(), Notes(), stage=other)  # opens the decoder
+            self._decode(Notes(), Notes(), stage=other)  # not measured: opens the decoder
             for _ in range(3):
                 self._decode(before, masks)
                 self._decode(then, masks_then, stage=other)
@@ -437,7 +444,7 @@ class Profiler(contextlib.ExitStack):
         return replace(m, decode=m.decode.scaled(*_ratios(then, before)), masks=scaled)
 
     def with_runs(self, m: Measured) -> Measured | None:
-        """The measurements with masks as `gpuaug pack format=uint8` writes them; None without masks."""
+        """The measurements with the masks stored as `gpuaug pack format=uint8` does; None without masks."""
         if m.masks is None or self.loader.targets is None or self.loader.targets.masks is None:
             return None
         before, then = Notes(), Notes()
@@ -454,15 +461,15 @@ class Profiler(contextlib.ExitStack):
     def cache_bytes(self) -> tuple[float, float] | None:
         """Bytes of all encoded images, and of those that a cache would hold; None if a cache cannot help."""
         source = self.loader.source
-        stored = getattr(source, "stored", None) is not None  # augmented epochs, mapped into memory
+        stored = getattr(source, "stored", None) is not None  # stored epochs are already mapped into memory
         if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
             return None
         needed = self._bytes_per_image * len(source)
         left, _ = machine.memory_left() or (0, "")
-        return needed, min(needed, left / 2)  # `cache.max_bytes` by default
+        return needed, min(needed, left / 2)  # half of the memory left: the default of `cache.max_bytes`
 
     def packed(self) -> tuple[int, float] | None:
-        """The shorter side that `gpuaug pack` would store, and the share of pixels kept; None if it saves little."""
+        """The shorter side that `gpuaug pack` would store, and the share of pixels kept. None: it saves little."""
         if self.stage.decoder is None:
             return None
         side = round(max(max(x.shape[1:3]) for x in self.decoded[0].images) * 256 / 224)
@@ -477,13 +484,13 @@ class Profiler(contextlib.ExitStack):
         return replace(m, augment=m.augment.scaled(ratio, ratio))
 
     def op_costs(self) -> dict[str, float]:
-        """The share of the augmentation time of each operation of the recipe."""
+        """The share of the augmentation time that each operation of the recipe takes, by name."""
         names = dict.fromkeys(p.name for view in self._views for p in view.augment.prepared)
         every = self._recipe_seconds()
         return {name: min(1.0, 1 - self._recipe_seconds(partial(_without, name)) / every) for name in names}
 
     def _recipe_seconds(self, change: Callable[[Augment], Augment] = lambda augment: augment) -> float:
-        """Seconds to augment a few images with the changed recipe of every view; the best of five rounds."""
+        """Seconds to augment a few images in all views with recipes changed by ``change``: the best of five rounds."""
         loader, item, best = self.loader, self.decoded[0], math.inf
         indices, views = item.encoded.indices[:FEW].numpy(), self._views
         # the recipe of a view also makes the copies of this view
@@ -492,7 +499,7 @@ class Profiler(contextlib.ExitStack):
         level = log.level
         log.setLevel(max(logging.WARNING, level))  # messages would be about trial recipes
         try:
-            for _ in range(5):  # the first compiles
+            for _ in range(5):  # the first round compiles
                 began = time.perf_counter()
                 for (x, recipe), draws in zip(made, drawn, strict=True):
                     recipe.apply([x] * len(recipe.views), draws, dtype=loader.dtype, memory_format=loader.memory_format)
@@ -517,9 +524,9 @@ def run_whole(
     seconds: float,
     batches: int | None = None,
 ) -> None:
-    """Measure loader and steps together, as in training, after the first batches of all workers.
+    """Measure loader and training steps together, as in training. The first batch of each worker does not count.
 
-    ``batches``: how many, instead of as many as take ``seconds``.
+    ``batches`` is the number of batches to measure. None: as many as are done in ``seconds``.
     """
     pipeline, workers = lenient(loader), loader.num_workers
     run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
@@ -543,12 +550,15 @@ def run_whole(
 
 
 def _without(name: str, augment: Augment) -> Augment:
-    """The recipe without an operation."""
+    """The recipe without the operation ``name``."""
     return augment.replace(ops={key: op for key, op in augment.ops.items() if key != name})
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Ratios of wall and CPU time. Both were measured in turns, so that other load on the machine cancels out."""
+    """The ratios ``then`` / ``before`` of wall time and CPU time.
+
+    The two were measured alternately, so that other load on the machine cancels out.
+    """
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
@@ -557,7 +567,7 @@ def lenient(loader: Loader) -> Pipeline:
     """The loader's pipeline, but bad samples raise no error: they are dropped or blank, and not recorded."""
     policy: Any = "drop" if loader.faults.policy == "drop" else "blank"
     faults: Any = Faults(policy=policy, truncated=loader.faults.truncated)
-    faults.handle = lambda *_, **__: None  # training records them itself
+    faults.handle = lambda *_, **__: None  # training itself records bad samples
     return replace(loader.pipeline, faults=faults)
 
 
@@ -568,7 +578,7 @@ def sync(device: torch.device) -> None:
 
 
 class _InMemory:
-    """A source with all bytes in shared memory. Reading it is only packing them and copying them to this process."""
+    """A source with all bytes in shared memory. Reading from it only packs bytes and copies them to this process."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
         # bytes of each sample: its image and, with masks, its mask

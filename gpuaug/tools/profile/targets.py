@@ -1,4 +1,4 @@
-"""Parts of `gpuaug profile` for loaders with targets: the cost of objects, and other forms of masks."""
+"""Parts of `gpuaug profile` for loaders with targets: the cost of objects, and masks in another encoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuaug.tools.pack.targets import encode_mask
 
 
 def object_seconds(stage: Any, headers: HeaderBatch) -> float:
-    """CPU-seconds that objects, and masks that a crop needs, add to reading headers. Does that work again."""
+    """CPU-seconds that `read_headers` spends on objects, and on masks for crops. Measured by doing this work again."""
     began, placing = time.thread_time(), stage.targets
     upright = placing.upright(headers.encoded, headers.info, stage.decoder)
     placing.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
@@ -25,7 +25,7 @@ def object_seconds(stage: Any, headers: HeaderBatch) -> float:
 
 
 def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
-    """The batch with masks as `gpuaug pack format=uint8` would write them, at the same size."""
+    """The batch with its masks encoded as `gpuaug pack format=uint8` does, but at the same size."""
     info, changed = stage.decoder.read_headers(encoded), list[bytes]()
     sizes = np.stack([info.height, info.width], axis=1).tolist()
     panoptic = stage.targets is not None and stage.targets.panoptic

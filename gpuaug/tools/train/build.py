@@ -14,19 +14,19 @@ from gpuaug.tools import peers
 from gpuaug.tools.request import Request
 
 LIBRARIES = ("timm", "torchvision")
-# arguments that download or read weights, and those that the command sets
+# arguments that would load weights, and arguments that the command sets itself
 _REFUSED = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "num_classes", "model_name", "name")
 
 
 def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -> nn.Module:
-    """Build a model with random weights. ``seed`` decides them. torch's random state is restored.
+    """Build a model with random weights, which ``seed`` decides. torch's random state does not change.
 
     Args:
         request: the call of the command, whose ``--trust`` says which modules ``_target_`` may name.
         config: ``timm:NAME``, ``torchvision:NAME``, or the path of a class or function; or a mapping with one of these
             as ``_target_`` and further arguments.
         num_classes: number of logits.
-        seed: of the loader.
+        seed: seed of the random weights; the commands use the loader's seed.
     """
     from omegaconf import OmegaConf
 
@@ -58,8 +58,8 @@ def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes
     for key in _REFUSED:
         if key in arguments:
             raise ConfigError(
-                f"`model.{key}` cannot be set: training begins with random weights, and `num_classes` is that of the "
-                "source. Remove it."
+                f"`model.{key}` cannot be set: training begins with random weights, and the source decides the "
+                "number of classes. Remove this argument."
             )
     fixed: dict[str, Any]
     if library == "timm":

@@ -1,4 +1,4 @@
-"""Checkpoints of `gpuaug train`: they are read without executing their content, and checked part by part."""
+"""Reads checkpoints of `gpuaug train`, without executing their content, and checks them part by part."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 from gpuaug.errors import StateError
 from gpuaug.files import check_regular
 
-VERSION = 2  # of the format
+VERSION = 2  # version of the checkpoint format
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
     """Read a checkpoint without executing its content. StateError if it is invalid or damaged."""
     try:
         check_regular(os.stat(file), file)  # torch would read a pipe or device forever
-        with zipfile.ZipFile(file) as members:  # torch does not compare the checksums
+        with zipfile.ZipFile(file) as members:  # torch does not check the checksums
             if damaged := members.testzip():
                 raise OSError(f"the checksum of {damaged} is wrong")
         parts = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, UnpicklingError):  # torch would recommend to execute the content
+        if isinstance(error, UnpicklingError):  # torch's text recommends to execute the content
             reason = "it holds more than tensors, numbers and text"
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
@@ -59,7 +59,7 @@ def _is_epoch(entry: Any) -> bool:
 
 
 _MISSING = object()
-_PARTS: dict[str, Callable[[Any], bool]] = {  # whether a part is what `Training.save` writes
+_PARTS: dict[str, Callable[[Any], bool]] = {  # for each part: is it what `Training.save` writes?
     "model": lambda v: isinstance(v, dict),
     "ema": lambda v: isinstance(v, dict | None),
     "optimizer": lambda v: isinstance(v, dict),

@@ -1,4 +1,4 @@
-"""`gpuaug train`: a small, honest training run on the loader."""
+"""`gpuaug train`: a small training run on the loader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("gpuaug")
 
 
 def main(request: Request) -> int:
-    """Train. Returns 0, or 143 if SIGTERM stopped it after a checkpoint."""
+    """Train. Returns 0, or 143 if SIGTERM stopped the training. In both cases a checkpoint is written first."""
     settings = Settings(**request.settings())
     train = request.loader()
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -36,7 +36,8 @@ def main(request: Request) -> int:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop())
         loader: Loader = stack.enter_context(request.build(train))
-        if loader.device.type == "cuda":  # before any other use of CUDA: the default device belongs to another rank
+        if loader.device.type == "cuda":
+            # before any other use of CUDA, because the default device belongs to another rank
             torch.cuda.set_device(loader.device)
         _refuse_targets(loader, "targets")
         if loader.num_classes is None:

@@ -1,4 +1,4 @@
-"""Speed of `gpuaug train`, and the share of its time that it waits for data."""
+"""Measures the speed of `gpuaug train`, and how long the training waits for data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Pace:
     """Counts images, seconds of training, and the seconds in which the device waited for a batch.
 
     On the CPU, the waiting time is the time to get the next batch. On CUDA, the host may wait for a batch while the
-    device still works on the previous one. So there the waiting time is the gap between two steps on the training's
+    device still works on the previous batch. So on CUDA the waiting time is the gap between two steps on the training's
     stream. The time before the very first batch does not count, because workers start and kernels are compiled then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.images, self.waited, self.seconds = 0, 0.0, 1e-9
         self._device = device
-        self._last: float | None = None  # time of the last count; None: between two epochs
+        self._last: float | None = None  # `seconds` counts up to this time; None: between two epochs
         self._asked: Any = None  # time of the request for the next batch
-        self._gaps: deque[tuple[Any, Any]] | None = None  # None: before the first batch
+        self._gaps: deque[tuple[Any, Any]] | None = None  # (begin, end) of uncounted waits; None: no batch yet
 
     def ask(self) -> None:
         """Call before requesting the next batch."""

@@ -47,7 +47,7 @@ LOSSES = ("cross_entropy", "binary_cross_entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """How to train."""
+    """The keys of `gpuaug train`."""
 
     epochs: int = 10
     model: Any = None
@@ -117,11 +117,11 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 class Group:
     """The batches whose gradients are added before the weights change."""
 
-    divisor: float = 1.0  # of the summed loss: the expected number of valid samples
-    buffers: list[Tensor] | None = None  # the model's buffers before the first batch, such as batch norm's statistics
+    divisor: float = 1.0  # the summed loss is divided by it: the expected number of valid samples
+    buffers: list[Tensor] | None = None  # before the first batch: the model's buffers, such as batch norm's
     batches: int = 0
-    valid: float = 0.0  # samples over all ranks
-    sums: Any = 0.0  # this rank's loss, correct, samples
+    valid: float = 0.0  # number of valid samples of all ranks so far
+    sums: Any = 0.0  # sums of this rank: loss, correct predictions, samples
 
 
 class EachView(nn.Sequential):
@@ -157,10 +157,10 @@ class Training:
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
         self.ema: AveragedModel | None = None
         if settings.ema is not None:
-            # buffers too, because batch norm's statistics must belong to the averaged weights
+            # average buffers too, because batch norm's statistics must belong to the averaged weights
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema), use_buffers=True)
         if settings.compile:
-            self.model.compile()  # in place, so that the names in checkpoints stay the same
+            self.model.compile()  # in place, so that the names of weights in checkpoints stay the same
         self.each: nn.Module = EachView(self.model)
         if distributed.active():
             self.each = DistributedDataParallel(self.each, [self.device.index] if self.device.type == "cuda" else None)
@@ -171,11 +171,11 @@ class Training:
         self.pace = Pace(self.device)
         self.steps = 0
         self.group = Group()
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct, samples
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # as `Group.sums`
         self.history: list[dict[str, float | int | None]] = []
 
     def run(self, report: Report) -> int:
-        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped it after a checkpoint."""
+        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training. Writes a checkpoint."""
         file = Path(self.settings.out) / "last.pt"
         if self.first:
             output(str(file), "out")
@@ -198,12 +198,12 @@ class Training:
                             "SIGTERM: stopped in epoch %d. To continue, set resume=%s", self.loader.epoch + 1, file
                         )
                     return TERMINATED
-        self.save(file)  # again, with the last held-out accuracy
+        self.save(file)  # again, because the last held-out accuracy is new
         self._report(report, file)
         return 0
 
     def _epoch(self) -> bool:
-        """Train on the rest of the loader's epoch. Returns False if SIGTERM came before its end."""
+        """Train on the rest of the loader's epoch. Returns False if SIGTERM came before the end of the epoch."""
         loader, epoch = self.loader, self.loader.epoch
         whole = count_batches(loader)
         if self.settings.accumulate > whole:
@@ -212,7 +212,7 @@ class Training:
                 f"a change of the weights. Found: {self.settings.accumulate}. Lower `accumulate`, or `batch_size` for "
                 "more batches."
             )
-        done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # in batches; not 0 after a resume
+        done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # batches done before a resume
         self.each.train()
         with tqdm(
             total=whole,
@@ -238,10 +238,10 @@ class Training:
         return True
 
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Run an epoch's steps from batch ``done``. Returns False if SIGTERM came before the end."""
+        """Run the steps of an epoch after ``done`` batches. Returns False if SIGTERM came before the last step."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
-        steps = math.ceil(whole / self.settings.accumulate)  # of the optimizer, in an epoch
+        steps = math.ceil(whole / self.settings.accumulate)  # optimizer steps of an epoch
         while True:
             pace.ask()
             try:
@@ -252,7 +252,7 @@ class Training:
                 self._forget_group(epoch, position)
                 return False
             if batch is None:
-                if self.group.batches:  # `faults.policy=drop` removed the whole last batch
+                if self.group.batches:  # `faults.policy=drop` removed all of the epoch's last batch
                     self._end_group()
                 return True
             pace.have()
@@ -272,13 +272,13 @@ class Training:
                 return False
 
     def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
-        """Train on one batch. The weights change after ``accumulate`` batches, or if it is the ``last`` of an epoch.
+        """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
         Args:
             batch: this rank's batch.
             valid: number of valid samples in this batch, over all ranks.
             progress: share of the training that is done, for the learning rate.
-            last: whether it is the epoch's last batch.
+            last: whether ``batch`` is the epoch's last batch.
         """
         if not self.group.batches:
             self._begin_group(valid, progress)
@@ -302,7 +302,7 @@ class Training:
                 classes=self.loader.num_classes,
             )
             summed = (losses * weight).sum()
-            # DDP averages the gradients over ranks, but we need the average over all valid samples
+            # DDP averages the gradients over ranks, but the average over all valid samples is needed
             self.scaler.scale(summed * (self.ranks / group.divisor)).backward()
         group.batches, group.valid = group.batches + 1, group.valid + valid
         group.sums = group.sums + torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
@@ -336,7 +336,7 @@ class Training:
         self.group = Group()
 
     def _forget_group(self, epoch: int, position: int) -> None:
-        """Go back to the first batch of a group that cannot end. After a resume, its samples come again."""
+        """Forget an unfinished group: go back to its first batch, so that its samples come again after a resume."""
         if self.group.batches:
             for buffer, before in zip(self.model.buffers(), self.group.buffers or [], strict=True):
                 buffer.copy_(before)
@@ -367,7 +367,7 @@ class Training:
         return f"{speed:.0f} images/s, loss {loss / max(1.0, samples):.3f}, waiting {waiting:.0%}"
 
     def _hold_out(self) -> bool:
-        """Add the held-out accuracy to the history. Returns False if SIGTERM came before its end."""
+        """Add the held-out accuracy to the history. Returns False if SIGTERM came before the end of the evaluation."""
         entry = self.history[-1]
         accuracy = None if self.val is None else self.evaluate(self.val)
         (asked,) = _sum([float(self.stop.asked)])
@@ -384,11 +384,11 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader) -> float | None:
-        """Accuracy over all ranks; None if SIGTERM came before the end."""
+        """Accuracy on the samples of ``loader``, over all ranks; None if SIGTERM ended the evaluation."""
         model = self.model if self.ema is None else self.ema.module
         if self.ranks > 1:
             for buffer in model.buffers():
-                dist.broadcast(buffer, 0)  # the ranks have different running statistics
+                dist.broadcast(buffer, 0)  # use the first rank's running statistics, because each rank has its own
         alone = EachView(model).eval()  # without DDP, because ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
@@ -425,7 +425,10 @@ class Training:
             raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
 
     def load(self, file: Path) -> None:
-        """Continue from a checkpoint with the next sample. Batch size, workers and ranks may change."""
+        """Load a checkpoint, so that training continues with the next sample.
+
+        The batch size and the numbers of workers and ranks may differ from those of the checkpoint.
+        """
         parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
@@ -445,20 +448,20 @@ class Training:
             self.optimizer.load_state_dict(parts["optimizer"])
             for group, settings in zip(self.optimizer.param_groups, own, strict=True):
                 if group.keys() != settings.keys():
-                    raise ValueError(f"its optimizer has the settings {', '.join(sorted(group))}")
-                group.update(settings)  # those of this run, such as a new `weight_decay`
+                    raise ValueError(f"the optimizer of the checkpoint has the settings {', '.join(sorted(group))}")
+                group.update(settings)  # keep the settings of this run, such as a new `weight_decay`
             for parameter, state in self.optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                         raise ValueError(
-                            f"`{name}` has shape {list(value.shape)}, its parameter {list(parameter.shape)}"
+                            f"`{name}` has shape {list(value.shape)}, but its parameter {list(parameter.shape)}"
                         )
             if parts["scaler"]:
                 self.scaler.load_state_dict(parts["scaler"])
         except Exception as error:  # torch raises many types
             raise StateError(f"{file} belongs to another model or optimizer: {error}") from error
         self.loader.load_state_dict(parts["loader"])
-        if self.first:  # the first rank holds the sums of all ranks
+        if self.first:  # a checkpoint has the sums of all ranks, so only one rank adds them
             self.sums += torch.tensor(parts["sums"], dtype=torch.float64, device=self.device)
         self.steps, self.history = parts["steps"], parts["history"]
         log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, parts["loader"]["position"])
@@ -497,10 +500,14 @@ def outcome(
     label_smoothing: float = 0.0,
     classes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy of each sample, float [B]. Several views: their mean loss, and accuracy of their summed logits.
+    """Loss and accuracy of each sample, both float [B].
 
-    ``logits`` are float [B, C] per view, ``labels`` int64 [B] or float [B, C]. For mixed labels, the class with the
-    largest value is right. ``classes``: the C that is expected, if it is known.
+    With several views, the loss is the mean of the views' losses, and the accuracy is that of the views' summed logits.
+    For mixed labels, the class with the largest value is right. With ``binary_cross_entropy``, the accuracy of a sample
+    is the share of its classes that are right.
+
+    ``logits`` are float [B, C] per view, and ``labels`` are int64 [B] or float [B, C]. ``classes`` is the expected C;
+    None if it is unknown.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
@@ -509,8 +516,8 @@ def outcome(
             tensor = isinstance(view, Tensor)
             found = f"a tensor {list(view.shape)}, num_classes={classes}" if tensor else type(view).__name__
             raise ConfigError(
-                f"the model must return logits [B, num_classes]. Found: {found}. If it has more outputs in training, "
-                "switch them off, as `+model.aux_logits=false` does for torchvision's googlenet and inception_v3."
+                f"the model must return logits [B, num_classes]. Found: {found}. If the model has more outputs in "
+                "training, switch them off: torchvision's googlenet and inception_v3 need `+model.aux_logits=false`."
             )
     views = [view.float() for view in logits]
     if loss == "cross_entropy":
@@ -553,7 +560,7 @@ def _explain(error: Exception, batch: Batch) -> str | None:
         sizes = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(tuple(v.shape[-2:]) for v in views))
         return (
             f"the model refused images of {sizes}: {text.rstrip('.!')}. Set `augment.crop.size`, or give "
-            "the model its size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
+            "the model this size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
         )
     return None
 
