@@ -24,7 +24,7 @@ class AsItIs:
         if sys._getframe(2).f_globals.get("__name__", "").startswith(DATALOADERS):
             raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 
-    def __getitems__(self, indices: Any) -> NoReturn:  # torch's DataLoader calls this method of its dataset
+    def __getitems__(self, indices: Any) -> NoReturn:  # torch's DataLoader reads a dataset by this method
         raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 
     def __reduce__(self) -> NoReturn:
