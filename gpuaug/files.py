@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from gpuaug.errors import ConfigError
 
-LARGEST_FILE = 1 << 30  # bytes of a table or another file that is read as a whole
+LARGEST_FILE = 1 << 30  # bytes; limit for a table or another file that is read as a whole
 _UNITS = {"": 1, "b": 1} | {
     letter + suffix: base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "b": 1} | {
 def check_regular(
     status: os.stat_result, path: bytes | str | os.PathLike[str], *, limit: int = sys.maxsize
 ) -> os.stat_result:
-    """Return ``status``. Raises OSError if it is not a regular file, or larger than ``limit`` bytes."""
+    """Return ``status``. Raises OSError if the file is not regular, or is larger than ``limit`` bytes."""
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a socket")
@@ -37,7 +37,7 @@ def check_regular(
 
 
 def cache_folder() -> Path:
-    """gpuaug's cache folder of this user, ``$XDG_CACHE_HOME/gpuaug``. It may not exist yet."""
+    """Return this user's cache folder, ``$XDG_CACHE_HOME/gpuaug``. The folder may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpuaug")
 
 
@@ -56,11 +56,11 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
         OSError: if the folder cannot be created or written.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    # 0o700: compiled code in the cache folder is loaded only if no other user can write there
+    # The cache folder gets mode 0o700, because compiled code is loaded from it only if no other user can write there.
     os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
-        with open(part, "xb") as file:  # not tempfile, whose files only the owner can read
+        with open(part, "xb") as file:  # not tempfile: only the owner could read its files
             yield file
             file.flush()
             if sync:
@@ -73,18 +73,18 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
 
 
 def write(path: str | os.PathLike[str], *parts: bytes | memoryview | str, sync: bool = False) -> None:
-    """Write bytes or text to a file, completely or not at all. Arguments and errors: see :func:`replacing`."""
+    """Write bytes or text to a file, completely or not at all. For arguments and errors see :func:`replacing`."""
     with replacing(path, sync=sync) as file:
         for data in parts:
             file.write(data.encode() if isinstance(data, str) else data)
 
 
 def parse_bytes(value: int | float | str, *, key: str) -> int:
-    """Number of bytes in ``2147483648``, ``"2GiB"`` (2 x 1024^3), ``"2G"`` (the same) or ``"2GB"`` (2 x 1000^3).
+    """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3).
 
     Args:
         value: the size.
-        key: full configuration key, for errors.
+        key: full configuration key, for error messages.
 
     Raises:
         ConfigError: if ``value`` is not a size of at least one byte.

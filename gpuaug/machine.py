@@ -66,7 +66,7 @@ def memory() -> tuple[int, int] | None:
 
 
 def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, int] | None:
-    """(limit, used) in bytes of this process's control group with the smallest limit; None without a limit."""
+    """(limit, used) in bytes of the one control group of this process with the smallest limit; None without a limit."""
     return min(_memory_limits(proc, root), default=None)
 
 
@@ -93,7 +93,7 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number: no limit
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge if there is no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
@@ -113,8 +113,8 @@ def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
     """Folders of this process's control group and all its parents, for cgroup versions 1 and 2.
 
-    Inside a container, /proc often names a path of the host, which the container does not see. Then the group is the
-    root.
+    Inside a container, /proc often names a path of the host, which the container does not see. Then the files of the
+    container's group are in the root folder, which is always the last folder here.
     """
     for line in (read(proc) or "").splitlines():
         number, _, rest = line.partition(":")
@@ -161,7 +161,7 @@ def driver(root: str = NVIDIA) -> str | None:
 
 
 def _smi(root: str) -> list[str]:
-    """One line "model, driver version" per device, from nvidia-smi, if /proc does not list the devices."""
+    """One line "model, driver version" per device, from nvidia-smi, for systems where /proc lacks them; else []."""
     program = shutil.which("nvidia-smi")
     if program is None or root != NVIDIA or not Path("/dev/nvidia0").exists():
         return []
@@ -175,7 +175,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# A verdict is the stored result of a check. Here, for each check: what is true if the check passed.
+# A verdict is the stored result of a check. This maps each check to the statement that is true if the check passed.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
@@ -191,7 +191,7 @@ PACKAGES = (
 
 
 def verdict(name: str) -> bool | None:
-    """Stored result of a check, for this kind of machine and these versions; None if the check was not run.
+    """Stored result of a check, for this kind of machine and the installed versions; None if the check was not run.
 
     Raises:
         ConfigError: if there is no check of this name.
@@ -204,7 +204,7 @@ def verdict(name: str) -> bool | None:
 
 @lru_cache(maxsize=1)
 def verdicts() -> dict[str, dict[str, Any]]:
-    """Maps each check to ``good``, ``text`` and ``seconds``. Reads one small file, once; {} if that fails."""
+    """Map each check to ``good``, ``text`` and ``seconds``; {} if the file cannot be read. Reads the file only once."""
     try:
         values = json.loads(verdicts_file().read_text(encoding="utf-8"))
         entries = values["verdicts"] if values["version"] == VERDICTS_VERSION else {}
@@ -260,7 +260,7 @@ def local_world_size() -> int:
     if "LOCAL_WORLD_SIZE" in env:
         return max(1, int(env["LOCAL_WORLD_SIZE"]))
     if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
-        # tasks of this step per node, such as "4(x2),3"; not of the job, because a step may use only part of the job
+        # Tasks per node, such as "4(x2),3". The value of the step comes first: a step may use only a part of its job.
         text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
@@ -271,8 +271,9 @@ def local_world_size() -> int:
 def choose_device(device: str | torch.device) -> torch.device:
     """Return the CPU, or a CUDA device with its index. ``auto`` means CUDA if there is a device, else the CPU.
 
-    ``cuda`` means the device with the index LOCAL_RANK if this variable is set, else torch's current device. A script
-    that torchrun does not start must call ``torch.cuda.set_device``, or make only one device visible.
+    ``cuda`` means the device with the index LOCAL_RANK if this environment variable is set, else torch's current
+    device. If several processes run without LOCAL_RANK, each must call ``torch.cuda.set_device``, or see only one
+    device.
     """
     import torch
 
@@ -280,7 +281,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device) if isinstance(device, str | torch.device) else None
-    except RuntimeError:  # its message would list all device types of torch
+    except RuntimeError:  # torch's own message would list all its device types
         chosen = None
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         remedy = ""
@@ -301,7 +302,8 @@ def choose_device(device: str | torch.device) -> torch.device:
 def exit_with_parent() -> None:
     """Exit when the parent exits. The operating system does not do this when the parent is killed.
 
-    A worker of a forkserver watches the process that asked for it. The forkserver itself lives as long as its workers.
+    In a worker of a forkserver, the parent is the process that requested the worker, not the forkserver, because the
+    forkserver lives as long as its workers.
     """
     import multiprocessing
     import threading

@@ -24,7 +24,10 @@ MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last":
 
 
 def torch_constant(name: str, value: Any) -> Any:
-    """The constant of torch that ``value`` is or names, for the argument ``name`` of the loader."""
+    """Return the constant of torch for ``value``, which is the constant or its name, such as ``"float32"``.
+
+    ``name`` is the argument of the loader: ``dtype`` or ``memory_format``.
+    """
     known: dict[str, Any] = DTYPES if name == "dtype" else MEMORY_FORMATS
     text = str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
     return known[text] if text in known else known[checks.one_of(name, value, known)]
@@ -45,14 +48,15 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def none_if_empty(value: Any) -> Any:
-    """None for an empty mapping, which the option ``none`` of a configuration group gives, as in ``mix=none``."""
+    """Return None for an empty mapping, else ``value``. A configuration with ``mix=none`` gives an empty mapping."""
     return None if isinstance(value, Mapping) and not value else value
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
     """Combine ``order`` and ``shuffle`` into one order.
 
-    ``shuffle`` replaces a Shuffle or Sequential object, because the order of a configuration is always an object.
+    ``shuffle`` replaces an order that is a Shuffle or Sequential object. Without this rule, ``shuffle`` could not be
+    set in a configuration, where the order is always an object.
     """
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
@@ -73,7 +77,7 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
 
 
 def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Targets | None:
-    """Return ``targets`` if the source has them, and every crop and operation can move them."""
+    """Return ``targets`` after a check that the source has them and that every crop and operation can move them."""
     names = getattr(targets, "names", ())
     for key, view in views_of(recipe):
         missing = sorted(set(getattr(view.augment.crop, "needs", ())) - set(names))
@@ -113,7 +117,10 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
 
 
 def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict[str, Any]:
-    """What a state stores of the targets: their rules, and a hash of the objects if a crop reads them. {}: none."""
+    """Return the part of a loader's state that describes the targets; {} without targets.
+
+    This part holds the rules of the targets. If a crop needs objects, it also holds a hash of all objects.
+    """
     if targets is None:
         return {}
     digest = getattr(source, "objects_digest", None)
@@ -122,14 +129,17 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
 
 
 def choose_workers(num_workers: int | None, source: Any) -> int:
-    """The given number. None: half of the cores of this rank, at most 4; 0 for a memory-mapped source."""
+    """Return ``num_workers``, or a default if it is None.
+
+    The default is half of this rank's share of the cores, from 1 to 4. For a memory-mapped source the default is 0.
+    """
     if num_workers is not None:
         return num_workers
     if getattr(source, "mapped", False):
         log.info("num_workers 0: the source is memory-mapped, and workers would only add a copy")
         return 0
     cores, ranks = machine.usable_cpus(), machine.local_world_size()
-    # workers only read bytes: one worker keeps several decoding threads busy
+    # Few workers are enough: workers only read bytes, so one worker keeps several decoding threads busy.
     workers = max(1, min(4, cores // (2 * ranks)))
     log.info("num_workers %d (CPUs: %d, ranks on this machine: %d)", workers, cores, ranks)
     return workers

@@ -1,4 +1,4 @@
-"""Refuses a loader that is given to a DataLoader, which would index the loader or send it to workers."""
+"""Raises an error if a loader is given to a DataLoader. The DataLoader would index the loader or send it to workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from gpuaug.errors import ConfigError
 
 REMEDY = (
-    "it is the DataLoader: pass it as it is. Lightning's trainer takes it. With Accelerate and Fabric, iterate over "
-    "it. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
+    "it is the DataLoader: pass it as it is. Lightning's trainer takes the loader. With Accelerate and Fabric, "
+    "iterate over the loader. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
 )
-DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules that read a dataset by number
+DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules whose loaders read a dataset by sample number
 
 
 class NoDatasetError(ConfigError, AttributeError):
@@ -19,12 +19,12 @@ class NoDatasetError(ConfigError, AttributeError):
 
 
 class AsItIs:
-    """Base of a loader: refuses to be a dataset of another DataLoader."""
+    """Base class of the loader: raises ConfigError if the loader is used as the dataset of a DataLoader."""
 
-    __reversed__ = __contains__ = None  # Python would index the loader for these
+    __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 
     def _check_caller(self) -> None:
-        """Raise ConfigError if a DataLoader wants a sample by its number, as with ``batch_size=None``."""
+        """Raise ConfigError if ``loader[i]`` was called by a DataLoader, as one with ``batch_size=None`` does."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith(DATALOADERS):
             raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpuaug.batch import Images
 
-if TYPE_CHECKING:  # workers do not need it
+if TYPE_CHECKING:  # workers do not need Pillow
     from PIL.Image import Image
 
 
@@ -22,22 +22,24 @@ if TYPE_CHECKING:  # workers do not need it
 class Batch:
     """Augmented images and labels on the device. A batch can be unpacked into exactly two values.
 
-    ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else ``(images, targets)``.
+    The two values are ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else
+    ``(images, targets)``.
 
     Attributes:
-        images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views (in the order of the
-            recipe's ``views``, copies of a view next to each other).
-        labels: int64 ``[B]``, float ``[B, C]`` (after mix) or ``[B, K]`` (multi-label); None if there are no labels.
+        images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views. The list is in the order
+            of the recipe's ``views``, and the copies of a view are next to each other.
+        labels: int64 ``[B]`` (class numbers), float ``[B]`` (other numbers), float ``[B, K]`` (multi-label) or float
+            ``[B, C]`` (after mix); None if there are no labels.
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
-        valid: bool ``[B]``, CPU: False for a sample that is blank or only fills the batch.
+        valid: bool ``[B]``, CPU: False for a sample that could not be read or decoded, or that only fills the batch.
         key_of: maps a sample number to its path or name; used by ``keys``.
-        targets: masks, boxes and keypoints, a :class:`~gpuaug.BatchTargets`; a list of them if the recipe has several
-            views; None if the run has no targets.
-        extra: B values, such as captions, as the source gave them (see ``extra`` of a source). None for a sample that
-            has none or that could not be read. A batch of a loader always has B values. They are not collated, stay on
-            the CPU, and ``mix`` does not mix them.
+        targets: a :class:`~gpuaug.BatchTargets` with masks, boxes and keypoints; a list of BatchTargets if the recipe
+            has several views; None if the loader has no targets.
+        extra: one value per sample, such as a caption, as the source gave it (see ``extra`` of a source). The value is
+            None for a sample that has no extra or that could not be read. A batch of a loader always has B values. The
+            values are not collated, stay on the CPU, and are not mixed by ``mix``.
         look: what ``show`` needs to know of the recipe and the source: normalization, names of views and classes.
-            None: pixels are shown as they are, from 0 to 1.
+            None: the pixels are not normalized, and are shown as values from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> images = torch.zeros(2, 3, 8, 8)
@@ -78,7 +80,8 @@ class Batch:
 
         Args:
             images: key of the images.
-            labels: key of the second value: labels, masks or targets. Without labels there is no such key.
+            labels: key of the second value: labels, masks or targets. If the second value is None, the dictionary lacks
+                this key.
 
         >>> numbers = torch.tensor([0, 3])
         >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
@@ -91,25 +94,26 @@ class Batch:
     def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
         """Draw the first samples as a picture, which a notebook displays: a ``PIL.Image``.
 
-        Normalization is undone, and masks, boxes and keypoints are drawn. The views of a sample are side by side. Below
-        each sample are its number and its label, or its key. A sample with ``valid`` False is marked.
+        Normalization is undone, and masks, boxes and keypoints are drawn. The views of a sample are side by side. The
+        text below a sample is its number and its label; without labels, or with targets, its number and its key. A
+        sample with ``valid`` False is marked.
 
         Args:
             rows: largest number of rows; None: as many as 16 samples need.
             columns: samples in a row; None: 8, or fewer if there are several views or targets.
-            size: longer side of the largest image, in pixels; None: 128, and 240 with targets.
+            size: longer side of the largest image, in pixels; None: 128, or 240 with targets.
 
         >>> numbers = torch.tensor([0, 3])
         >>> batch = Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
         >>> batch.show(columns=2, size=64).mode
         'RGB'
         """
-        from gpuaug.display.batches import picture  # only those who look need Pillow
+        from gpuaug.display.batches import picture  # imported here, because only `show` needs Pillow
 
         return picture(self, rows=rows, columns=columns, size=size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and deepcopy: the batch with the keys of its samples, instead of the source that knows them."""
+        """Support pickle and deepcopy: the copy holds the keys of its samples instead of the source."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.key_of is not str:
             values["key_of"] = partial(getitem, dict(zip(self.indices.tolist(), self.keys, strict=True)))
@@ -144,7 +148,7 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.
 
-        ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
+        ``non_blocking`` is the argument of ``Tensor.to``: a copy from pinned memory does not wait for the device.
         """
 
         def move(x: Any) -> Any:

@@ -27,7 +27,10 @@ def fetch(
     mix: bool = False,
     faults: Faults | None = None,
 ) -> Batch:
-    """Make one batch, as :meth:`gpuaug.Loader.fetch` says. ``faults`` of None: the loader's."""
+    """Make one batch, as described at :meth:`gpuaug.Loader.fetch`.
+
+    ``faults`` decides what happens to bad samples; None: the Faults of the loader.
+    """
     loader._resources.check_open()
     loader.augment.check_unchanged()
     source, pipeline = loader.source, loader.pipeline
@@ -54,12 +57,12 @@ def fetch(
 
 
 def uncounted(faults: Faults, policy: Policy) -> Faults:
-    """Faults for looking at samples: no budget, no file."""
+    """Return Faults without a budget and a file, because a user who only looks at samples needs neither."""
     return Faults(policy=policy, truncated=faults.truncated)
 
 
 def sample(loader: Any, index: Any) -> tuple[Any, Any]:
-    """One sample, as ``loader[index]``."""
+    """Return the value of ``loader[index]``: one sample."""
     try:
         number = operator.index(index)
     except TypeError as error:
@@ -73,7 +76,7 @@ def sample(loader: Any, index: Any) -> tuple[Any, Any]:
         raise IndexError(f"the source has {count} samples. Found: number {number}. Use one from 0 to {count - 1}.")
     if number < 0:
         number = count + number if source.indices is None else int(source.indices[number])
-    source.key(number)  # IndexError if a source that leaves out samples has no such number
+    source.key(number)  # raises IndexError if the number is too large for a source that leaves out samples
     batch = fetch(loader, [number], epoch=loader.epoch, faults=uncounted(loader.faults, loader.faults.policy))
     images, second = batch
     own: Any

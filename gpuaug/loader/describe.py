@@ -1,4 +1,4 @@
-"""Describes a loader as text and as a table, and gives its batches what they need for `show()`. Reads no sample."""
+"""Describes a loader as text and as a table, and prepares what its batches need for `show()`. Reads no sample."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gpuaug.read import order as orders
 if TYPE_CHECKING:
     from gpuaug.targets.rules import Targets
 
-LONGEST = 200  # characters of a source
+LONGEST = 200  # characters of the text that describes a source
 
 
 def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Look]:
-    """A function that maps an epoch to the :class:`Look` of its batches."""
+    """Return a function that maps an epoch to the :class:`Look` of the epoch's batches."""
     style = Style.of(source, targets)
     known = {first: Look.of(stage.views, style) for first, stage in recipe.stages.items()}
     return lambda epoch: known[max(first for first in known if first <= epoch)]
 
 
 def facts(loader: Any) -> dict[str, str]:
-    """Names and values: source, recipe, sizes, order, workers."""
+    """Return the names and texts of what the loader consists of: source, recipe, image sizes, order, workers."""
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
@@ -47,7 +47,7 @@ def facts(loader: Any) -> dict[str, str]:
 
 
 def _sizes(loader: Any) -> str:
-    """Shapes of the images of each view in the current epoch."""
+    """Return the shapes of the images of each view in the current epoch, as text."""
     crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
     sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
     counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
@@ -58,7 +58,7 @@ def text(loader: Any) -> str:
     """The facts, one per line."""
     made = facts(loader)
     width = max(map(len, made)) + 2
-    below = "\n" + " " * (width + 2)  # further lines of a value begin below its first
+    below = "\n" + " " * (width + 2)  # indents further lines of a value to the column of its first line
     lines = [f"  {name + ':':{width}}{value}".replace("\n", below) for name, value in made.items()]
     return "\n".join(["Loader(", *lines, ")"])
 

@@ -30,10 +30,10 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def agree(what: dict[str, Any], *, device: torch.device) -> None:
-    """Check that all ranks pass the same description. Every rank must call this function.
+    """Check that ``what`` is the same on all ranks. Every rank must call this function.
 
     Raises:
-        ConfigError: on every rank, if the description of a rank differs from rank 0's. The message names the keys.
+        ConfigError: on every rank, if ``what`` of any rank differs from that of rank 0. The message names the keys.
     """
     if not active():
         return
@@ -43,6 +43,6 @@ def agree(what: dict[str, Any], *, device: torch.device) -> None:
     for rank, other in enumerate(each):
         if different := compare(each[0], other, "on rank 0", f"on rank {rank}"):
             raise ConfigError(
-                f"the ranks differ in the epoch they would run. {different}. "
+                f"the ranks differ in configuration, files or state. {different}. "
                 "Give every rank the same configuration, files and state."
             )

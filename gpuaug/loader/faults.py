@@ -28,12 +28,13 @@ class Faults:
     Args:
         policy: ``raise`` stops with a :class:`~gpuaug.errors.DataError`. ``blank`` sets the image to zero and
             ``batch.valid`` to False; the label and the batch size stay. ``drop`` removes the sample from the batch.
-        max: maximum number of bad samples. An int counts over the whole run. A float in [0, 1] is a rate over the last
-            ``window`` samples. Above it, :class:`~gpuaug.errors.FaultBudgetError` is raised. None: no limit.
-        window: number of samples for the rate.
+        max: maximum number of bad samples. An int is a count over the whole run. A float in [0, 1] is a rate over the
+            last ``window`` samples. More bad samples raise :class:`~gpuaug.errors.FaultBudgetError`. None: no limit.
+        window: number of samples over which the rate is computed.
         truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
-        file: one JSON line per bad sample is appended here, with ``key index epoch stage reason bytes head``. Ranks may
-            share the file. ``source.exclude`` accepts the file.
+        file: path of a file. For each bad sample, one JSON line with the fields ``key``, ``index``, ``epoch``,
+            ``stage``, ``reason``, ``bytes`` and ``head`` is appended to the file. Ranks may share the file.
+            ``source.exclude`` accepts the file.
 
     >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
     'blank'
@@ -55,24 +56,25 @@ class Faults:
         checks.one_of("faults.truncated", truncated, ("reject", "accept"))
         self.truncated = truncated
         self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
-        self.count = 0  # bad samples seen, repeats in later epochs included
-        self._recent: deque[tuple[int, int]] = deque()  # (samples, bad ones) of recent batches, about `window` samples
+        self.count = 0  # bad samples so far; a sample counts again in each epoch
+        self._recent: deque[tuple[int, int]] = deque()  # (samples, bad samples) per recent batch, for the rate
         self._recent_samples = self._recent_bad = 0
         self._logged: set[str] = set()  # keys that were logged by this process
         self._recorded: set[str] = set()  # keys that are in the file
-        self._offset = 0  # bytes of the file that were read
+        self._offset = 0  # bytes of the file that were already read
         self._epoch_count, self._chances = 0, (0, 0)
 
     def handle(
         self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
     ) -> None:
-        """Record the ``faults`` of a batch of ``samples`` in ``epoch``, and apply policy ``raise`` and the budget.
+        """Record the ``faults`` of a batch in ``epoch``, and apply the policy ``raise`` and the budget.
 
-        ``indices`` are the sample numbers of the rows. ``key_of`` returns the path or name of a sample number.
+        ``indices`` are the sample numbers of the rows. ``samples`` is the number of samples in the batch. ``key_of``
+        returns the path or name of a sample number.
 
         Raises:
             DataError: under policy ``raise``, for the first fault.
-            FaultBudgetError: if there were more than ``max``.
+            FaultBudgetError: if more than ``max`` samples were bad.
         """
         self.count += len(faults)
         self._epoch_count += len(faults)
@@ -86,8 +88,8 @@ class Faults:
     def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
-        ``rescued`` and ``truncated`` are totals of the run: samples that one decoder refused and another decoded, and
-        samples that were accepted without their end.
+        ``rescued`` is the number of samples in the whole run that one decoder refused and another decoded.
+        ``truncated`` is the number of samples in the whole run that were accepted although their end was missing.
         """
         if self._epoch_count:
             where = f", listed in {self.file}" if self.file else ""
@@ -107,7 +109,7 @@ class Faults:
         line = {"key": key, "index": index, "epoch": epoch, "stage": fault.stage, "reason": fault.reason}
         line |= {"bytes": fault.size, "head": fault.head.hex()}
         with open(self.file, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until close: other ranks and loaders may write too
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, because others may write too
             self._read_up(file)
             if key not in self._recorded:
                 self._recorded.add(key)
@@ -118,7 +120,7 @@ class Faults:
         file.seek(self._offset)
         for line in file.read().splitlines(keepends=True):
             self._offset += len(line)
-            with suppress(ValueError, KeyError, TypeError, RecursionError):  # ignore a line cut by a killed run
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # ignore an incomplete line of a killed run
                 self._recorded.add(str(json.loads(line)["key"]))
 
     def _check_budget(self, samples: int, bad: int) -> None:
@@ -130,7 +132,7 @@ class Faults:
                 old_samples, old_bad = self._recent.popleft()
                 self._recent_samples -= old_samples
                 self._recent_bad -= old_bad
-            # compare with at least a whole window; otherwise the first bad sample of a run could exceed the rate
+            # Compare with at least a whole window. Otherwise the first bad sample of a run could exceed the rate.
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
             bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"
@@ -147,7 +149,7 @@ class Faults:
 
 
 def _writable(file: str | os.PathLike[str] | None) -> str | None:
-    """The file's absolute path. ConfigError if nothing can be appended to the file, before a bad sample needs it."""
+    """Return the file's absolute path; raises ConfigError if the file is not writable, before a sample is bad."""
     if file is None:
         return None
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):
@@ -160,7 +162,7 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
             check_regular(os.stat(path), path, limit=LARGEST_FILE)  # its content will be read
         with open(path, "ab"):
             if is_new:
-                os.unlink(path)  # no bad samples, no file
+                os.unlink(path)  # the first bad sample creates the file
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise ConfigError(f"`faults.file` cannot be written: {error}. Name a file in a writable folder.") from error
     return path

@@ -45,36 +45,37 @@ class Loader(AsItIs):
 
     Args:
         source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)`` or
-            ``(bytes, label, extra)``. Epochs of a :class:`~gpuaug.MaterializedSource` are used as they are.
+            ``(bytes, label, extra)``. The epochs in a :class:`~gpuaug.MaterializedSource` are not augmented again.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order such as :class:`~gpuaug.Weighted`, or a
             torch Sampler.
-        shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. It replaces an order that is a
-            :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
+        shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. ``shuffle`` replaces an ``order``
+            that is a :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
             False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
-            every sample once, so that a rank may have one batch less than another, and DDP hangs at the end. None:
-            ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
+            every sample once. Then a rank may have one batch less than another rank, and DDP hangs at the end of the
+            epoch. None: ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
-        targets: which masks, boxes and keypoints of the source move with the images, a :class:`~gpuaug.Targets`; None:
-            only images and labels.
+        targets: a :class:`~gpuaug.Targets`, which says which masks, boxes and keypoints of the source are transformed
+            together with the images; None: the loader yields only images and labels.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
-        cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes after they were read; None: no cache.
-        ahead: bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``. None: no extra buffer,
-            only what the workers read ahead.
-        faults: what happens to samples that cannot be read or decoded.
-        device: ``auto`` (CUDA if there is a device, else CPU), ``cuda`` (``cuda:$LOCAL_RANK``; without LOCAL_RANK
-            torch's current device), ``cpu``, or a torch.device. On CUDA a loader thread allocates memory and launches
-            kernels in the background. So capture your own CUDA graphs before the iteration starts, or with
-            ``capture_error_mode="thread_local"``.
-        dtype: of the images; float32, bfloat16 or float16.
-        memory_format: of the images; contiguous_format or channels_last.
-        num_workers: number of processes that read bytes. 0: this process reads. None: half of the cores, at most 4,
-            but 0 for sources that are memory-mapped.
+        cache: a :class:`~gpuaug.RamCache`, which keeps the encoded bytes of samples in memory after the first read;
+            None: no cache.
+        ahead: size in bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``. None: there is
+            no extra buffer, and only the workers read ahead.
+        faults: a :class:`~gpuaug.Faults`, which decides what happens to samples that cannot be read or decoded.
+        device: ``auto``, ``cuda``, ``cpu`` or a torch.device. ``auto`` means CUDA if there is a CUDA device, else the
+            CPU. ``cuda`` means ``cuda:$LOCAL_RANK``, or torch's current device if LOCAL_RANK is not set. On CUDA a
+            thread of the loader allocates memory and launches kernels in the background. So capture your own CUDA
+            graphs before the iteration starts, or with ``capture_error_mode="thread_local"``.
+        dtype: dtype of the images: float32, bfloat16 or float16.
+        memory_format: memory format of the images: contiguous_format or channels_last.
+        num_workers: number of processes that read bytes. 0: this process reads. None: half of this rank's share of the
+            cores, from 1 to 4; for memory-mapped sources 0.
         prefetch: number of batches prepared in the background; 0: each batch is made when it is requested.
-        timeout: seconds to wait for one batch of bytes; after that :class:`~gpuaug.ReadError`.
+        timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.
         start_method: how workers start: fork, forkserver or spawn; None: Python's default.
         seed: decides, together with the epoch, the order and all random parameters.
         rank, world_size: this process's share; None: torch.distributed's values when iteration starts.
@@ -87,10 +88,11 @@ class Loader(AsItIs):
         pipeline: the reader, the stages and their streams, as a :class:`~gpuaug.loader.pipeline.Pipeline`.
         waited: seconds that the consumer waited for batches in the current pass.
 
-    Iterating yields the :class:`~gpuaug.Batch` objects of one epoch. The next pass is the next epoch, even after a
-    ``break``. To continue inside an epoch, use ``load_state_dict`` or ``start_at``. To repeat an epoch, use
-    ``set_epoch``. If the loader itself fails, the next pass continues with the next sample. ``loader[i]`` is one
-    augmented sample of the current epoch, and ``len(loader)`` the number of batches.
+    Iterating over the loader once (a pass) yields the :class:`~gpuaug.Batch` objects of one epoch. The next pass runs
+    the next epoch, even after a ``break``. To continue inside an epoch, use ``load_state_dict`` or ``start_at``. To
+    repeat an epoch, use ``set_epoch``. If the loader itself raises an error, the next pass continues after the last
+    batch that was handed out. ``loader[i]`` is one augmented sample of the current epoch. ``len(loader)`` is the number
+    of batches.
 
     Settings cannot be changed. :meth:`replace` makes a loader with other settings.
 
@@ -112,8 +114,8 @@ class Loader(AsItIs):
 
     waited = 0.0
     _epoch = _position = 0
-    # "here": the next pass begins at this position. "left" and "finished" tell how the last pass ended: the next pass
-    # begins in the next epoch.
+    # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside epoch `_epoch`.
+    # "finished": it handed out the last batch of `_epoch`. After both, the next pass runs the next epoch.
     _next_pass: Literal["here", "left", "finished"] = "here"
     _last_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
@@ -160,7 +162,7 @@ class Loader(AsItIs):
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # `replace` passes an opened cache, which has the settings as an attribute
+        # `replace` passes an opened cache; its attribute `settings` is the RamCache
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype)
@@ -176,8 +178,8 @@ class Loader(AsItIs):
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
-        """The reader and the stages."""
-        rows: Any = getattr(self.source, "by_epoch", None)  # of a source whose samples differ from epoch to epoch
+        """Make the pipeline: the reader, the stages, and their settings."""
+        rows: Any = getattr(self.source, "by_epoch", None)  # set if samples differ from epoch to epoch
         encoded: Any = self.source if rows is None else rows
         stage: Stage
         if (stored := getattr(self.source, "stored", None)) is not None:  # stored epochs are already augmented
@@ -240,7 +242,7 @@ class Loader(AsItIs):
         super().__setattr__(name, value)
 
     def replace(self, **changes: Any) -> Loader:
-        """Return a new loader with other settings, which continues where this loader would. This loader is closed.
+        """Return a new loader with other settings at the position of this loader, and close this loader.
 
         Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
         source, the faults and the content of ``cache``.
@@ -250,14 +252,14 @@ class Loader(AsItIs):
 
         Raises:
             ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
-            StateError: if this loader is in the middle of an epoch and the change would alter that epoch's samples or
-                pixels.
+            StateError: if this loader is in the middle of an epoch, and the changes would alter the samples or pixels
+                of this epoch.
         """
         self._resources.check_open()
         if "source" in changes:
             raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
         given = {**self._given, "device": self.device, "num_workers": self.num_workers}
-        for pair in (("order", "shuffle"), ("last", "drop_last")):  # two names of one setting: `changes` wins
+        for pair in (("order", "shuffle"), ("last", "drop_last")):  # a pair names one setting twice
             if changes.keys() & pair:
                 given = {name: value for name, value in given.items() if name not in pair}
         if (cache := self.pipeline.cache) is not None:
@@ -273,12 +275,12 @@ class Loader(AsItIs):
                 made.set_epoch(self._epoch)
             closed = self
         finally:
-            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache now
+            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the open loader owns the cache
         return made
 
     @property
     def epoch(self) -> int:
-        """The current epoch; between two passes, the next epoch. After a ``break``, the epoch that was left."""
+        """The current epoch: the next epoch after a complete pass, the same epoch after a ``break``."""
         return self._epoch
 
     @property
@@ -338,7 +340,10 @@ class Loader(AsItIs):
         return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch`` (>= 0), or stay at the position inside it if its state was just loaded."""
+        """Go to the beginning of ``epoch`` (>= 0).
+
+        If a state of this epoch was just loaded, the loader stays at the position of the state.
+        """
         _check_epoch(epoch)
         if self._next_pass == "finished":
             self._advance()
@@ -365,9 +370,9 @@ class Loader(AsItIs):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.
 
-        If samples were excluded since, or the subset changed, the other samples keep their order and the epoch
-        continues. Only Shuffle and Sequential can do this. With other orders, inside an epoch, a changed set of samples
-        raises StateError.
+        With the orders Shuffle and Sequential, the subset or the excluded samples may have changed since: the other
+        samples keep their order, and the epoch continues. With other orders, a state from inside an epoch then raises
+        StateError.
 
         Raises:
             StateError: if ``state`` is not a state, or was taken inside an epoch of another source, seed, order or
@@ -410,12 +415,13 @@ class Loader(AsItIs):
         repeats: Sequence[int] | None = None,
         mix: bool = False,
     ) -> Batch:
-        """Make one batch of chosen samples through the same stages, exactly as an epoch shows them.
+        """Make one batch of chosen samples, with the same stages and the same pixels as in an epoch.
 
         Args:
             indices: sample numbers in the source.
             epoch: the epoch whose random parameters are used; None: the current epoch.
-            repeats: how often the epoch yielded each index before; None: 0.
+            repeats: for each index, how often the epoch has yielded it before; None: 0. Each repeat has its own random
+                parameters.
             mix: whether to mix the batch.
 
         Raises:
@@ -426,14 +432,15 @@ class Loader(AsItIs):
         return chosen.fetch(self, indices, epoch=epoch, repeats=repeats, mix=mix)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """One augmented sample of the current epoch, exactly as a batch has it: ``(image, label)``.
+        """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
 
-        ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a tensor
-        [K] (multi-label) or None. With targets it is a mask [H, W] (if masks are the only target), or the
-        :class:`~gpuaug.BatchTargets` of this one image; a list of them with several views.
+        ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a float
+        tensor ([] or, for multi-label, [K]) or None. With targets, a mask [H, W] takes the place of ``label`` if masks
+        are the only target, else the :class:`~gpuaug.BatchTargets` of this image. With several views it is a list of
+        masks or BatchTargets.
 
         Args:
-            index: number of the sample in the source; -1 is the last sample that the source does not leave out.
+            index: number of the sample in the source; -1 is the last of the samples that the loader uses.
 
         A bad sample does not count towards ``faults.max`` here, and is not written to ``faults.file``.
 
@@ -516,7 +523,7 @@ class Loader(AsItIs):
         self._last_logged = True
 
     def _count(self, plan: EpochOrder) -> int:
-        """Number of batches in a plan, after ``limit_batches``."""
+        """Number of batches in a plan, limited by ``limit_batches``."""
         if self.limit_batches is None:
             return len(plan)
         behind = -(-plan.start // (plan.batch_size * plan.world_size))
@@ -545,12 +552,12 @@ class _Epoch(Pass):
                 batch = super().__next__()
             except StopIteration:
                 batch = None
-            except PassEndedError:  # the loader may be in another pass by now
+            except PassEndedError:  # do not store the progress, because the loader may be in another pass by now
                 raise
             except BaseException as error:
                 self._note()
                 if isinstance(error, Exception) and loader._next_pass == "left":
-                    loader._next_pass = "here"  # the loader failed, the consumer did not `break`: continue here
+                    loader._next_pass = "here"  # continue here, because the consumer did not `break`: the loader failed
                 raise
             self._note()
             if batch is not None:

@@ -1,7 +1,7 @@
 """A reader and the stages after it, as one object: encoded bytes in, batches on the device out.
 
 A :class:`Pass` runs a pipeline over some batches, with a thread for each stage. Only this file uses CUDA streams. A
-pipeline has two of its own: one for decoding, one for augmenting.
+pipeline has two streams: one for decoding, and one for augmenting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
-TIMEOUT_S = 5.0  # to wait until the threads of a pass have ended
+TIMEOUT_S = 5.0  # seconds to wait until the threads of a pass have ended
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, the event that marks it complete
 
 
@@ -37,7 +37,10 @@ class PassEndedError(GpuaugError):
 
 
 class Streams:
-    """Two CUDA streams of a device, created at first use: one for decoding, one for augmenting. None on a CPU."""
+    """Two CUDA streams of a device, one for decoding and one for augmenting; on a CPU there are no streams.
+
+    The streams are created at first use.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,20 +51,21 @@ class Streams:
 
     @contextmanager
     def on(self, *, decoding: bool = False) -> Iterator[torch.cuda.Stream | None]:
-        """Make the device and one of its two streams current."""
+        """Make the device and one of its two streams current. Yields the stream, or None on a CPU."""
         if not self._pair:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # Make the device current too. With the stream alone, leaving the block creates a context on the device that was
-        # current before.
+        # Make the device current too. With `torch.cuda.stream` alone, leaving the block would create a CUDA context on
+        # the device that was current before.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
     def follow_consumer(self) -> None:
         """Let both streams wait for work that the consumer has queued, for example on the recipe's tensors.
 
-        Once per pass is enough: torch's allocator frees the memory of a batch only after its last use on any stream.
+        One call per pass is enough, because torch's allocator frees the memory of a batch only after the last use of
+        the batch on any stream.
         """
         for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -92,7 +96,7 @@ class Pipeline:
     num_classes: int | None = None  # of the source
     key_of: Callable[[int], str] = str  # maps a sample number to its path or name
     look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to what a batch needs to show itself
-    # numbers(epoch)(*task): the numbers to read from the source; None: the sample numbers
+    # numbers(epoch)(*task) returns the numbers to read from the source; None: read the sample numbers of the task
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
     @property
@@ -139,7 +143,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # with `raise`, only padding can be bad here
+        if bad and self.faults.policy != "blank":  # with `raise`, only padding is bad here
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None
@@ -178,7 +182,10 @@ class Pipeline:
             return batch, None if stream is None else stream.record_event()
 
     def _without_bad(self, images: list[Tensor], bad: Sequence[int], keep: Tensor | None) -> list[Tensor]:
-        """The views with the rows ``keep``, int64 [n]; if that is None, all rows, and the ``bad`` ones are zero."""
+        """Return the views with only the rows ``keep``, int64 [n].
+
+        If ``keep`` is None, return the views with all rows, and set the rows ``bad`` to zero.
+        """
         if keep is not None:
             rows = to_device(keep, self.device)
             return [view.index_select(0, rows).contiguous(memory_format=self.memory_format) for view in images]
@@ -218,10 +225,10 @@ class Pass(Iterator[Batch]):
         tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
         epoch: the epoch whose random parameters are used.
         prefetch: maximum number of finished batches that wait; 0: each batch is made when it is requested.
-        buffer_bytes: size of a buffer for encoded batches in memory; None: only what the workers read ahead.
+        buffer_bytes: size of a memory buffer for encoded batches; None: no buffer, and only the workers read ahead.
 
     Attributes:
-        done: number of tasks whose batches were handed out, or dropped by the faults policy.
+        done: number of tasks whose batch was handed out, or was dropped by the faults policy.
         waited: seconds that the consumer waited for batches.
     """
 
@@ -239,7 +246,7 @@ class Pass(Iterator[Batch]):
         self._closed = self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # a buffer needs bytes that were really read, not views of mapped files
+        # with a buffer, bytes must be read (copied) in advance; views of mapped files would be read only when decoded
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
@@ -251,7 +258,7 @@ class Pass(Iterator[Batch]):
         main_thread = pipeline.stage.main_thread
         if prefetch and not main_thread:
             decoded = self._thread(decoded, "decoding", 1)
-        # if augmentation must run on the iterating thread, `__next__` augments, and decoded batches are prefetched
+        # If augmentation must run on the iterating thread, `__next__` augments, and decoded batches are prefetched.
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
@@ -287,7 +294,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # if closed, by another thread, the next turn of the loop raises
+                self._exhausted = not self._closed  # if another thread closed this pass, the loop raises next
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
@@ -303,10 +310,10 @@ class Pass(Iterator[Batch]):
         self._closed = True
         for producer in self._producers:
             producer.close()
-        with suppress(ValueError):  # another thread runs the iterator, which then ends at its next batch
+        with suppress(ValueError):  # the generator is running in another thread; there it ends at its next batch
             self._items.close()
         if not self._join():
-            self._pipeline.reader.close()  # a hanging read blocks a thread until its workers are gone
+            self._pipeline.reader.close()  # a hanging read blocks a thread until the workers are stopped
             self._join()
 
     def __del__(self) -> None:
@@ -324,7 +331,7 @@ class Pass(Iterator[Batch]):
 
 
 def _one(views: list[Any] | None) -> Any:
-    """The only view, or all of several views."""
+    """Return the element of a list of one view; return any other list, and None, unchanged."""
     return views[0] if views is not None and len(views) == 1 else views
 
 
@@ -345,7 +352,7 @@ class Resources:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.closed = False
-        self.running: Callable[[], Pass | None] = lambda: None  # a weak reference: an unused pass ends
+        self.running: Callable[[], Pass | None] = lambda: None  # a weak reference, so that an unused pass is freed
 
     def check_open(self) -> None:
         """Raise GpuaugError if the loader was closed."""

@@ -24,7 +24,7 @@ from gpuaug.random import keyed as draw
 from gpuaug.read.order import Order
 from gpuaug.source.materialized import Rows
 
-if TYPE_CHECKING:  # runs without targets import none of it
+if TYPE_CHECKING:  # runs without targets do not import these modules
     from gpuaug.augment.target_stage import TargetBatch, TargetStage
     from gpuaug.targets.batch import BatchTargets
 
@@ -42,7 +42,7 @@ class HeaderBatch:
     info: HeaderInfo | None = None  # None if pixels are stored
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # one entry per view
-    chosen: list[list[Chosen]] | None = None  # per view, what its operations chose; None: `augment` lets them choose
+    chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: made in `augment`
     targets: TargetBatch | None = None
 
 
@@ -90,7 +90,7 @@ class LiveStage:
 
     @property
     def second_chances(self) -> tuple[int, int]:
-        """Two counts so far: samples that Pillow decoded after DALI refused them; accepted truncated samples."""
+        """Counts of samples so far: decoded by Pillow after DALI had refused them; truncated, but accepted."""
         return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
@@ -126,9 +126,9 @@ class LiveStage:
     def finish_targets(
         self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None
     ) -> list[BatchTargets] | None:
-        """The targets of every view on the device; None if the run has none.
+        """Return the targets of every view, on the device; None if the run has no targets.
 
-        ``bad``: rows with a fault. ``keep``, int64 [n]: the rows to keep; None: all.
+        ``bad`` lists the rows with a fault. ``keep``, int64 [n], lists the rows to keep; None: keep all rows.
         """
         if self.targets is None or batch.targets is None:
             return None
@@ -143,7 +143,9 @@ class LiveStage:
 
 
 class StoredStage:
-    """Loads stored epochs, with the methods of a :class:`LiveStage`. Of the recipe, only the normalization runs.
+    """Loads the pixels of stored epochs, and has the same methods as a :class:`LiveStage`.
+
+    The stored pixels are already augmented. Only the normalization of the recipe runs, and only on uint8 pixels.
 
     Args:
         stored: the epochs.
@@ -206,8 +208,8 @@ class StoredStage:
                 last.apply([view], NO_DRAWS, dtype=dtype, memory_format=memory_format)[0]
                 for view, last in zip(batch.images, self._normalize, strict=True)
             ]
-        # Reuse memory. Without this, malloc's heaps grew to 1.8 GiB after 120 batches of 18 MiB, with 260 MiB in use,
-        # because several threads allocate and free the batches.
+        # Reuse memory. Without this, malloc's heaps grew to 1.8 GiB after 120 batches of 18 MiB, although only 260 MiB
+        # were in use: several threads allocate and free the batches, and each thread has its own heap.
         images = []
         for view in batch.images:
             if view.device.type == "cpu":
@@ -228,7 +230,10 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Order of ``epoch``, int64 [M]; if its samples are not stored, the order of the stored epoch that replaces it."""
+    """Return the order of ``epoch``, int64 [M].
+
+    If the samples of ``epoch`` are not stored, return the order of the stored epoch that is shown in its place.
+    """
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

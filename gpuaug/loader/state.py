@@ -1,4 +1,4 @@
-"""A loader's state: the current epoch, the position in it, and the configuration it belongs to."""
+"""A loader's state: the current epoch, the position in the epoch, and a description of the loader's configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VERSION = 2
 class State:
     """The state that ``Loader.state_dict`` returns: small, versioned, convertible to JSON.
 
-    ``position`` counts the samples that all ranks together have consumed. So at the same step the states of all ranks
-    are equal, and a state can be loaded with any number of ranks.
+    ``position`` is the number of samples of the epoch that all ranks together have consumed. So at the same step the
+    states of all ranks are equal, and a state can be loaded with any number of ranks.
     """
 
     epoch: int
@@ -37,7 +37,7 @@ class State:
 
     @classmethod
     def from_json(cls, value: Any) -> State:
-        """Read the result of ``to_json``. Raises StateError for any other value, and for another version."""
+        """Read a result of ``to_json``. Raises StateError for other values, and for a result of another version."""
         if not isinstance(value, dict) or not {"version", "epoch", "position", "fingerprint"} <= value.keys():
             raise StateError(
                 f"not a loader state: expected version, epoch, position and fingerprint. Found: {str(value)[:200]!r}."
@@ -61,15 +61,18 @@ class State:
 
 
 def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:
-    """The first differences of two descriptions, as text; empty if they are equal."""
+    """Return the first differences of two descriptions, as text; empty if they are equal.
+
+    The text contains ``of_one`` and ``of_other``, such as ``on rank 0``, which say where the values are from.
+    """
     different = differences(one, other)
-    # hide hashes if something readable differs
+    # show hashes only if nothing readable differs
     readable = [d for d in different if not d[0].endswith(".digest")] or different
     return "; ".join(f"{where}: {_short(a)} {of_one}, {_short(b)} {of_other}" for where, a, b in readable[:5])
 
 
 def _short(value: Any) -> str:
-    """A setting as short text: operations and views are shown by name only."""
+    """Return a setting as short text, with only the names of operations and views."""
     if isinstance(value, list) and value and all(isinstance(x, dict) and "name" in x for x in value):
         value = [x["name"] for x in value]
     if isinstance(value, dict) and "class" in value:
@@ -79,12 +82,12 @@ def _short(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON and back (tuples become lists). Then equal descriptions compare equal."""
+    """Convert ``value`` to JSON and back, so that equal descriptions compare equal: tuples become lists."""
     return json.loads(json.dumps(value))
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """The position in ``ordered``, the order of the state's epoch, at which the state continues."""
+    """Return the position at which ``state`` continues in ``ordered``, which is the order of the state's epoch."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(

@@ -29,7 +29,7 @@ class Outputs:
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:
-        """An uninitialised tensor [B, 3, H, W]; its memory is reused after the last tensor on it is freed."""
+        """An uninitialised tensor [B, 3, H, W], whose memory is reused after the last tensor that uses it is freed."""
         size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -48,7 +48,7 @@ class Outputs:
                 kept.append((freed, candidate))
         self._free.extendleft(kept)
         reused = mapped(size) if memory is None else memory
-        lease = reused.numpy()  # freed with the last tensor made from it
+        lease = reused.numpy()  # this array is freed together with the last tensor that is made from it
         weakref.finalize(lease, lambda: self._free.append((self._taken, reused))).atexit = False
         flat = torch.from_numpy(lease).view(dtype)
         batch, channels, height, width = shape
@@ -58,10 +58,10 @@ class Outputs:
 
 
 def mapped(size: int) -> Tensor:
-    """A uint8 tensor [size] in its own memory mapping, which is returned to the system as soon as it is freed.
+    """A uint8 tensor [size] in its own memory mapping, which returns to the system as soon as the tensor is freed.
 
-    malloc is not used: below 32 MiB it takes memory from the calling thread's heap, and each thread's heap keeps the
-    memory that is freed.
+    malloc is not used, because malloc takes blocks below 32 MiB from the heap of the calling thread, and a heap keeps
+    freed memory.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
@@ -70,8 +70,8 @@ def mapped(size: int) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device without waiting for the device.
 
-    For CUDA the tensor is pinned first: a copy from unpinned memory may block the thread until the device has finished
-    all earlier work. torch reuses the pinned memory only after the copy.
+    For CUDA the tensor is pinned first, because a copy from unpinned memory may block the thread until the device has
+    finished all earlier work. torch reuses the pinned memory only after the copy.
     """
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()

@@ -1,8 +1,8 @@
 """Compiles C++ once per machine with an installed compiler, and caches the library.
 
 The library is in the user's cache directory. Its name depends on the source, compiler, flags and processor, so
-different machines can share a home directory. torch.utils.cpp_extension has no such names, does not check libraries
-before it loads them, needs ninja, and takes a second to import.
+different machines can share a home directory. torch.utils.cpp_extension is not used, because it has no such file names,
+does not check libraries before it loads them, needs ninja, and takes a second to import.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _lock = threading.Lock()
 def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
     """Build or load the library of one C++ file. If that fails, log the reason and return None.
 
-    ``name`` is the library's purpose, for the log and the built file; ``without`` is what happens without the library.
+    ``name`` is the library's purpose, and appears in the log and in the file name. ``without`` completes the warning
+    "``name`` on cpu ..." if there is no library, such as "runs in numpy, ten times slower".
     """
     given = os.environ.get("CXX", "").split()[:1]
     with _lock:
@@ -60,7 +61,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
 
 def cache() -> Path | None:
-    """The cache folder. None if it cannot be used, or if others can write to it: its files are loaded as code."""
+    """The cache folder; None if it is unusable, or if other users can write to it, because its files run as code."""
     root = files.cache_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,14 +69,14 @@ def cache() -> Path | None:
             return root
     except OSError:
         pass
-    logger.info("compiled code is not cached: only this user must be able to write to %s (see XDG_CACHE_HOME)", root)
+    logger.info("compiled code is not cached: %s must be writable by this user only (see XDG_CACHE_HOME)", root)
     return None
 
 
 def _kept(folder: Path, stem: str) -> Path | None:
-    """A cached library that is safe to load: complete, and only this user can write it. Removes the others.
+    """Return a cached library that is complete and that only this user can write; delete libraries that are not.
 
-    The file name holds a digest of the content: loading a file that a full disk has truncated kills the process.
+    The file name holds a digest of the content, because loading a truncated file (from a full disk) kills the process.
     """
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
@@ -114,9 +115,9 @@ def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem:
         command = [compiler, *flags, str(text), "-o", str(built)]
         try:
             subprocess.run([*command, "-march=native"], capture_output=True, text=True, check=True, timeout=300)
-        except subprocess.CalledProcessError:  # some compilers do not support -march=native on their machine
+        except subprocess.CalledProcessError:  # some compilers do not support -march=native on some machines
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        built.chmod(0o700)  # a umask may let the group write
+        built.chmod(0o700)  # because with some umasks the group could write
         path = folder / f"{stem}-{_digest(built.read_bytes())}.so"
         os.replace(built, path)  # atomic, because several ranks may build at the same time
     seconds = time.perf_counter() - start

@@ -1,8 +1,9 @@
 """The sample order of an epoch, the share of each rank, and the position in the order.
 
 An order depends on seed, epoch and source, never on ranks, workers or batch size. All ranks hold the same order and
-take turns: from position ``start`` on, rank r of R takes r, r + R, r + 2R, … So after k steps the ranks together have
-consumed ``start .. start + k * batch_size * R``. A run with any number of ranks can continue there.
+take turns: rank r of R takes the positions ``start + r``, ``start + r + R``, ``start + r + 2R``, … So after k steps the
+ranks together have consumed the first ``k * batch_size * R`` positions from ``start`` on. A run with any number of
+ranks can continue at the next position.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gpuaug.source.index import occurrences, outside, read_numbers
 Last = Literal["uneven", "drop", "pad"]
 Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch: int64, int64, bool [B], on the CPU
 
-_CHUNK = 1 << 16  # values per generator call: 1.28 million take 21 ms, but 300 ms in a single call
+_CHUNK = 1 << 16  # values per generator call; 1.28 million values take 21 ms in such calls, but 300 ms in one call
 
 
 class Order(Protocol):
@@ -39,7 +40,7 @@ class Order(Protocol):
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
 
-        Only active samples of ``source`` may occur, which are in its subset and not excluded. Repeats are allowed.
+        Only active samples of ``source`` may occur: those in its subset that are not excluded. Repeats are allowed.
         """
         ...
 
@@ -48,7 +49,8 @@ class Order(Protocol):
 class Shuffle:
     """A new permutation of the active samples in each epoch.
 
-    Samples are sorted by a random value that depends on their number. If one is left out, the others keep their order.
+    Samples are sorted by a random value that depends on the sample's number. So if a sample is left out, the other
+    samples keep their order.
 
     >>> Shuffle().order(seed=0, epoch=0, source=range(5))
     tensor([2, 0, 4, 3, 1])
@@ -61,9 +63,9 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``, the order of ``seed`` and ``epoch``.
+        """The position after sample ``after`` in ``order``, int64 ``[n]``.
 
-        Sample ``after`` itself may be excluded by now.
+        ``order`` is the order of ``seed`` and ``epoch``. If sample ``after`` was excluded later, ``order`` lacks it.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -85,7 +87,7 @@ class Sequential:
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """The position after sample ``after`` in ``order``, int64 ``[n]``; ``seed`` and ``epoch`` have no effect.
 
-        Sample ``after`` itself may be excluded by now.
+        ``order`` may lack sample ``after``, if this sample was excluded later.
         """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
@@ -131,7 +133,8 @@ class Weighted:
         if not bounds.size or bounds[-1] <= 0:
             raise ConfigError("`order.weights` must be above 0 for at least one sample. Found: all are 0.")
         u = (_values("weighted", seed, epoch, len(numbers)) >> np.uint64(11)) * 2.0**-53
-        # side="right": weight 0 gives an empty interval. The product may round up to the last bound.
+        # side="right", so that weight 0 gives an empty interval; `minimum`, because the product may round up to the
+        # last bound
         last = np.searchsorted(bounds, bounds[-1], side="left")
         return torch.from_numpy(numbers[np.minimum(np.searchsorted(bounds, u * bounds[-1], side="right"), last)])
 
@@ -182,8 +185,9 @@ class Repeated:
 class Sampler:
     """The order of a torch Sampler, or of any iterable of positions 0 .. len(source) - 1.
 
-    To make epochs resumable, the order depends only on seed, epoch and the initial seed of the sampler's own generator:
-    the global generators of torch, numpy and Python are seeded before the sampler runs and restored afterwards.
+    The order depends only on seed, epoch and the initial seed of the sampler's own generator, so that epochs can be
+    resumed. To achieve this, the global generators of torch, numpy and Python are seeded before the sampler runs, and
+    restored afterwards.
 
     >>> Sampler([3, 1, 2]).order(seed=0, epoch=0, source=range(4))
     tensor([3, 1, 2])
@@ -277,7 +281,7 @@ class Ordered:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the order. It distinguishes epochs whose orders have equal settings."""
+        """Hash of the numbers in ``indices``. It also distinguishes epochs of orders with equal settings."""
         return _digest(self.indices.numpy())
 
 
@@ -324,7 +328,7 @@ class EpochOrder(Sequence[Task]):
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
-        if again[-1]:  # padding gets higher numbers than all repeats of the epoch, and so another augmentation
+        if again[-1]:  # padding gets higher repeat numbers than the epoch has, so that it is augmented differently
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 

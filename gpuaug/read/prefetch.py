@@ -23,18 +23,19 @@ END: Any = object()
 class Producer(Iterator[T]):
     """Runs an iterator in a thread, ahead of the consumer.
 
-    Items come in order. An exception of the iterator is raised after the items before it, with its own type. The thread
-    holds no reference to this object, so the thread ends when this object is garbage-collected.
+    Items come in order. If the iterator raises an exception, the consumer first gets all earlier items, and then the
+    same exception. The thread holds no reference to this object, so the thread ends when this object is
+    garbage-collected.
 
     Args:
-        items: the iterator. At the end the thread calls its ``close``, if it has this method.
+        items: the iterator. If it has the method ``close``, the thread calls ``items.close()`` at the end.
         name: name of the thread.
         count: number of items that may wait while the next item is produced. 0: the thread starts the next item when
-            the consumer takes the last one. None: no limit.
-        max_bytes: limit of waiting bytes, for :class:`EncodedBatch` items. A full buffer is refilled when it is below
-            75 % of the limit. A batch above the limit waits alone. Waiting batches are copied to private memory. None:
-            no limit.
-        device: a CUDA device becomes the thread's current device. None: that is the first CUDA device.
+            the consumer takes the waiting item. None: no limit.
+        max_bytes: limit of waiting bytes, if items are :class:`EncodedBatch` objects. A full buffer is refilled when
+            at most 75 % of the limit are in use. A batch larger than the limit is added when no other batch waits.
+            Waiting batches are copied to private memory. None: no limit and no copies.
+        device: a CUDA device, which becomes the thread's current device. None: the first CUDA device stays current.
 
     The thread starts at :meth:`start`, or when the first item is requested.
 
@@ -100,7 +101,7 @@ class _Buffer:
         self._changed = threading.Condition()
 
     def fill(self, items: Iterator[Any], device: torch.device | None) -> None:
-        """Run in the thread. It keeps no reference to items in the buffer."""
+        """Produce the items, in the thread. This method keeps no reference to an item that is in the buffer."""
         try:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -132,11 +133,11 @@ class _Buffer:
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free. Count them before the copy, so that the limit always holds."""
+        """Wait until ``size`` bytes are free. Count them before the batch is copied, so that the limit always holds."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)
-            # below LOW there is room for an item of usual size; a larger item waits until more is free
+            # Below LOW there is usually room for the item. A larger item waits until more bytes are free.
             if self._wait(lambda: not self.bytes or self.bytes + size <= limit):
                 self.bytes += size
 
@@ -167,7 +168,8 @@ class _Buffer:
 def private_copy(batch: EncodedBatch) -> EncodedBatch:
     """Copy a batch to private memory, because the workers' shared memory is small in most containers.
 
-    The copy is not in malloc's memory, so that freed memory returns to the system at once.
+    The copy is in a memory mapping of its own, not in malloc's memory, so that freed memory returns to the system at
+    once.
     """
     size = batch.data.nbytes
     data = mapped(size) if size else torch.empty(0).byte()

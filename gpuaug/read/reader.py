@@ -1,8 +1,8 @@
 """Reads encoded bytes of whole batches, in workers that never decode.
 
-A batch travels as one tensor in shared memory: offsets, pickled labels, faults and extras, then all images. So each
-batch needs one memory segment and one file descriptor. A short message announces the batch: too short for a dying
-worker to send only half of it.
+A worker sends a batch as one tensor in shared memory. The tensor holds the offsets, then one pickled part (labels,
+faults, targets and extras), then all images and masks. So each batch needs one memory segment and one file descriptor.
+A message announces the batch. The message is so short that a dying worker cannot send only half of the message.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], Encod
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault of its row. The images above 16 MiB of a batch may together take 2 GiB; further
-    ones are faults too. Memory-mapped sources have no such limits, because their creator chose the sizes.
+    An image above 512 MiB is a fault of its row. All images of a batch that are above 16 MiB may together take 2 GiB;
+    further such images are faults too. Memory-mapped sources have no such limits, because their creator chose the
+    sizes.
 
     Args:
         source: see :mod:`gpuaug.source`. Unless the start method is fork, the source is pickled for every worker.
@@ -87,7 +88,7 @@ class Reader:
         self.source = adapt(source)
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
-        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # iterator number, shared
+        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # shared iterator number
         self.targets = tuple(targets)
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
@@ -108,12 +109,13 @@ class Reader:
     ) -> Iterator[EncodedBatch]:
         """Yield one batch for each ``(indices, repeats, valid)``, in this order.
 
-        ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: ``indices``. ``zero_copy``
-        avoids copies if there are no workers and the source has ``zero_copy`` (its bytes stay valid and unchanged).
+        ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: read ``indices``.
+        ``zero_copy`` avoids copies if there are no workers and if the source's own ``zero_copy`` is True, which means
+        that its bytes stay valid and unchanged.
 
-        An earlier iterator ends, also in another thread. A sample that cannot be read is a Fault of its row, without
-        bytes: for an OSError (also of connections and timeouts) or an error of gpuaug. If a retry may help, the sample
-        is read up to three times.
+        This call ends an earlier iterator, even one that another thread uses. If reading a sample raises an OSError
+        (connection errors and timeouts are OSErrors) or an error of gpuaug, the row has no bytes and gets a Fault. If a
+        retry may help, the sample is read up to three times.
 
         Raises:
             ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
@@ -139,7 +141,8 @@ class Reader:
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
         asked: deque[Task] = deque()
-        # A source with `prefetch` gets, with each batch, the numbers of the worker's next batch. Workers take turns.
+        # A source with `prefetch` gets, with each batch, the numbers of the worker's next batch. Workers take turns, so
+        # this is the batch `num_workers` places later.
         lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
 
         def requests() -> Generator[Request, None, None]:
@@ -152,7 +155,7 @@ class Reader:
             while known:
                 yield generation, known.popleft(), None
 
-        # no reference to self: the workers hold `ended`, and the reader holds the workers
+        # `ended` must not refer to self: the workers hold `ended`, and the reader holds the workers (a cycle).
         ended = partial(_is_over, self._generation, generation)
         todo, begun = requests(), False
         try:
@@ -171,9 +174,9 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # the workers' DataLoader keeps the first generator, and so its epoch
+            todo.close()  # frees the epoch's tasks: the workers' DataLoader keeps the first generator
             if not ended():
-                _advance(self._generation)  # workers skip batches requested ahead
+                _advance(self._generation)  # the workers then skip the batches that were requested ahead
 
     def _next(
         self, todo: Iterator[Request], ended: Callable[[], bool], asked: Sequence[Task], *, begin: bool
@@ -192,7 +195,7 @@ class Reader:
                     prefetch_factor=self.prefetch_factor,
                     start_method=self.start_method,
                 )
-            # no workers: another thread has closed the reader
+            # `_workers` is None here if another thread has closed the reader
             message = None if self._workers is None else next(self._workers, None)
         except EndedError:
             return None
@@ -230,13 +233,13 @@ def _advance(generation: Tensor) -> None:
 
 
 def _is_over(present: Tensor, generation: int) -> bool:
-    # numpy, because torch releases the GIL. The process aborts if a daemon thread reacquires the GIL while the
-    # interpreter ends.
+    # Read with numpy, because torch would release the GIL. The process aborts if a daemon thread reacquires the GIL
+    # while the interpreter ends.
     return int(present.numpy()[0]) != generation
 
 
 class _Encode:
-    """Runs in workers: takes sample numbers, returns one packed batch. Pickled with the source for every worker."""
+    """Runs in workers: takes sample numbers, returns one packed batch. Every worker gets a copy, with the source."""
 
     def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...] = ()) -> None:
         self.source, self.generation, self.targets = source, generation, targets
@@ -255,7 +258,7 @@ class _Encode:
         except Exception as error:
             try:
                 data = pickle.dumps(error)
-            except Exception:  # some attribute cannot be pickled
+            except Exception:  # some attribute of the exception cannot be pickled
                 data = b""
             return data, "".join(traceback.format_exception(error))
 
@@ -303,7 +306,10 @@ class _Encode:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Label of a sample that is not in ``failed``. All labels have the same type. 0 if no such sample is read."""
+        """Return the label of any sample that is not in ``failed``; 0 if none of a few tries can be read.
+
+        The label shows the type of all labels, because all labels have the same type.
+        """
         active = self.source.indices
         numbers = np.arange(len(self.source)) if active is None else active.numpy()
         others = np.setdiff1d(numbers, failed)
@@ -315,9 +321,12 @@ class _Encode:
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
-        """Per sample: its bytes, label and extra, or the exception that is its fault. Retries if that may help."""
+        """Return, for each sample, its bytes, label and extra, or the exception that becomes its fault.
+
+        Samples are read again after an exception if a retry may help.
+        """
         items: list[Any] = [None] * len(numbers)
-        rows, large = list(range(len(numbers))), 0  # bytes of large images
+        rows, large = list(range(len(numbers))), 0  # `large`: bytes of all large images
         for pause in PAUSES:
             time.sleep(pause)
             for row, item in zip(rows, self._ask([numbers[row] for row in rows], stale), strict=True):
@@ -335,7 +344,7 @@ class _Encode:
         return items
 
     def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
-        """Per sample: the item from the source, or the exception that is its fault."""
+        """Yield, for each sample, the item from the source, or the exception that becomes the sample's fault."""
         many = getattr(self.source, "read_many", None)
         if many is None:
             for number in numbers:
@@ -360,7 +369,7 @@ class _Encode:
         yield from items
 
     def _labels(self, labels: list[Any], numbers: list[int], stale: Callable[[], bool]) -> NDArray[Any] | None:
-        """int64 [B], float32 [B], float32 [B, K], or None. Unknown labels of failed samples are zero."""
+        """Return labels as int64 [B], float32 [B] or [B, K], or None. Unknown labels of failed samples are 0."""
         present = [label is not _MISSING for label in labels]
         known = [label for label in labels if label is not _MISSING]
         values = None
@@ -375,12 +384,16 @@ class _Encode:
         return filled
 
 
-_Packed = tuple[Tensor, int, int]  # a memory block, number of images and masks, bytes of all that is pickled
+_Packed = tuple[Tensor, int, int]  # a memory block, number of images and masks, size of the pickled part in bytes
 _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
 def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
-    """Copy into one memory block: offsets; labels, faults, targets, extras; images and masks. Empties ``encoded``."""
+    """Copy a batch into one memory block, and empty ``encoded``.
+
+    The block holds the offsets, then ``rest_of`` (labels, faults, targets and extras, pickled), then the images and
+    masks, which are ``encoded``.
+    """
     try:
         rest = pickle.dumps(rest_of if rest_of[-1] is not None else rest_of[:-1])
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
@@ -442,7 +455,7 @@ def _raised(data: bytes, text: str) -> BaseException:
     error: BaseException
     try:
         error = pickle.loads(data)
-    except Exception:  # constructor with other arguments, or a class that only the worker can import
+    except Exception:  # the constructor needs other arguments, or only the worker can import the class
         error = RuntimeError("the source raised an exception that cannot be pickled")
     error.add_note(f"raised in a reading worker:\n{text}")
     return error
@@ -453,7 +466,10 @@ def _may_pass(item: Any) -> bool:
 
 
 def _checked(item: Any, number: int) -> tuple[memoryview, Any, Any]:
-    """Bytes, label and extra (None: none) of an item from a source; SourceError if the item is something else."""
+    """Return bytes, label and extra of an item from a source; raise SourceError if the item has another form.
+
+    The extra is None if the item has no extra.
+    """
     kind = type(item).__name__
     if isinstance(item, tuple | list) and len(item) in (2, 3):
         data, label, extra = (*item, None)[:3]
@@ -473,7 +489,7 @@ def _checked(item: Any, number: int) -> tuple[memoryview, Any, Any]:
 
 
 def _label_array(labels: list[Any]) -> NDArray[Any] | None:
-    """int64 [n], float32 [n] or float32 [n, K]; None if all labels are None."""
+    """Return labels as int64 [n], float32 [n] or float32 [n, K]; None if all labels are None."""
     if all(label is None for label in labels):
         return None
     try:
@@ -490,7 +506,7 @@ def _label_array(labels: list[Any]) -> NDArray[Any] | None:
 
 
 def _memory(size: int) -> Tensor:
-    """uint8 [size]; a worker uses shared memory, because sending it needs no copy."""
+    """Allocate uint8 [size]. In a worker this is shared memory, because a worker can send it without a copy."""
     if get_worker_info() is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     try:

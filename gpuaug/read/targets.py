@@ -1,4 +1,4 @@
-"""Collects the targets of a batch in a worker: checks each sample's :class:`Target` and joins them into one table."""
+"""Collects the targets of a batch in a worker: checks each sample's :class:`Target` and joins all in one table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuaug.errors import SourceError
 
 _FIELDS = {field.name for field in fields(Target)}
 _NO_MASK = memoryview(b"")
-# name, dtype, shape of one object (-1: any), value if the source does not know it
+# name, dtype, shape of one object's value (-1: any size), default if the source has no such column (None: no default)
 _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
     ("boxes", np.float32, (4,), None),
     ("labels", np.int64, (), 0),
@@ -26,7 +26,10 @@ _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
 
 
 def as_target(label: Any, number: int) -> Target | None:
-    """The target of sample ``number``, if its label is a Target or a dictionary with the names of its fields."""
+    """Return ``label`` as a Target if it is a Target or a dictionary of a Target's fields, else None.
+
+    ``number`` is the sample number, for the error message.
+    """
     if isinstance(label, Target) or label is None:
         return label
     if not isinstance(label, Mapping):
@@ -47,10 +50,11 @@ def collect(
         targets: one per sample.
         names: the kinds of targets that the run needs: masks, boxes, keypoints.
         skip: rows that already have a fault. They get no mask and no objects.
-        num_keypoints: number of keypoints of an object, if the source knows it.
+        num_keypoints: number of keypoints of an object; None if the source does not know this number.
 
     Returns:
-        The table; the encoded masks, one per sample ([] if the run needs none); one fault per row with bad targets.
+        The table of all objects; the encoded masks, one per sample, or [] if the run needs no masks; and one fault for
+        each row with bad targets.
     """
     faults: dict[int, str] = {}
     masks = [_NO_MASK] * len(targets)
@@ -93,7 +97,7 @@ def collect(
 
 
 def _mask(target: Target | None) -> memoryview:
-    """The encoded mask."""
+    """Return the encoded mask; ValueError if there is none."""
     given = None if target is None else target.mask
     if given is None:
         raise ValueError("the source gave no mask for this sample")
@@ -150,7 +154,7 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
 def _joined(
     rows: Sequence[dict[str, NDArray[Any]]], names: Sequence[str], num_keypoints: int | None
 ) -> dict[str, NDArray[Any]]:
-    """All objects of the batch in one table. Boxes and keypoints are columns only if the run needs them."""
+    """Join all objects of the batch in one table, which has boxes and keypoints only if the run needs them."""
     table = {}
     for name, kind, shape, missing in _COLUMNS:
         if missing is None and name not in names:
@@ -165,7 +169,7 @@ def _joined(
 
 
 def _bad_values(table: dict[str, NDArray[Any]], sample: NDArray[np.int64], counts: Sequence[int]) -> dict[int, str]:
-    """The reason why a row's objects cannot be used: numbers that are not finite, or inverted boxes."""
+    """Map each row with unusable objects to the reason: a number is not finite, or a box is inverted."""
     boxes = table.get("boxes", np.zeros((0, 4)))
     points = table.get("keypoints", np.zeros((0, 0, 3)))
     first = np.cumsum([0, *counts])

@@ -1,4 +1,4 @@
-"""Worker processes that read: torch's DataLoader workers. But if a worker dies, waiting for a batch ends at once."""
+"""Worker processes that read. They are torch's DataLoader workers, but a wait for a batch ends if a worker dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
 
-# iterator number, sample numbers of a batch, and those of the worker's next batch (None: the source has no `prefetch`)
+# iterator number, sample numbers of a batch, and sample numbers of the worker's next batch (None: the source has no
+# `prefetch`, or there is no next batch)
 Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # after this time a worker that has not ended is killed
@@ -40,8 +41,9 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. Waiting for a batch ends at once if a worker dies or the iterator ends.
 
-    DataLoader itself notices a dead worker only after 5 s, and if it has a timeout, only after the timeout. Its signal
-    handler may raise an error anywhere in the main thread. If a read hangs, DataLoader waits forever.
+    DataLoader itself notices a dead worker only after 5 s, or, with a timeout, only after the timeout. DataLoader's
+    signal handler may raise an error anywhere in the main thread. Without a timeout, DataLoader waits forever if a read
+    hangs.
 
     Every worker gets ``dataset`` and returns ``dataset[request]`` for its ``requests``. Results come in order.
     ``ended()`` is True if nobody waits for a batch any more. For the other arguments see
@@ -132,7 +134,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         """End all workers within seconds. No process remains."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # not after a kill: waits forever if the killed worker held the lock
+            self._workers_done_event.set()  # not after a kill: a killed worker may hold the event's lock forever
             for queue in self._index_queues:
                 queue.put(None)
             deadline = time.monotonic() + TIMEOUT_S
@@ -148,7 +150,7 @@ class Workers(_MultiProcessingDataLoaderIter):
 
 
 def remedy(error: Exception) -> str:
-    """What to change if the machine ran out of a resource."""
+    """Return what a user can change if ``error`` means that the machine ran out of a resource."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
     if isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ENOSPC:
@@ -165,7 +167,7 @@ def _settle(worker: int) -> None:
     # copies the parent's memory (54 MB for a test process).
     gc.freeze()
     parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid != os.getppid():  # started by a forkserver: torch watches only the forkserver
+    if parent is not None and parent.pid != os.getppid():  # child of a forkserver: torch watches only the forkserver
         machine.exit_with_parent()
 
 

@@ -1,4 +1,4 @@
-"""The interface between a source and the later stages, and an adapter that gives it to any map-style object."""
+"""The interface between a source and the later stages, and an adapter from any map-style object to this interface."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class Source(Protocol):
         classes: class names in the order of their labels.
 
     A source may also have these:
-        label: ``source.label(i)`` returns the label of a sample without reading its bytes. It is the label of a sample
-            that cannot be read. Without ``label``, such a sample has its number in ``labels``, or 0.
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. A sample that cannot be read
+            gets this label. If the source has no ``label``, such a sample gets its value in ``labels``. Without
+            ``labels`` too, it gets 0, or None if no sample has a label.
         read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of samples or
             exceptions.
         prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one will read these
@@ -80,7 +81,7 @@ class Source(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hash of the keys of all samples, whether active or not. It does not depend on where they are stored."""
+        """Hash of the keys of all samples, active or not. It does not depend on where the samples are stored."""
         ...
 
 
@@ -89,8 +90,8 @@ class MapSource:
 
     ``object[i]`` may also be ``(bytes, label, extra)``. If the object has ``key``, ``digest``, ``labels`` (or
     torchvision's ``targets``), ``classes``, ``class_to_idx`` or ``num_classes``, the source uses them. Without ``key``
-    a sample is named by its number. Without both ``key`` and ``digest``, a loader's state cannot distinguish two
-    objects of the same length.
+    a sample is named by its number. If the object has neither ``key`` nor ``digest``, a loader's state cannot
+    distinguish two objects of the same length.
 
     Args:
         samples: the object.
@@ -126,7 +127,7 @@ class MapSource:
         return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
 
     def key(self, index: int) -> str:
-        """The object's key of the sample, or its number."""
+        """The object's key of the sample; the sample's number if the object has no keys."""
         own = getattr(self.samples, "key", None)
         return str(own(index)) if callable(own) else str(operator.index(index))
 
@@ -183,7 +184,10 @@ def adapt(source: Any) -> Source:
 
 
 def _subset(subset: Subset[Any]) -> Source:
-    """A source of the same samples as a torch Subset, which counts only the active samples of its dataset."""
+    """Return a source of the samples of a torch Subset.
+
+    The positions in ``subset.indices`` count only the active samples of the Subset's dataset.
+    """
     base = adapt(subset.dataset)
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):

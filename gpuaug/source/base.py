@@ -83,7 +83,7 @@ class ListedSource:
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes (also those without images) or of targets; None if the source has neither."""
+        """Number of classes (also those without images), or of values in a list label; None if there are neither."""
         if self.classes is not None:
             return len(self.classes)
         if self._targets is not None:
@@ -92,7 +92,7 @@ class ListedSource:
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """``read_many(numbers)`` reads all at the same time: a list of samples or exceptions.
+        """``read_many(numbers)`` reads all samples at the same time, and returns a list of samples or exceptions.
 
         None for local files, which are read one by one.
         """
@@ -100,7 +100,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces the samples of the ``read_many`` call after next. None for local files."""
+        """``prefetch(numbers)`` announces the ``read_many`` call after the next one. None for local files."""
         return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
 
     @property
@@ -108,13 +108,13 @@ class ListedSource:
         return is_url(self.root)
 
     def key(self, index: int) -> str:
-        """Path of sample ``index`` relative to ``root``, with ``/``. Other bytes than UTF-8 use ``surrogateescape``."""
+        """Path of sample ``index`` relative to ``root``, with ``/``. Invalid UTF-8 is kept with ``surrogateescape``."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:
         """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no file.
 
-        If samples have targets, it is a :class:`~gpuaug.Target` without the masks that are files.
+        If samples have targets, the label is a :class:`~gpuaug.Target`, but without a mask that is stored in a file.
         """
         return self._label_of(self._check(index))
 
@@ -200,7 +200,8 @@ class ListedSource:
 class FileKeys(Names):
     """Keys ``file/member``. Each file name is stored only once; a key is built when it is needed.
 
-    ``bounds``: int64 [files + 1], the number of each file's first sample. Without ``members``, keys are ``file/row``.
+    ``bounds``, int64 [files + 1], holds the number of the first sample of each file, and the number of all samples.
+    Without ``members``, keys are ``file/row``.
     """
 
     def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
@@ -227,7 +228,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
-    """Parse a manifest; ValueError if another command or version wrote it, or the file was changed later."""
+    """Parse a manifest; ValueError if another command or version wrote the manifest, or if it was changed later."""
     manifest = json.loads(data)
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         raise ValueError(f"it was not written by `{kind}`")

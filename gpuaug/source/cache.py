@@ -1,13 +1,16 @@
 """Caches the encoded bytes of a source in memory. All workers and ranks of a machine share one copy.
 
-The memory is one unnamed file (memfd) as large as the limit. Its pages take memory only after a write. Its content:
+The memory is one unnamed file (memfd) as large as the limit. A page of the file takes memory only after a write. The
+file contains:
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
-    index     int64 [N]   per sample: 0: not stored; > 0: position of its record; < 0: minus its writer's process id
-    records   length of the bytes, length of the rest, bytes, rest: pickled (label,) or (label, extra)
+    index     int64 [N]   one number per sample (below)
+    records   length of the bytes, length of the rest, the bytes, the rest: pickled (label,) or (label, extra)
 
-A process writes the record first and its position last. So if the process is killed, the sample counts as not stored.
-Space is reserved under a lock. The kernel releases the lock if its process ends.
+The number of a sample in the index is 0 if the sample is not stored, the position of its record if it is stored, and
+minus the id of the writing process while the record is written. A process writes the record first and the position
+last. So if the process is killed, the sample counts as not stored. Space is reserved under a lock. The kernel releases
+the lock if the process that holds it ends.
 """
 
 from __future__ import annotations
@@ -44,18 +47,20 @@ HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
-_opened: dict[str, int] = {}  # number of caches that this process has opened, by source
+_opened: dict[str, int] = {}  # maps a source's name to the number of caches that this process has opened for the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamCache:
-    """Settings of a memory cache, one per machine. A full cache evicts nothing; other samples are read from the source.
+    """Settings of a memory cache, of which each machine has one.
+
+    A full cache keeps the samples that it holds. The other samples are read from the source in every epoch.
 
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
         fill: ``first-use``: store each sample after its first read. ``ahead``: before the first batch, load all samples
-            that this machine reads in the epoch. With several machines these samples change each epoch: later epochs
-            store a sample after its first read.
+            that this machine reads in the epoch. With several machines, a machine reads other samples in later epochs.
+            Those are stored after their first read.
 
     >>> RamCache(max_bytes="64GiB", fill="ahead").fill
     'ahead'
@@ -88,7 +93,7 @@ class CachedSource(SourceView):
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
         name = ""
-        if machine.local_world_size() > 1:  # the n-th cache of a source shares its memory between ranks
+        if machine.local_world_size() > 1:  # ranks share the memory of the n-th cache of a source
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
             _opened[name] = _opened.get(name, 0) + 1
             name = f"cache {name} {_opened[name]} {settings.max_bytes}"
@@ -117,7 +122,7 @@ class CachedSource(SourceView):
 
     @property
     def label(self) -> Callable[[int], Any] | None:
-        """The source's ``label``; None if it has none."""
+        """The source's ``label``; None if the source has no ``label``."""
         return getattr(self.source, "label", None)
 
     @property
@@ -164,7 +169,7 @@ class CachedSource(SourceView):
         self.warn_if_full()
 
     def warn_if_full(self) -> None:
-        """If a sample did not fit, log a warning, on the first rank that calls this."""
+        """Log a warning if a sample did not fit. Only the first rank that calls this method logs it."""
         memory = self._memory
         if not memory.head[FULL] or memory.head[WARNED]:
             return
@@ -201,11 +206,11 @@ class CachedSource(SourceView):
         except (TypeError, ValueError):
             return item
         if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
-            if isinstance(label, Target) and isinstance(label.mask, memoryview):  # cannot be pickled
+            if isinstance(label, Target) and isinstance(label.mask, memoryview):  # pickle refuses it
                 label = replace(label, mask=bytes(label.mask))
             try:
                 rest = pickle.dumps((label, *extra))
-            except (TypeError, AttributeError, RecursionError, pickle.PicklingError):  # the reader reports it
+            except (TypeError, AttributeError, RecursionError, pickle.PicklingError):  # the reader reports this
                 return item
             self._memory.put(index, data.cast("B"), rest)
         return item

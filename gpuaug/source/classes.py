@@ -19,7 +19,7 @@ log = logging.getLogger("gpuaug")
 
 
 def class_mapping(classes: Any) -> dict[str, int]:
-    """``source.classes`` as a mapping from name to label, in the order of the labels 0 .. C - 1."""
+    """Convert ``source.classes`` to a mapping from name to label, in the order of the labels 0 .. C - 1."""
     given = classes
     if isinstance(classes, str | os.PathLike):
         path = os.path.expanduser(os.fspath(classes))
@@ -50,7 +50,10 @@ def class_mapping(classes: Any) -> dict[str, int]:
 def numbers_of(
     names: Sequence[str], classes: Mapping[str, int], what: str, *, remedy: str = "Add them to `source.classes`."
 ) -> NDArray[np.int64]:
-    """The label of each name in ``classes``, int64; SourceError if some are missing. ``what``: the names, in words."""
+    """Return the label of each of ``names``, int64 [n]; SourceError if ``classes`` (names to labels) lacks a name.
+
+    ``what`` says in the error message what the names are.
+    """
     if unknown := [name for name in names if name not in classes]:
         raise SourceError(
             f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {some(unknown)}. {remedy}"
@@ -61,10 +64,11 @@ def numbers_of(
 def label_column(
     label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], place: str, remedy: str
 ) -> str | None:
-    """Name of the label column; None: no labels.
+    """Return the name of the label column; None if there are no labels.
 
-    ``auto`` means the column ``label`` or ``labels``, else the only column in ``with_classes``, the columns whose
-    numbers have class names. ``columns`` are all columns except images. ``place`` and ``remedy`` are for messages.
+    ``with_classes`` lists the columns whose numbers have class names. ``columns`` lists all columns except images.
+    ``label="auto"`` means the column ``label`` or ``labels``; if there is neither, and ``with_classes`` has only one
+    column, this column. ``place`` and ``remedy`` are texts for error messages.
     """
     if label in (None, "none") or (label == "auto" and not columns):
         return None
@@ -84,20 +88,20 @@ def label_column(
 def encode(
     values: Sequence[Any] | NDArray[Any], *, classes: Mapping[str, int] | None, place: str
 ) -> tuple[NDArray[Any], list[str] | None]:
-    """Labels of all samples as an array, and the names of the classes (None: no names).
+    """Return the labels of all samples as an array, and the class names (None if the classes have no names).
 
-    ==================  =============================================
+    ==================  ==================================================
     values              labels
-    ==================  =============================================
+    ==================  ==================================================
     whole numbers       int64 [N], class numbers
     other numbers       float32 [N], unchanged
-    names               int64 [N], classes in the order of the names
+    names               int64 [N], class numbers
     lists of numbers    float32 [N, K], unchanged
-    lists of names      float32 [N, C], 1 for each class in the list
-    ==================  =============================================
+    lists of names      float32 [N, C], 1 for each class in the list, or 0
+    ==================  ==================================================
 
-    ``classes`` maps names to labels; None: number the sorted names. ``place`` appears in error messages. Raises
-    SourceError if the values are of several kinds, or a name is not in ``classes``.
+    ``classes`` maps names to class numbers; None: the names are sorted and numbered from 0. ``place`` appears in error
+    messages. Raises SourceError if the values are of several kinds, or a name is not in ``classes``.
 
     >>> encode(["dog", "cat"], classes=None, place="train.csv")
     (array([1, 0]), ['cat', 'dog'])
@@ -131,7 +135,7 @@ def encode(
         lengths = {len(row) for row in values}
         if len(lengths) > 1:
             raise SourceError(
-                f"if labels are lists of numbers, all must have the same length. Found in {place!r}: "
+                f"if labels are lists of numbers, all must have the same length. Found in {place!r}: lengths "
                 f"{min(lengths)} .. {max(lengths)}. For sets of classes, list class names instead of numbers."
             )
         if inside and all(issubclass(kind, int | float) for kind in inside):
@@ -142,7 +146,7 @@ def encode(
 def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
     if bad.any():
-        raise SourceError(f"labels in {place!r} must be finite. {bad.sum()} are not, first label {bad.argmax()}.")
+        raise SourceError(f"labels in {place!r} must be finite. {bad.sum()} are not; the first is row {bad.argmax()}.")
     return values
 
 

@@ -1,4 +1,4 @@
-"""COCO's datasets: images, and one JSON file with boxes, keypoints and masks of all of them."""
+"""COCO's datasets: images, and one JSON file with the boxes, keypoints and masks of all images."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ class CocoSource(FileSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
-    Keypoints are read if the file's categories name them. Crowds are read and marked; ``gpuaug.Boxes`` drops them.
-    A sample with a damaged box or outline is a fault when it is read. The fault names the annotation.
+    Keypoints are read if the categories in the JSON file list keypoint names. Crowds are read and marked;
+    ``gpuaug.Boxes`` drops crowds. A sample with a damaged box or outline becomes a fault when the sample is read. The
+    fault names the annotation.
 
     Args:
         root: the dataset's folder, or its URL.
-        annotations: the JSON file: a path, below ``root`` if it is relative, or the first part of its name, such as
-            ``person_keypoints`` for ``root/annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
-            panoptic masks, else ``instances``.
-        split: subfolder of the images, such as ``train2017``. The name of the JSON file ends in it too. None: paths in
-            the file are relative to ``root``, and ``annotations`` must be a path.
-        masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths; needs
-            pycocotools. ``panoptic``: PNG files of segment ids. Their folder has the name of the JSON file without
-            ``.json``. None: no masks.
+        annotations: path of the JSON file, or the first part of the file's name. A relative path is below ``root``. The
+            first part ``person_keypoints`` means ``root/annotations/person_keypoints_<split>.json``. None:
+            ``panoptic`` for panoptic masks, else ``instances``.
+        split: subfolder of the images, such as ``train2017``. With the first part of a name, ``split`` is the last part
+            of the name of the JSON file. None: the image paths in the JSON file are relative to ``root``, and
+            ``annotations`` must be a path.
+        masks: ``instances``, ``panoptic`` or None (no masks). ``instances`` draws one map of object numbers for each
+            image from polygons and run lengths, and needs pycocotools. ``panoptic`` reads PNG files of segment ids;
+            their folder has the name of the JSON file without ``.json``.
         empty: ``drop`` leaves out images without objects; the others are numbered without gaps. ``keep`` keeps all
             images.
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
@@ -140,7 +142,7 @@ class CocoSource(FileSource):
 
 
 def _reasons(parsed: Annotations, counts: NDArray[np.int64]) -> dict[int, str]:
-    """Why samples cannot be used: a box is inverted or not finite, or a keypoint is damaged."""
+    """Map each unusable sample to the reason: a box is inverted or not finite, or a keypoint is damaged."""
     sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
     number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if parsed.ids is None else parsed.ids
     boxes, points = parsed.boxes, parsed.keypoints
@@ -172,7 +174,7 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
 
 
 def _read_file(place: str, storage: Storage) -> bytes | bytearray:
-    """All bytes of the file. A file above the limit of :meth:`Storage.read_file` is read in parts."""
+    """Return all bytes of the file. A file above the limit of :meth:`Storage.read_file` is read in parts."""
     if not is_url(place) and not os.path.exists(place):
         raise SourceError(f"the annotations do not exist: {place!r}. Set `source.annotations`, or `source.split`.")
     try:
@@ -192,7 +194,7 @@ def _read_file(place: str, storage: Storage) -> bytes | bytearray:
 
 
 def _png_folder(place: str, images: str) -> str:
-    """The folder of panoptic masks: beside the JSON file. A local one may be beside the folder of images instead."""
+    """Return the folder of panoptic masks, which is beside the JSON file, or, if local, beside the folder of images."""
     beside, name = split_path(place)
     name = os.path.splitext(name)[0]
     folders = [join(beside, name), join(split_path(images)[0], name)]
