@@ -103,7 +103,7 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(_help(name, parser))
         return 0
     # This must be set before torch is imported. Otherwise the waiting threads of a network on the CPU spin, which takes
-    # CPU time from the loader. `gpuaug train` on two busy cores: 46 images/s if threads spin, 348 images/s if they sleep.
+    # CPU time from the loader. `gpuaug train` on two busy cores: 46 images/s if threads spin, 348 if they sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
 
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true", help="show this text; after COMMAND, show its keys")
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own configurations")
     parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
-    parser.add_argument("--at", metavar="PATH", help="key of the loader in your configuration, e.g. train_data")
+    parser.add_argument("--at", metavar="PATH", help="path of the loader in your configuration, e.g. train_data")
     parser.add_argument(
         "--trust",
         metavar="PREFIX",
