@@ -206,7 +206,7 @@ def checked_out(out: Path, source: Source) -> Path:
     is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
     if is_folder and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(
-            f"`out` must not be inside `source.root` ({root!r}), because the written files would become samples. Found: "
+            f"`out` must not be inside `source.root` ({root!r}), because the new files would become samples. Found: "
             f"{str(out)!r}."
         )
     check_out(place, MANIFEST, PARTIAL)
