@@ -20,12 +20,11 @@ HEADINGS = {  # by stage, in the order of the table
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
 EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
-# limits of the verdicts
-# EQUAL: in levels, for images; float32 and float64 differ by less. LEVEL: one level plus the rounding of float32
-EQUAL, LEVEL = 0.05, 1.001
-CLOSE = 4.0  # levels, for images: truncation to uint8 loses half a level per step, and recipes have up to eight steps
-SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes: float32 and float64 differ by less than SAME_BOX
-TIES = 0.002  # share of mask pixels for which rounding decides, at an edge or between two equally near pixels
+# Limits of the verdicts. EQUAL, LEVEL and CLOSE are in levels, for images.
+EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
+CLOSE = 4.0  # truncation to uint8 loses half a level per step, and recipes have up to eight steps
+SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
+TIES = 0.002  # share of the mask pixels; rounding can decide pixels at an edge, or between two equally near pixels
 
 Image = NDArray[Any]
 
