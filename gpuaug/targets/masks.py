@@ -8,7 +8,7 @@ gives: uint8, int32 or int64 [B, H, W]. Each value comes from the mask or the ta
 Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask, computed in integers. ``height`` is the height of the window, and
 ``h`` its height after resizing. Columns are computed in the same way. The result equals Pillow's NEAREST and torch's
-``nearest-exact``, apart from rounding errors, which only these two have.
+``nearest-exact``, apart from the rounding errors of Pillow and torch.
 
 The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
 The numbers are float64, and the order of the steps is fixed::
@@ -52,7 +52,7 @@ _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY = 0  # PNG's colour type
-_LARGEST_KEY = 2**24 - 1  # largest old value in a table; three bytes of colour can hold it
+_LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour of three bytes cannot hold more
 _LARGEST = 2**31 - 1  # largest int32
 _OUTPUTS = (np.uint8, np.int32, np.int64)
 _PIXELS_AT_ONCE = 2**22  # limit in `gather`, which needs up to 50 bytes of temporary memory per pixel
@@ -159,11 +159,11 @@ def decode(
             an error.
 
     Returns:
-        The mask [h, w], upright and contiguous. It may be read-only. Its dtype is uint8 or int32:
+        The mask [h, w], upright and contiguous; it may be read-only. It is uint8 in these cases, otherwise int32:
 
-        - with a table: uint8 if all values of the table are below 256;
-        - run lengths: uint8 if all object numbers are below 256;
-        - PNG: uint8 for gray or palettes of at most 8 bits.
+        - with a table: if all values of the table are below 256;
+        - run lengths without a table: if all object numbers are below 256;
+        - PNG without a table: if it has gray values or a palette, of at most 8 bits.
 
     Raises:
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
