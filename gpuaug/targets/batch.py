@@ -164,7 +164,7 @@ def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[
     """Copy arrays to the device in one transfer, without waiting for the device. None stays None."""
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]
-    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes, so that each part is aligned
+    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; parts must be aligned
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for array, part in zip(arrays, packed.split(sizes), strict=True):
         if array is not None and array.size:

@@ -28,7 +28,7 @@ class Masks:
 
     Args:
         fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which
-            is the usual ``ignore_index`` of losses. With ``kind="instances"`` None is 0, which means no object.
+            is the usual ``ignore_index`` of losses. With ``kind="instances"``, None means 0, no object.
         map: table of new values: ``cityscapes``, ``ade20k``, a list (the new values of 0, 1, ...), or a mapping such as
             {7: 0, 8: 1}. It is applied before the mask is sampled. Values that ``map`` does not name become ``fill``.
             None: values stay.

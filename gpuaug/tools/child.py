@@ -32,7 +32,8 @@ def run(
         out, errors = process.communicate(json.dumps(job), timeout=timeout)
     except subprocess.TimeoutExpired:
         return Ended()
-    finally:  # children may still use the device; `timeout` because SIGKILL does not end a hang in the driver
+    finally:
+        # children may still use the device; the wait ends after 10 s, because a hang in the driver ignores SIGKILL
         with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)

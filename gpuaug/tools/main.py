@@ -66,8 +66,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 2 an error that the user can fix, 130 Ctrl-C, 141 a closed output pipe, and 143 SIGTERM during
-    training. With 1, `gpuaug doctor` has found something broken.
+    0: success. 1: `gpuaug doctor` found something broken. 2: an error that the user can fix. 130: Ctrl-C. 141: the
+    reader of the output has closed the pipe. 143: SIGTERM stopped the training.
     """
     parser = _parser()
     given = parser.parse_intermixed_args(argv)

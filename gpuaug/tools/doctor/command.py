@@ -128,7 +128,7 @@ def versions() -> Iterator[Finding]:
         ("hydra", "hydra-core", BROKEN, "the command line and gpuaug.compose need it"),
         ("pillow", "pillow", BROKEN, "it decodes the images that DALI cannot decode"),
         ("DALI", dali, SLOW, "without it, Pillow decodes on the CPU, several times slower"),
-        ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; gpuaug uses DALI only with it"),
+        ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; without it, gpuaug decodes with Pillow"),
         ("triton", "triton", NOTE, "without it, operations on a GPU run one at a time, many times slower"),
     ):
         version = machine.package_version(distribution)
@@ -204,7 +204,7 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
         advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: install {DALI[12][0]}, or update the driver."
     elif dali_cuda != major and major in DALI:
         bad = NOTE
-        advice = "Both use the same driver and should work together. To be sure, install DALI for torch's version: "
+        advice = "Both use the same driver and should work together. To be sure, use DALI for torch's CUDA version: "
         advice += f"pip uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
     text = f"DALI for CUDA {dali_cuda}, torch for CUDA {torch_cuda}"
     value = {"dali": dali_cuda, "torch": torch_cuda, "driver": driver}
@@ -276,7 +276,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
 
 
 def open_files(limits: tuple[int, int] | None) -> Finding:
-    """Check the limit of open files. ``limits``: (soft, hard), or None if there is no limit; -1 means unlimited."""
+    """Check the limit of open files. ``limits``: (soft, hard), -1 is unlimited; None: the system sets no limits."""
     if limits is None:
         return judged("open files", "no such limit on this system", bad=NOTE)
     soft, hard = (math.inf if limit < 0 else limit for limit in limits)

@@ -147,7 +147,7 @@ class Materialize:
         loader: its source, recipe, order, seed, decode settings and fault policy are used, but it is not iterated. Its
             batch size and workers do not change the stored bytes. Only with ``backend=kornia`` on CUDA, the batch size
             changes pixels by 2e-6. Its `mix` is not stored: the loader that replays the epochs applies its own `mix`.
-        out: the output folder. If it holds an earlier run of the same job, this run is continued, or extended to more
+        out: the output folder. If it holds an earlier run of the same job, that run is continued, or extended to more
             epochs.
         epochs: number of epochs.
         start_epoch: the first epoch.
@@ -300,7 +300,7 @@ class Materialize:
         """Write the missing chunks in this process, whose loader uses all cores, or on a Ray cluster."""
         arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
         most, gpus = len(self.missing), 0
-        if self.on == "ray":  # a Ray process reads only a part of the source, so a cache would be of no use
+        if self.on == "ray":  # a Ray process reads only a part of the source, so it gets no cache
             arguments |= {"device": self._loader.device.type, "cache": None}
             most, gpus = min(RAY_CHUNKS, -(-most // RAY_TASKS)), int(self._loader.device.type == "cuda")
         make, tasks = partial(Writer, self.out, self.plan, arguments), _spans(self.missing, most)
@@ -520,7 +520,7 @@ def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) 
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """The manifest or plan of an earlier run; None if the folder is new. ConfigError if ``out`` holds others."""
+    """The manifest or plan of an earlier run; None if there is none. ConfigError if ``out`` holds other files."""
     check_out(out, MANIFEST, PLAN)
     if (out / MANIFEST).exists():
         return read_manifest(out)

@@ -220,7 +220,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
     joined: Columns = {}
     for name in parts[0] if parts else ():
         columns = [part[name] for part in parts]
-        some = [column for column in columns if len(column)] or columns[:1]  # K may differ if no objects
+        some = [column for column in columns if len(column)] or columns[:1]  # empty parts may have another shape
         if len({column.shape[1:] for column in some}) > 1:
             found = sorted({column.shape[1] for column in some})
             raise SourceError(f"all objects must have the same number of keypoints. Found: {found}.")

@@ -46,7 +46,7 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     out = png(settings.out, "out")
     report = Report(file=settings.json)
-    with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # changes no pixel
+    with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # these change no pixel
         if isinstance(loader.source, MaterializedSource):
             raise ConfigError(
                 "`source` must have encoded images or packed pixels. Found: materialized epochs, which are already "
