@@ -83,7 +83,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
     except _TarError as error:
         raise SourceError(f"shard {path!r}: {error}. Position: byte {at} of {size}. {error.remedy}") from None
     if size:
-        log.warning("shard %r lacks the empty blocks that end a tar, so members may be missing", path)
+        log.warning("shard %r lacks the empty blocks that end a tar. It may be cut off and lack members", path)
 
 
 def _length(head: bytes) -> int:
