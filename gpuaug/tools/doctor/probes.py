@@ -140,7 +140,7 @@ def hardware() -> Answer:
     if not _engine():  # DALI does not report a missing engine
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Only some GPUs have one: "
-        text += "A100, H100 and newer. In a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video to use it"
+        text += "A100, H100 and newer. Containers need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
         return None, f"{text}. Found: {allowed or 'not set'}", None
     good, text, value = _decode("cuda", hardware=1.0, kind="jpeg 4")
     if good:
